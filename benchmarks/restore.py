@@ -168,7 +168,7 @@ def measure(row: str, path: str, target: str) -> dict[str, float]:
     """Run a row once on a small checkpoint, then once for the record."""
     import jax
 
-    from flax_layoutmap.checkpoint import _orbax
+    from flax_layoutmap.checkpoint._progress import bytes_read
 
     jax.block_until_ready(way(row, f"{path}.small", TARGETS[target])())
     call = way(row, path, TARGETS[target])
@@ -176,7 +176,7 @@ def measure(row: str, path: str, target: str) -> dict[str, float]:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("start")
-    before = _orbax.bytes_read()
+    before = bytes_read()
     with Peak() as peak:
         start = time.perf_counter()
         result = call()
@@ -192,7 +192,7 @@ def measure(row: str, path: str, target: str) -> dict[str, float]:
     total = sum(leaf.nbytes for leaf in leaves)
     return {
         "seconds": seconds,
-        "read": _orbax.bytes_read() - before,
+        "read": bytes_read() - before,
         "needed": sum(parts.values()) / total * stored(path),
         "peak": peak.bytes,
         "held": held,

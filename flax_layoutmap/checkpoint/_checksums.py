@@ -54,18 +54,11 @@ _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
 def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
-    """The checksums of values, as every process gets them.
+    """The checksums of values, 16 hexadecimal digits each, the same on every process.
 
-    In a job of several processes all of them call it, with the same paths in the same
-    order. Of values that are not spread over the processes, those of process 0 count.
-
-    Args:
-        values: path → array (of JAX or NumPy, or typed PRNG keys, which count as their
-            numbers), or Python number or string.
-        alone: whether this process works without the others, on values of its own.
-
-    Returns:
-        Path → 16 hexadecimal digits.
+    With several processes this is a collective over the same paths in the same order;
+    values that are not spread over processes count as process 0 has them. `alone` sums
+    this process's own values without the others. PRNG keys count as their key data.
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
     sums = dict.fromkeys(plain, 0)
@@ -93,33 +86,13 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     }
 
 
-def mismatches(values: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
-    """The paths whose values are not those that were saved.
-
-    All processes of a job call it, as `checksums`.
-
-    Args:
-        values: path → value, in the dtype that is stored.
-        recorded: path → checksum at the time of saving; values without one are passed
-            over.
-    """
-    known = {path: value for path, value in values.items() if path in recorded}
-    found = checksums(known)
-    return [path for path in known if found[path] != recorded[path]]
-
-
 def json_digest(value: Any) -> str:
-    """A digest of JSON values, 16 hexadecimal digits; the order of keys is ignored."""
+    """A digest of JSON values, 16 hexadecimal digits, for any order of keys."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
 
 
 def as_text(total: int, value: Any) -> str:
-    """A checksum as it is recorded.
-
-    Args:
-        total: the sum over all blocks, from `block_sum`.
-        value: the array, or the Python value.
-    """
+    """The checksum of a value, given the sum over all its blocks."""
     label = _label(value.dtype, value.shape) if _is_array(value) else 0
     return f"{(total + label) % _MODULUS:016x}"
 
@@ -130,12 +103,7 @@ def _label(dtype: Any, shape: tuple[int, ...]) -> int:
 
 
 def block_sum(block: np.ndarray, start: Sequence[int]) -> int:
-    """The contribution of a block to the sum of its array.
-
-    Args:
-        block: the block, in the host's memory.
-        start: the index of its first element.
-    """
+    """The part of an array's sum that a host block adds; `start` is its first index."""
     if block.size == 0:
         return 0
     if not block.dtype.isnative:
@@ -173,12 +141,10 @@ def _high(dim: int, number: int) -> int:
 # Of the many leaves and pieces of a model, most have one of a few shapes.
 @functools.lru_cache(maxsize=128)
 def _table(shape: tuple[int, ...], start: tuple[int, ...], dim: int) -> np.ndarray:
-    """The low multipliers of the words of a block, in one line.
+    """The low multipliers of the words of a block, flattened.
 
-    Args:
-        shape: how many words it has in each of some dims.
-        start: the last bits of the index of its first word.
-        dim: the last of these dims, counted from the last one of the array.
+    `shape` counts words in some dims, `start` has the low bits of the first index,
+    `dim` is the last of these dims, counted from the array's last one.
     """
     table = np.ones(1, np.uint64)
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
@@ -220,10 +186,10 @@ def _packed_bits(dtype: Any) -> int:
 
 
 def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block of words; not reduced.
+    """The sum over a block of words, not reduced modulo 2^64.
 
-    It is cut where the tables of low multipliers end, so that in each part the high
-    ones are one factor.
+    The block is cut at the ends of the tables of low multipliers, so that the high
+    multipliers of each part are one factor.
     """
     cuts = [
         [0, *range(_LOW - first % _LOW, size, _LOW), size]
@@ -261,7 +227,7 @@ def _low_sum(words: np.ndarray, start: tuple[int, ...], dim: int) -> int:
 def _on_host(
     values: Mapping[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, int]]:
-    """(path, part of its sum) of the values that are summed on the host."""
+    """(path, partial sum) of the values that are summed on the host."""
     batches: list[Future[list[tuple[str, int]]]] = []
     batch: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
     held = 0
@@ -287,7 +253,7 @@ def _sums(
 
 
 def _host_blocks(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """The blocks that this process adds, cut into pieces, and where they start."""
+    """The blocks that this process sums, in pieces, and where each starts."""
     if not isinstance(value, jax.Array):
         yield from _pieces(np.asarray(value), (0,) * value.ndim)
         return
@@ -301,8 +267,7 @@ def _first_holders(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The shards of this process to sum, so that each part of an array is summed once.
 
-    Returns:
-        The number of each among the addressable ones, and the index where it starts.
+    Each is its number among the addressable shards and the index where it starts.
     """
     seen, found = set(), []
     own = sharding.addressable_devices
@@ -334,7 +299,7 @@ _Program = Callable[[Any], Any]
 
 
 def _program_of(value: Any) -> _Program | None:
-    """The program that sums an array on its devices; None for what the host sums."""
+    """The program that sums an array on its devices; None if the host sums it."""
     if not isinstance(value, jax.Array) or value.size == 0:
         return None
     sharding = value.sharding
@@ -350,10 +315,9 @@ def _program_of(value: Any) -> _Program | None:
 
 @functools.lru_cache(maxsize=512)
 def program(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> _Program:
-    """The program that sums each shard of such arrays on its device.
+    """The program that sums each shard on its device, without communication.
 
-    Its result has one number per device of the mesh, in the mesh's order; nothing is
-    exchanged. To be called with 64-bit numbers enabled.
+    Returns one number per device, in mesh order; call it with 64-bit types enabled.
     """
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
 
@@ -380,7 +344,7 @@ def program(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> _Pro
 
 
 def _numbers(shard: Any) -> tuple[Any, int]:
-    """The bits of each element as a number, and how many of a word's bits it takes."""
+    """The bits of each element as an integer, and the bits it takes of a word."""
     name = shard.dtype.name
     width = _packed_bits(shard.dtype) or shard.dtype.itemsize * 8
     if name == "bool":
@@ -390,7 +354,7 @@ def _numbers(shard: Any) -> tuple[Any, int]:
 
 
 def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
-    """The multipliers of a range of elements of so many bits, packed into words."""
+    """The multipliers of a range of elements of `bits` bits, packed into words."""
     at = jnp.arange(size, dtype=np.uint64) + start
     per = np.uint64(64 // bits)
     word, inside = at // per, at % per
@@ -417,7 +381,7 @@ def _start_on_devices(
 def _of_devices(
     results: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
-    """(path, part of its sum) from the programs on the devices of this process."""
+    """(path, partial sum) from the programs on the devices of this process."""
     return [
         (path, int(np.asarray(result.addressable_data(number))[0]))
         for path, result in results.items()
@@ -449,7 +413,7 @@ def _hash(text: str) -> int:
 
 
 def _over_processes(sums: list[int]) -> list[int]:
-    """The sums of all processes together."""
+    """Add up the sums of all processes."""
     if jax.process_count() == 1 or not sums:
         return sums
     from jax.experimental import multihost_utils

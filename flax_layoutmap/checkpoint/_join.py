@@ -20,19 +20,15 @@ from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._tree.paths import Flat, is_train_state, unescape
 from flax_layoutmap._tree.trace import Traced, trace
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
+from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, nested, result_of
 from flax_layoutmap.checkpoint._options import Options
-from flax_layoutmap.checkpoint._orbax import nested
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target whose leaves are known by their paths.
+    """A target and its flattened leaves.
 
-    Attributes:
-        tree: the tree, which can be resolved; of a function, what it would make.
-        flat: the same, flattened.
-        traced: the trace of a function; None for a tree.
+    For a function, `tree` is the abstract tree that it returns and `traced` its trace.
     """
 
     tree: Any
@@ -50,12 +46,9 @@ class Target:
         made: Mapping[str, Any],
         resolution: Resolution | None,
     ) -> Any:
-        """The target with new values.
+        """Return the target with the values that were read.
 
-        Args:
-            values: path → value, of what was read.
-            made: path → sharding, of what the function of the target makes.
-            resolution: the layouts, which annotations of the target then say too.
+        `made` gives the shardings of leaves that the target's function initializes.
         """
         new = self.leaves | dict(values)
         if made and self.traced is not None:
@@ -79,11 +72,9 @@ def opened(target: Any) -> Target:
 class Read:
     """One leaf to restore.
 
-    Attributes:
-        stored: the leaf in the checkpoint, with its path there.
-        result: the leaf to make of it.
-        sharding: where it goes; None for a Python value or a NumPy array.
-        exactly: whether a number has to be the same after a conversion.
+    `stored` describes it in the checkpoint and `result` in the restored tree.
+    `sharding` is None for a Python value or a NumPy array. `exactly` refuses a dtype
+    conversion that changes a number.
     """
 
     stored: Leaf
@@ -94,14 +85,11 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a checkpoint has, by the paths of the tree to restore.
+    """The leaves of a checkpoint, by path in the tree to restore.
 
-    Attributes:
-        leaves: path → the leaf that the checkpoint has for it.
-        absent: path of the target → why the checkpoint has nothing for it.
-        sources: path → what a message says of where its data are, if anything.
-        ignored: paths of the checkpoint that nothing is done about.
-        problems: what is wrong with these already, one text each.
+    `absent` maps paths of the target that the checkpoint lacks to the reason, `sources`
+    maps paths to the origin of their data (a suffix for messages), and `ignored` lists
+    unused paths of the checkpoint.
     """
 
     leaves: Mapping[str, Leaf]
@@ -113,17 +101,12 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to read, what to do about the rest, and what is wrong.
+    """Which leaves to read, keep and initialize, and every problem.
 
-    Attributes:
-        reads: path → leaf to restore.
-        kept: paths of the target that keep its values.
-        made: path of a leaf that the target makes itself → its sharding.
-        ignored: paths of the checkpoint that nothing is done about.
-        problems: one text each; nothing is read unless this is empty.
-        target: what to restore into; None for a nested dict.
-        rules: the rules, those of the checkpoint perhaps; None goes by the target.
-        resolution: what the rules say; None without rules, or if they do not fit.
+    `kept` leaves keep the target's values, `made` ones are initialized by the target's
+    function in the sharding given here. Nothing is read if there is a problem. `target`
+    is None for a nested dict; `rules` is None if the target's own shardings are used,
+    and `resolution` also if the rules do not fit.
     """
 
     reads: Mapping[str, Read]
@@ -136,7 +119,7 @@ class Plan:
     resolution: Resolution | None
 
     def tree(self, values: Mapping[str, Any]) -> Any:
-        """The result of a restore, of the values that were read."""
+        """Return the restored tree, given the values that were read."""
         if self.target is None:
             return nested(values, unescape)
         return self.target.filled(values, self.made, self.resolution)
@@ -149,14 +132,10 @@ def join(
     resolve: Callable[[], Resolution],
     options: Options,
 ) -> Plan:
-    """Plan to restore what a checkpoint has, leaf by leaf.
+    """Plan which leaves of a checkpoint to restore.
 
-    Args:
-        held: what it has.
-        target: what to restore into; None: a nested dict of all that is selected.
-        rules: the rules; None takes the shardings that the leaves of the target have.
-        resolve: resolves the tree to restore by the rules, where there are some.
-        options: the options of the restore.
+    Without rules, the target's own shardings are used; without a target, every selected
+    leaf is restored.
     """
     wanted = {} if target is None else target.leaves
     problems, resolution = options.selection.useless([*held.leaves, *wanted]), None
@@ -190,7 +169,7 @@ def join(
 
 
 class _Draft:
-    """A plan while it is made."""
+    """A plan under construction."""
 
     def __init__(
         self,
@@ -211,7 +190,7 @@ class _Draft:
         self._held, self._rules, self._options = held, rules, options
 
     def join(self, path: str, value: Any) -> None:
-        """Note a leaf that both sides have."""
+        """Add a leaf that both sides have."""
         leaf = leaf_of(path, value)
         if leaf is None:
             kind = type(value).__qualname__
@@ -226,7 +205,7 @@ class _Draft:
             self.read(path, leaf, sharding)
 
     def read(self, path: str, target: Leaf | None, sharding: Any) -> None:
-        """Note a leaf to restore, or why it cannot be made of what is stored."""
+        """Add a leaf to restore, or the reason why it cannot be."""
         stored = self._held.leaves[path]
         dtype = self._options.dtype_of(path)
         result = result_of(stored, target, dtype)
@@ -241,7 +220,7 @@ class _Draft:
         self.reads[path] = Read(stored, result, sharding, exactly=dtype is None)
 
     def keep(self, path: str, value: Any, why: str) -> None:
-        """Note a leaf that keeps the value that the target has."""
+        """Add a leaf that keeps the target's value."""
         if isinstance(value, jax.ShapeDtypeStruct):
             self.problems.append(
                 f"{_name(path, value)}: {why}, and the target is abstract, so there is "
@@ -250,7 +229,7 @@ class _Draft:
         self.kept.append(path)
 
     def miss(self, path: str, value: Any, why: str, can_make: bool) -> None:
-        """Note a leaf that the checkpoint has nothing for."""
+        """Add a leaf that the checkpoint lacks."""
         if self._options.missing == "keep":
             self.keep(path, value, why)
         elif self._options.missing == "error":
@@ -270,7 +249,7 @@ class _Draft:
 
 
 def _name(path: str, value: Any) -> str:
-    """Path and shape, as messages begin."""
+    """Path and shape: the beginning of a message."""
     return f"{path} {show_shape(np.shape(value))}"
 
 
@@ -278,7 +257,7 @@ def _name(path: str, value: Any) -> str:
 
 
 def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute some of the leaves of a traced function, in their shards."""
+    """Initialize some of the leaves of a traced function in their shards."""
     paths = traced.values_of(flat.full_paths())
     wanted = [shardings.get(path) for path in paths]
     values, _ = arrays_of(traced, wanted, names=paths)
@@ -287,7 +266,7 @@ def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str,
 
 
 def _with_new_objects(tree: Any) -> Any:
-    """The tree with a new object for each abstract NNX object, to be filled."""
+    """Return the tree with each abstract NNX object replaced by a new object."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
     abstract = [
         at
@@ -310,7 +289,7 @@ def _with_new_objects(tree: Any) -> Any:
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
-    """The sharding that a leaf of the target has, or what is wrong with it."""
+    """The sharding of a leaf of the target, or the problem with it."""
     if leaf.is_python or leaf.is_numpy:
         return None, None
     sharding = value.sharding

@@ -1,12 +1,13 @@
 """Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError, bullet_list
@@ -14,6 +15,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import plain_tree
+
+T = TypeVar("T")
 
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 
@@ -39,15 +42,10 @@ _STORABLE = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf, without its value.
+    """A leaf of a tree or checkpoint, without its value.
 
-    Attributes:
-        path: its path in the whole tree.
-        kind: an array, an array of PRNG keys, or a Python value.
-        shape: shape; `()` for a Python value; that of the keys, not of their data.
-        dtype: dtype of an array or of keys; None for a Python value.
-        implementation: for keys, the name of the PRNG implementation.
-        is_numpy: for an array, whether it is one of NumPy's.
+    `kind` is an array, an array of PRNG keys, or the kind of a Python value (shape `()`
+    and dtype None). `shape` is that of the keys, not of their data.
     """
 
     path: str
@@ -59,7 +57,7 @@ class Leaf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no elements; Orbax cannot store such an array."""
+        """Whether it has no elements; Orbax cannot store such an array."""
         return 0 in self.shape
 
     @property
@@ -69,7 +67,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """Path and shape, as messages begin."""
+        """Path and shape: the beginning of a message."""
         return f"{self.path} {show_shape(self.shape)}"
 
     def __str__(self) -> str:
@@ -81,7 +79,7 @@ class Leaf:
 
 
 def leaf_of(path: str, value: Any) -> Leaf | None:
-    """Describe a value, which may be abstract; None for what no checkpoint holds."""
+    """Describe a concrete or abstract value; None for what a checkpoint cannot hold."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -96,6 +94,23 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
     return None
 
 
+def no_value(value: Any, function: str) -> str | None:
+    """The reason why a value cannot be saved by all processes, or None."""
+    if isinstance(value, Tracer):
+        return f"it is traced; call {function} outside of jit"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it is abstract and has no value; make it first, with flm.create"
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "it was deleted, as by donating it to jit; save what jit returned"
+    if isinstance(value, jax.Array) and jax.process_count() > 1:
+        if value.is_fully_addressable:
+            return (
+                "only this process has it; place it on the mesh of all processes with "
+                "layout_map.place(tree)"
+            )
+    return None
+
+
 def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
     """The leaf of PRNG keys of an implementation, by its name."""
     dtype = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
@@ -103,7 +118,7 @@ def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
 
 
 def key_data_shape(implementation: str) -> Shape:
-    """Shape of the uint32 numbers behind one key."""
+    """Shape of the uint32 data of one key."""
     make = jax.random.key
     return jax.eval_shape(
         lambda: jax.random.key_data(make(0, impl=implementation))
@@ -121,17 +136,14 @@ def is_floating(dtype: Any) -> bool:
 
 
 def fits_jax(dtype: Any) -> bool:
-    """Whether JAX keeps a dtype as it is; 64 bits need `jax_enable_x64`."""
+    """Whether JAX supports a dtype; 64 bits need `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
-    """The leaf that a restore makes, or why it cannot be restored.
+    """The leaf that a restore makes of a stored one, or why it cannot.
 
-    Args:
-        stored: the leaf in the checkpoint.
-        target: the leaf in the target; None without one.
-        dtype: None, `"target"`, or the dtype for floating-point arrays.
+    `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
     if target is None:
         return _cast(stored, stored, dtype)
@@ -225,6 +237,35 @@ def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return DeviceMesh(sharding.mesh)
     return None
+
+
+def in_portions(
+    items: Iterable[T], bytes_of: Callable[[T], float], limit: float
+) -> Iterator[list[T]]:
+    """Items in groups of at most `limit` bytes, in order; a larger one is alone."""
+    portion: list[T] = []
+    used = 0.0
+    for item in items:
+        size = bytes_of(item)
+        if portion and used + size > limit:
+            yield portion
+            portion, used = [], 0.0
+        portion.append(item)
+        used += size
+    if portion:
+        yield portion
+
+
+def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
+    """Path → leaf, as a nested dict with one level for each part of the paths."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = (key(part) for part in path.split("/"))
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return root
 
 
 def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:

@@ -70,9 +70,9 @@ def check_directory(directory: str) -> None:
 
 
 def described(tree: Any) -> dict[str, str]:
-    """Path → what kind of leaf it is.
+    """Path → description of the leaf's kind.
 
-    Numbers and arrays without dims are one kind, as a restore takes either.
+    Numbers and arrays without dims count as one kind, since a restore accepts either.
     """
     flat = flatten(tree)
     leaves = zip(flat.full_paths(), flat.leaves, strict=True)
@@ -109,7 +109,7 @@ def listed(steps: list[int]) -> str:
 
 
 def add_context(failure: BaseException, error: BaseException) -> None:
-    """Chain a failure to the error that was being handled when it was raised."""
+    """Chain a failure to the exception that was being handled when it was raised."""
     first: BaseException = failure
     while first.__cause__ is not None:
         first = first.__cause__
@@ -118,11 +118,7 @@ def add_context(failure: BaseException, error: BaseException) -> None:
 
 
 def next_step(step: Any, last: int, directory: str) -> int:
-    """The number of a step that can come after the last one (-1 where there is none).
-
-    Raises:
-        CheckpointError: it is no number, or it does not come after it.
-    """
+    """Check that a step is a number that comes after the last one (-1 for none)."""
     try:
         number = operator.index(step)
     except TypeError as error:
@@ -147,11 +143,7 @@ def next_step(step: Any, last: int, directory: str) -> int:
 
 
 def existing_step(step: int | None, steps: list[int], directory: str) -> int:
-    """The step to restore, of those that exist; None is the latest.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
+    """The step to restore; None means the latest one."""
     if not steps:
         raise CheckpointError(f"there is no step in {directory}")
     chosen = steps[-1] if step is None else operator.index(step)
@@ -177,9 +169,9 @@ def way_back(step: int, steps: list[int], directory: str) -> str:
 class WriteLock:
     """A file lock on a local directory, for one writer at a time.
 
-    The system takes it back when the process ends, however it ends. (A lock of
-    `fcntl.lockf` belongs to the process, so workers that were forked from it do not
-    keep it.) Where the file system has no locks, every process gets it.
+    The system releases it however the process ends. (A lock of `fcntl.lockf` belongs to
+    the process, so forked workers do not keep it.) Every process gets it on file
+    systems without locks.
     """
 
     def __init__(self, directory: str) -> None:
@@ -236,9 +228,9 @@ class WriteLock:
 class Preemption:
     """Detects SIGTERM, which preempts a job.
 
-    Several processes agree on a step by JAX's own service, for which
-    `jax.distributed.initialize` catches the signal. In a process of its own this
-    catches it while it is watching, once: a second SIGTERM ends the program as usual.
+    Several processes agree on a step through JAX's preemption service, for which
+    `jax.distributed.initialize` handles the signal. A single process handles the first
+    SIGTERM here; a second one ends the program as usual.
     """
 
     def __init__(self) -> None:
@@ -277,8 +269,7 @@ class Preemption:
     def stop(self, *, deliver: bool) -> None:
         """Restore the previous handler.
 
-        Args:
-            deliver: whether a signal that no step was saved for is sent once more.
+        `deliver` sends a signal for which no step was saved once more.
         """
         self._give_back()
         if deliver and self._was_asked and not self.is_reached:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._rules.pattern_cost import QUICKER, USUAL_PATH, slow_because
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
-from flax_layoutmap.checkpoint._mapping_patterns import Pattern
 from flax_layoutmap.checkpoint._mapping_steps import STEPS, Cast, Stack, Step
 
 _FIELD = re.compile(r"\{\w+\}")
@@ -24,12 +24,10 @@ _FIELD = re.compile(r"\{\w+\}")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a leaf is made of tensors.
+    """How to make a leaf of tensors.
 
-    Attributes:
-        blocks: the position of each element.
-        shapes: name of each tensor → the shape that it must have.
-        dtype: what the tensors are cast to; None to take them as they are.
+    `shapes` has the required shape of each tensor, `dtype` what they are cast to (None:
+    not at all).
     """
 
     blocks: tuple[Block, ...]
@@ -38,7 +36,7 @@ class Recipe:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dims of the leaf in the order of the file, outermost first."""
+        """The dims of the leaf in file order, outermost first."""
         if not self.blocks:
             return ()
         dims = self.blocks[0].dims
@@ -48,22 +46,13 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """An entry of a mapping, for one leaf.
-
-    Attributes:
-        names: names of the tensor, of which the first is used that is there.
-        steps: what to do with it.
-    """
+    """Names of the tensor, of which the first that exists is used, and the steps."""
 
     names: tuple[str, ...]
     steps: tuple[Step, ...] = ()
 
     def recipes(self, shape: Shape) -> list[Recipe]:
-        """How to make a leaf of this shape, for each name.
-
-        Raises:
-            ValueError: the steps do not make such a shape.
-        """
+        """The recipe for each name; a ValueError if the steps cannot make the shape."""
         cast = [step.dtype for step in self.steps if isinstance(step, Cast)]
         found = []
         for name in self.names:
@@ -76,7 +65,7 @@ class Source:
 def _blocks(
     name: str, steps: tuple[Step, ...], shape: Shape, shapes: dict[str, Shape]
 ) -> Iterable[Block]:
-    """The blocks of a leaf; fills in `shapes`, the shapes of its tensors."""
+    """The blocks of a leaf; adds the shapes of its tensors to `shapes`."""
     if not steps:
         open_field = _FIELD.search(name)
         if open_field is not None:
@@ -94,7 +83,7 @@ def _blocks(
         for field, value in fields.items():
             if f"{{{field}}}" not in name:
                 raise ValueError(
-                    f"{name!r} has no {{{field}}}, by which the tensors differ"
+                    f"{name!r} has no {{{field}}} to tell the tensors apart"
                 )
             filled = filled.replace(f"{{{field}}}", value)
         for block in _blocks(filled, tuple(before), inner, shapes):
@@ -102,6 +91,50 @@ def _blocks(
 
 
 # -------------------------------------------------------------------- the entries
+
+
+class Pattern:
+    """A regular expression matched against whole texts, with bounded time.
+
+    Backtracking of `re` cannot be interrupted, so a pattern that could take too many
+    steps is refused, as in a rule file. `owner` names it in messages.
+    """
+
+    def __init__(self, pattern: Any, owner: str) -> None:
+        self._owner = owner
+        try:
+            self._pattern = re.compile(pattern)
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
+            raise CheckpointError(
+                f"{owner}: {pattern!r} is no regular expression: {error}"
+            ) from error
+        if self._pattern.flags & re.VERBOSE:
+            raise CheckpointError(
+                f"{owner}: {self} has the flag x (verbose), with which its time cannot "
+                "be bounded; write it without comments"
+            )
+        self._check(USUAL_PATH)
+
+    def __str__(self) -> str:
+        return repr(self._pattern.pattern)
+
+    def fullmatch(self, text: str) -> re.Match[str] | None:
+        """Match the whole text."""
+        if len(text) > USUAL_PATH:
+            self._check(1 << len(text).bit_length())
+        return self._pattern.fullmatch(text)
+
+    def _check(self, length: int) -> None:
+        """Raise if a text of this length could take too long."""
+        pattern = str(self._pattern.pattern)
+        if self._pattern.flags & re.IGNORECASE and "(?i" not in pattern:
+            pattern = f"(?i:{pattern})"  # compiled with a flag that it does not name
+        slow = slow_because(pattern, length)
+        if slow is not None:
+            raise CheckpointError(
+                f"{self._owner}: matching {self} could take very long: {slow}; "
+                f"{QUICKER}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +145,7 @@ class _Entry:
 
 
 class NameMapping:
-    """The entries of a mapping, checked.
-
-    Args:
-        given: `(pattern, name)` or `(pattern, name, steps)` each; see
-            `restore_safetensors`. None: the path with dots is the name.
-
-    Raises:
-        CheckpointError: an entry is none.
-    """
+    """The checked mapping of `restore_safetensors`; None stands for dotted paths."""
 
     def __init__(self, given: Sequence[Any] | None) -> None:
         self._entries: list[_Entry] | None = None
@@ -143,14 +168,9 @@ class NameMapping:
                 self._entries.append(found)
 
     def source(self, path: str, full_path: str) -> Source | None:
-        """The source of a leaf, by the first entry that matches.
+        """The source of a leaf, by the first entry that matches, or None.
 
-        Args:
-            path: its path, as rules see it.
-            full_path: its path in the whole tree.
-
-        Raises:
-            CheckpointError: the entry's name refers to a group that there is not.
+        The entries are tried on the path within the model, then on the full path.
         """
         if self._entries is None:
             return Source((".".join(unescape(part) for part in full_path.split("/")),))
@@ -170,7 +190,7 @@ class NameMapping:
         return None
 
     def ignores(self, name: str) -> bool:
-        """Whether an entry says that no leaf needs this tensor."""
+        """Whether an entry lists this tensor as unused."""
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
 

@@ -14,21 +14,54 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap.checkpoint._safetensors_read import Piece
 
 Factors = tuple[tuple[int, int], ...]
 Range = tuple[int, int]  # from, to before
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """A box of a leaf whose elements are those of one tensor.
+class Piece:
+    """A strided view of a tensor, and the array to fill with it.
 
-    Attributes:
-        tensor: name of the tensor.
-        start: where in the leaf it begins, per dim.
-        offset: which element of the tensor is its first.
-        dims: the factors of each dim.
+    `offset` is the first element, `strides` are in elements, one per dim of `out`.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+    out: np.ndarray
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one, including those between."""
+        steps = zip(self.out.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def ordered(self) -> "Piece":
+        """The piece with its dims in file order, without those of size 1."""
+        dims = [at for at, size in enumerate(self.out.shape) if size > 1]
+        dims.sort(key=lambda at: -self.strides[at])
+        ones = [at for at, size in enumerate(self.out.shape) if size == 1]
+        out = self.out.transpose(dims + ones)
+        out = out.squeeze(tuple(range(len(dims), out.ndim)))
+        return Piece(self.offset, tuple(self.strides[at] for at in dims), out)
+
+    def rows(self, start: int, stop: int) -> "Piece":
+        """Some rows of the first dim."""
+        offset = self.offset + start * self.strides[0]
+        return Piece(offset, self.strides, self.out[start:stop])
+
+    def row(self, at: int) -> "Piece":
+        """One row, without the first dim."""
+        offset = self.offset + at * self.strides[0]
+        return Piece(offset, self.strides[1:], self.out[at, ...])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a leaf whose elements belong to one tensor.
+
+    `start` is its first index in the leaf, `offset` its first element in the tensor,
+    and `dims` has the factors of each dim.
     """
 
     tensor: str
@@ -42,7 +75,7 @@ class Block:
         return tuple(_size(dim) for dim in self.dims)
 
     def cut(self, index: Sequence[Range]) -> Iterator["Block"]:
-        """The part within a box of the leaf, as one block or several."""
+        """The part within a box of the leaf, as one or several blocks."""
         parts = []
         for start, dim, (low, high) in zip(self.start, self.dims, index, strict=True):
             low, high = max(low, start), min(high, start + _size(dim))
@@ -65,9 +98,7 @@ class Block:
     def piece(self, index: Sequence[Range], out: np.ndarray) -> Piece:
         """The piece of the tensor to read for the block.
 
-        Args:
-            index: a box of the leaf that it lies within.
-            out: the array of that box, or a view of one.
+        `index` is a box of the leaf around the block, `out` the array of that box.
         """
         low = [
             first - begin for first, (begin, _) in zip(self.start, index, strict=True)
@@ -81,7 +112,7 @@ class Block:
 
 
 def whole(tensor: str, shape: Shape) -> Block:
-    """All of a tensor, as it is."""
+    """An entire tensor as one block."""
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     pairs = zip(shape, strides, strict=True)
     dims = tuple(((size, stride),) for size, stride in pairs)
@@ -91,14 +122,14 @@ def whole(tensor: str, shape: Shape) -> Block:
 def pieces_of(
     blocks: Sequence[Block], index: Sequence[Range], out: np.ndarray
 ) -> Iterator[tuple[str, Piece]]:
-    """Name of a tensor, and what to read of it, for one box of a leaf."""
+    """(tensor name, piece to read) for one box of a leaf."""
     for block in blocks:
         for part in block.cut(index):
             yield part.tensor, part.piece(index, out)
 
 
 def full_index(shape: Shape) -> tuple[Range, ...]:
-    """The box that is everything."""
+    """The box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
@@ -108,16 +139,10 @@ def regroup(
     right: Sequence[Sequence[str]],
     sizes: dict[str, int],
 ) -> Iterator[Block]:
-    """Split dims into axes, put these into another order, and join some to dims.
+    """Split dims into axes, reorder these, and join them to new dims.
 
-    Args:
-        block: the block.
-        left: the names of the axes in each dim of it.
-        right: likewise of the result.
-        sizes: size of each axis.
-
-    Raises:
-        ValueError: the block ends in the middle of an axis that it would have to hold.
+    `left` and `right` name the axes in each dim of the block and of the result. Raises
+    ValueError if the block ends within an axis that stays in one dim.
     """
     choices = [
         _split(start, dim, [sizes[name] for name in names])
@@ -147,7 +172,7 @@ def _size(dim: Factors) -> int:
 def range_boxes(
     low: int, high: int, sizes: Sequence[int]
 ) -> Iterator[tuple[Range, ...]]:
-    """A range of flattened dims as boxes of them, in order."""
+    """Split a range of flattened dims into boxes, in order."""
     if low >= high:
         return
     if not sizes:
@@ -168,7 +193,7 @@ def range_boxes(
 
 
 def _cut(dim: Factors, low: int, high: int) -> list[tuple[int, int, Factors]]:
-    """A range of a dim: per part where it begins, its offset, and its factors."""
+    """Cut a range from a dim: start, offset and factors of each part."""
     sizes = [size for size, _ in dim]
     parts = []
     at = low
@@ -192,7 +217,7 @@ _Axis = tuple[int, Factors]
 def _split(
     start: int, dim: Factors, sizes: list[int]
 ) -> list[tuple[int, tuple[_Axis, ...]]]:
-    """A dim as axes: per part its offset, and the axes."""
+    """Split a dim into axes: offset and axes of each part."""
     if len(sizes) == 1:
         return [(0, ((start, dim),))]
     found = []
@@ -233,7 +258,7 @@ def _factored(dim: Factors, sizes: Sequence[int]) -> list[Factors]:
 
 
 def _join(axes: list[_Axis], sizes: list[int]) -> list[tuple[int, int, Factors]]:
-    """Axes as one dim: per part where it begins, its offset, and its factors."""
+    """Join axes to one dim: start, offset and factors of each part."""
     if len(axes) == 1:
         return [(axes[0][0], 0, axes[0][1])]
     counts = [_size(factors) for _, factors in axes]

@@ -8,7 +8,7 @@ that a mapping holds no numbers of a model, and the same steps save as well.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,83 +20,61 @@ from flax_layoutmap.checkpoint._mapping_blocks import Block, full_index, regroup
 
 
 class Input(NamedTuple):
-    """One input of a step.
-
-    Attributes:
-        fields: what to fill into the name of the tensor.
-        shape: its shape.
-    """
+    """One input of a step: its shape, and the fields of its tensor's name."""
 
     fields: dict[str, str]
     shape: Shape
 
 
-@dataclasses.dataclass(frozen=True)
-class Transpose:
-    """The step of `transpose`."""
+Axes = Sequence[Sequence[str]]
 
-    axes: tuple[int, ...]
+
+@dataclasses.dataclass(frozen=True)
+class Regroup:
+    """The step of `transpose`, `linear`, `unflatten` and `rearrange`.
+
+    `axes` gives, for the shape of the leaf, the names of the axes in each dim of the
+    tensor and of the leaf, and the size of each axis.
+    """
+
+    axes: Callable[[Shape], tuple[Axes, Axes, dict[str, int]]]
 
     def inputs(self, shape: Shape) -> list[Input]:
-        """Its one input."""
-        found = [0] * len(shape)
-        for axis, size in zip(self._axes(len(shape)), shape, strict=True):
-            found[axis] = size
-        return [Input({}, tuple(found))]
+        left, _, sizes = self.axes(shape)
+        return [Input({}, tuple(math.prod(sizes[n] for n in group) for group in left))]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """A block of it in the result."""
-        axes = self._axes(len(shape))
-        yield dataclasses.replace(
-            block,
-            start=tuple(block.start[axis] for axis in axes),
-            dims=tuple(block.dims[axis] for axis in axes),
-        )
-
-    def _axes(self, rank: int) -> tuple[int, ...]:
-        axes = self.axes or tuple(reversed(range(rank)))
-        if sorted(axes) != list(range(rank)):
-            raise ValueError(f"transpose{self.axes} is no order of {rank} dims")
-        return axes
+        yield from regroup(block, *self.axes(shape))
 
 
-def transpose(*axes: int) -> Transpose:
+def _in_leaf(groups: Sequence[Sequence[int]], shape: Shape) -> Any:
+    """Axes that are the dims of the leaf, grouped to the dims of the tensor."""
+    names = [str(dim) for dim in range(len(shape))]
+    left = [[names[dim] for dim in group] for group in groups]
+    return left, [[name] for name in names], dict(zip(names, shape, strict=True))
+
+
+def transpose(*axes: int) -> Regroup:
     """Permute the dims of a tensor, as `numpy.transpose`.
 
     Args:
         *axes: for each dim of the result, which dim of the tensor; none reverses them.
     """
-    return Transpose(axes)
+
+    def axes_of(shape: Shape) -> Any:
+        order = axes or tuple(reversed(range(len(shape))))
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"transpose{axes} is no order of {len(shape)} dims")
+        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
+
+    return Regroup(axes_of)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unflatten:
-    """The step of `linear` and `unflatten`: each dim holds several of the leaf.
-
-    Attributes:
-        groups: shape of the leaf → its dims that each dim of the tensor holds.
-    """
-
-    groups: Callable[[Shape], list[range]]
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        """Its one input."""
-        sizes = (math.prod(shape[at] for at in group) for group in self.groups(shape))
-        return [Input({}, tuple(sizes))]
-
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """A block of it in the result."""
-        names = [str(number) for number in range(len(shape))]
-        left = [[str(dim) for dim in group] for group in self.groups(shape)]
-        sizes = dict(zip(names, shape, strict=True))
-        yield from regroup(block, left, [[name] for name in names], sizes)
-
-
-def linear(*, inputs: int | None = None, outputs: int | None = None) -> Unflatten:
+def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
-    for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape tells.
+    for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape decides.
 
     Args:
         inputs: how many dims of the kernel are inputs; 1 unless `outputs` is given.
@@ -107,78 +85,35 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Unflatte
             "linear takes inputs= or outputs=; the rest are the other"
         )
 
-    def groups(shape: Shape) -> list[range]:
+    def axes_of(shape: Shape) -> Any:
         rank = len(shape)
         count = (1 if inputs is None else inputs) if outputs is None else rank - outputs
         if not 0 < count < rank:
             raise ValueError(
                 f"{show_shape(shape)} is no kernel with dims for inputs and for outputs"
             )
-        return [range(count, rank), range(count)]
+        return _in_leaf([range(count, rank), range(count)], shape)
 
-    return Unflatten(groups)
+    return Regroup(axes_of)
 
 
-def unflatten() -> Unflatten:
+def unflatten() -> Regroup:
     """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
-    return Unflatten(lambda shape: [range(len(shape))])
+    return Regroup(lambda shape: _in_leaf([range(len(shape))], shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rearrange:
-    """The step of `rearrange`."""
-
-    pattern: str
-    left: tuple[tuple[str, ...], ...]
-    right: tuple[tuple[str, ...], ...]
-    given: tuple[tuple[str, int], ...]
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        """Its one input."""
-        sizes = self._sizes(shape)
-        return [Input({}, tuple(math.prod(sizes[n] for n in g) for g in self.left))]
-
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """A block of it in the result."""
-        yield from regroup(block, self.left, self.right, self._sizes(shape))
-
-    def _sizes(self, shape: Shape) -> dict[str, int]:
-        if len(shape) != len(self.right):
-            raise ValueError(
-                f"{self.pattern!r} makes {len(self.right)} dims, not "
-                f"{show_shape(shape)}"
-            )
-        sizes = dict(self.given)
-        for names, size in zip(self.right, shape, strict=True):
-            unknown = [name for name in names if name not in sizes]
-            if len(unknown) > 1:
-                raise ValueError(
-                    f"{self.pattern!r} leaves the sizes of {' and '.join(unknown)} open"
-                    f"; name one, as in rearrange({self.pattern!r}, {unknown[0]}=2)"
-                )
-            known = math.prod(sizes[name] for name in names if name in sizes)
-            if unknown and known and size % known == 0:
-                sizes[unknown[0]] = size // known
-            elif unknown or known != size:
-                raise ValueError(
-                    f"{self.pattern!r} does not fit {show_shape(shape)}: "
-                    f"{' × '.join(names)} is {size} there, with {dict(self.given)}"
-                )
-        return sizes
-
-
-def rearrange(pattern: str, **sizes: int) -> Rearrange:
+def rearrange(pattern: str, **sizes: int) -> Regroup:
     """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
 
-    Sizes come from the shape of the leaf, as far as it tells.
+    Sizes are inferred from the shape of the leaf where possible.
 
     Args:
         pattern: the dims of the tensor and of the leaf:
             `"(heads three dim) inputs -> three inputs heads dim"`.
-        **sizes: sizes of axes that the leaf does not tell, since it joins them.
+        **sizes: sizes of axes that cannot be inferred, since the leaf joins them.
 
     Raises:
-        CheckpointError: the pattern is none.
+        CheckpointError: the pattern is invalid.
     """
     sides = pattern.split("->")
     groups = [_groups(side) for side in sides]
@@ -193,15 +128,42 @@ def rearrange(pattern: str, **sizes: int) -> Rearrange:
         raise CheckpointError(
             f"rearrange({pattern!r}) has a name twice, or sizes for others: {sizes}"
         )
-    left, right = (tuple(side or ()) for side in groups)
-    return Rearrange(pattern, left, right, tuple(sizes.items()))
+    left, right = (side or [] for side in groups)
+    return Regroup(lambda shape: (left, right, _sizes(pattern, right, sizes, shape)))
+
+
+def _sizes(
+    pattern: str, right: Axes, given: Mapping[str, int], shape: Shape
+) -> dict[str, int]:
+    """The size of each axis of a pattern, for a leaf of this shape."""
+    if len(shape) != len(right):
+        raise ValueError(
+            f"{pattern!r} makes {len(right)} dims, not {show_shape(shape)}"
+        )
+    sizes = dict(given)
+    for names, size in zip(right, shape, strict=True):
+        unknown = [name for name in names if name not in sizes]
+        if len(unknown) > 1:
+            raise ValueError(
+                f"{pattern!r} leaves the sizes of {' and '.join(unknown)} open; name "
+                f"one, as in rearrange({pattern!r}, {unknown[0]}=2)"
+            )
+        known = math.prod(sizes[name] for name in names if name in sizes)
+        if unknown and known and size % known == 0:
+            sizes[unknown[0]] = size // known
+        elif unknown or known != size:
+            raise ValueError(
+                f"{pattern!r} does not fit {show_shape(shape)}: "
+                f"{' × '.join(names)} is {size} there, with {dict(given)}"
+            )
+    return sizes
 
 
 _GROUP = re.compile(r"\(([\w ]*)\)|(\w+)|\s+")
 
 
 def _groups(side: str) -> list[tuple[str, ...]] | None:
-    """The names in each dim of one side of a pattern; None where it is no such side."""
+    """The names in each dim of one side of a pattern; None if it is malformed."""
     groups, at = [], 0
     while at < len(side):
         found = _GROUP.match(side, at)
@@ -222,7 +184,6 @@ class Stack:
     field: str
 
     def inputs(self, shape: Shape) -> list[Input]:
-        """One input per entry of the new dim."""
         axis = _axis(self.axis, shape)
         names = self.over or tuple(str(number) for number in range(shape[axis]))
         if len(names) != shape[axis]:
@@ -234,7 +195,6 @@ class Stack:
         return [Input({self.field: name}, inner) for name in names]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """A block of an input in the result."""
         axis = _axis(self.axis, shape)
         yield dataclasses.replace(
             block,
@@ -267,7 +227,6 @@ class Merge:
     field: str
 
     def inputs(self, shape: Shape) -> list[Input]:
-        """One input per part."""
         axis = _axis(self.axis, shape)
         sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
         return [
@@ -276,7 +235,6 @@ class Merge:
         ]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """A block of an input in the result."""
         axis = _axis(self.axis, shape)
         sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
         yield _moved(block, axis, sum(sizes[:at]))
@@ -312,13 +270,11 @@ class Split:
     of: int | tuple[int, ...]
 
     def inputs(self, shape: Shape) -> list[Input]:
-        """The one input, of which the result is a part."""
         axis = _axis(self.axis, shape)
         sizes = self._sizes(shape[axis])
         return [Input({}, (*shape[:axis], sum(sizes), *shape[axis + 1 :]))]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """The part of a block of it that is in the result."""
         axis = _axis(self.axis, shape)
         sizes = self._sizes(shape[axis])
         index = list(full_index((*shape[:axis], sum(sizes), *shape[axis + 1 :])))
@@ -352,7 +308,9 @@ def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
     parts = of if isinstance(of, int) else tuple(of)
     count = parts if isinstance(parts, int) else len(parts)
     if not 0 <= index < count:
-        raise CheckpointError(f"split has {count} parts, so index={index} is none")
+        raise CheckpointError(
+            f"split has {count} parts, so index={index} is out of range"
+        )
     return Split(axis, index, parts)
 
 
@@ -363,11 +321,9 @@ class Cast:
     dtype: np.dtype[Any]
 
     def inputs(self, shape: Shape) -> list[Input]:
-        """Its one input."""
         return [Input({}, shape)]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """The same block."""
         yield block
 
 
@@ -388,8 +344,8 @@ def cast(dtype: Any) -> Cast:
     return Cast(found)
 
 
-Step = Transpose | Unflatten | Rearrange | Stack | Merge | Split | Cast
-STEPS = (Transpose, Unflatten, Rearrange, Stack, Merge, Split, Cast)
+Step = Regroup | Stack | Merge | Split | Cast
+STEPS = (Regroup, Stack, Merge, Split, Cast)
 
 
 def _axis(axis: int, shape: Shape) -> int:

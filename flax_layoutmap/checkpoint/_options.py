@@ -1,24 +1,62 @@
-"""The options of a restore: one frozen, validated value."""
+"""The options of a restore: their names for type checkers, and their checked values."""
 
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
+import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, closest, did_you_mean
+from flax_layoutmap._core.errors import (
+    CheckpointError,
+    MeshError,
+    closest,
+    did_you_mean,
+)
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating, mesh_of
 from flax_layoutmap.checkpoint._places import absolute
-from flax_layoutmap.checkpoint._rename import Rename, checked_rename
 
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
+Rename = Sequence[tuple[str, str]]
+
+
+class LayoutOptions(TypedDict, total=False):
+    """The options of `restore` that choose leaves and their layouts."""
+
+    layout_map: Any
+    mesh: Any
+    step: int | str | None
+    item: str | None
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+
+
+class RestoreOptions(LayoutOptions, total=False):
+    """The options of `restore` and `plan`; the docstring of `restore` explains them."""
+
+    rename: Any
+    dtype: Any
+    missing: Missing
+    unexpected: Unexpected
+    strategy: str
+    host_memory: int | None
+
+
+def check_names(function: str, options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError for an option that a function does not have."""
+    for name in options:
+        if name not in known.__annotations__:
+            near = did_you_mean(name, known.__annotations__)
+            raise TypeError(f"{function}() has no argument {name!r}{near}")
+
 
 _CHOICES = {
     "missing": ("error", "keep", "init"),
@@ -31,13 +69,9 @@ _CHOICES = {
 class Selection:
     """Which leaves to restore: those that `include` finds and `exclude` does not.
 
-    A pattern finds a parameter, as a rule does, if it is in one of the forms of its
-    path; anything else by its whole path, so that `^step$` is no step of an optimizer.
-
-    Attributes:
-        include: patterns of which one must be found; None: every path is included.
-        exclude: patterns of which none may be found.
-        forms: path of a parameter below a prefix → its forms.
+    A pattern is searched, as a rule is, in every form of a parameter's path, and in the
+    whole path of any other leaf: `^step$` finds no step of an optimizer. `forms` maps a
+    parameter's full path to its forms; `include=None` includes every path.
     """
 
     include: tuple[re.Pattern[str], ...] | None = None
@@ -45,7 +79,7 @@ class Selection:
     forms: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def among(self, flat: Flat) -> "Selection":
-        """The same, with the forms of the paths of a tree."""
+        """Return the selection with the path forms of a tree's parameters."""
         full = flat.full_paths()
         new = {
             full[at]: section.forms(flat.paths[at])
@@ -57,7 +91,7 @@ class Selection:
 
     @property
     def is_everything(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether no leaf is left out."""
         return self.include is None and not self.exclude
 
     def __contains__(self, path: str) -> bool:
@@ -82,26 +116,10 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `restore`, `plan`, `resolve` or `restore_safetensors`.
+    """The checked options of `restore`, `plan`, `resolve` or `restore_safetensors`.
 
-    Attributes:
-        path: the checkpoint, absolute.
-        target: what to restore into; None: a nested dict.
-        rules: the rules, on `mesh` where one is given; None without `layout_map`.
-        mesh: the mesh for the rules; None: theirs.
-        step: which step of a directory of steps.
-        item: which of several trees.
-        selection: which leaves to restore.
-        dtypes: pairs of a pattern and the dtype of the floating-point arrays that it
-            finds, `"target"` or None for the stored one; the first that is found
-            counts.
-        rename: other names for the leaves of the checkpoint.
-        missing: what to do about leaves that only the target has.
-        unexpected: what to do about leaves that only the checkpoint has.
-        strategy: how to read, or `"auto"`.
-        host_memory: bytes that the arrays being read may take on the host.
-        devices_per_process: how many devices of an abstract mesh each process has.
-        verify: whether checksums are compared; None: where there are any.
+    `path` is absolute, `rules` are on `mesh` if one is given, and the first pattern of
+    `dtypes` that is found in a path sets the dtype of a floating-point array.
     """
 
     path: str
@@ -126,11 +144,11 @@ class Options:
         return mesh_of(self.target, self.rules) or self.mesh
 
     def among(self, flat: Flat) -> "Options":
-        """The same, for the leaves of a tree."""
+        """Return the options with the path forms of a tree's parameters."""
         return dataclasses.replace(self, selection=self.selection.among(flat))
 
     def dtype_of(self, path: str) -> Any:
-        """The dtype wanted for a leaf, `"target"`, or None: as it is stored."""
+        """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
         for pattern, dtype in self.dtypes:
             if self.selection.finds_any([pattern], path):
                 return dtype
@@ -149,12 +167,7 @@ def checked_options(
     dtype: Any = None,
     **others: Any,
 ) -> Options:
-    """Check the arguments of a function that restores; the rest are `Options`' own.
-
-    Raises:
-        CheckpointError: one of them is not valid.
-        RuleError: `layout_map` is none.
-    """
+    """Check the arguments of a function that restores."""
     for name, choices in _CHOICES.items():
         if others.get(name, choices[0]) not in choices:
             raise CheckpointError(_no_choice(name, others[name], choices))
@@ -179,21 +192,46 @@ def checked_options(
     )
 
 
-def rules_of(layout_map: Any) -> RuleSet | None:
-    """The frozen rules of a `LayoutMap`; a `RuleSet` or None as it is.
+def check_devices(
+    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
+) -> None:
+    """Raise MeshError if the mesh to restore to has no devices."""
+    where = mesh if rules is None else rules.mesh
+    if (rules is None and mesh is None) or (
+        where is not None and not where.is_abstract
+    ):
+        return
+    have = "no mesh" if where is None else repr(where)
+    raise MeshError(
+        f"{function} needs a mesh of devices, the rules have {have}; pass "
+        "mesh=flm.DeviceMesh(...)"
+    )
 
-    Raises:
-        RuleError: it is none of these.
+
+def check_processes(mesh: DeviceMesh | None) -> None:
+    """Raise MeshError if a process of the job has no device of the mesh.
+
+    Orbax waits for all processes of a job.
     """
+    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
+        return
+    there = {device.process_index for device in mesh.devices.flat}
+    absent = sorted(set(range(jax.process_count())) - there)
+    if absent:
+        raise MeshError(
+            f"{mesh!r} has no device of the processes {absent}, and all "
+            f"{jax.process_count()} processes of a job restore together; use a mesh of "
+            "all of them, and relayout the result"
+        )
+
+
+def rules_of(layout_map: Any) -> RuleSet | None:
+    """The frozen rules of a `LayoutMap`; a `RuleSet` or None is returned unchanged."""
     return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 
 def checked_selection(include: Any, exclude: Any) -> Selection:
-    """Compile the patterns of `include=` and `exclude=`.
-
-    Raises:
-        CheckpointError: a pattern is no regular expression.
-    """
+    """Compile the patterns of `include=` and `exclude=`."""
     return Selection(_patterns("include", include), _patterns("exclude", exclude) or ())
 
 
@@ -213,7 +251,7 @@ def _patterns(name: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
 def _no_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
     known = " or ".join(f"{name}={choice!r}" for choice in choices)
     return (
-        f"{name}={given!r} is none of the choices{did_you_mean(str(given), choices)}; "
+        f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
         f"use {known}"
     )
 
@@ -254,15 +292,7 @@ def _dtype(dtype: Any, target: Any) -> Any:
 
 
 def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    """A floating-point dtype.
-
-    Args:
-        dtype: what a user gave for one.
-        what: what it is called in messages.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Check a floating-point dtype; `what` names it in messages."""
     try:
         found = np.dtype(dtype)
     except TypeError as error:
@@ -273,3 +303,83 @@ def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
             "converted, and only to floating-point"
         )
     return found
+
+
+# -------------------- Rename the leaves of a checkpoint
+
+
+def checked_rename(given: Any) -> Rename:
+    """Check `rename=`: pairs of a pattern and a template, or a dict.
+
+    Patterns that `re` may need very long to match are refused.
+    """
+    if given is None:
+        return ()
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    for pair in pairs:
+        try:
+            if not isinstance(pair, list | tuple):
+                raise TypeError(f"it is a {type(pair).__name__}")
+            pattern, template = pair
+            _check_template(re.compile(pattern), template)
+        except (re.error, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"rename={pair!r} is no pair of a regular expression and its "
+                rf"replacement (with \1 for a group): {error}"
+            ) from error
+        slow = slow_because(str(pattern))
+        if slow is not None:
+            raise CheckpointError(
+                f"rename={pattern!r} may take very long: {slow}; {QUICKER}"
+            )
+    return tuple((str(pattern), template) for pattern, template in pairs)
+
+
+def _check_template(pattern: re.Pattern[str], template: str) -> None:
+    """Raise `re`'s error for a template with groups that the pattern lacks."""
+    groups = "".join(f"(?P<{name}>)" for name in pattern.groupindex)
+    more = "()" * (pattern.groups - len(pattern.groupindex))
+    re.sub(groups + more, template, "", count=1)
+
+
+def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
+    """The new name of each path: the first pattern found in it is replaced.
+
+    The new names must be distinct paths, none below another, and every pattern has to
+    be found in some path.
+    """
+    names: dict[str, str] = {}  # new name → path
+    used: set[str] = set()
+    for path in paths:
+        new = path
+        for pattern, template in rules:
+            new, count = re.subn(pattern, template, path, count=1)
+            if count:
+                used.add(pattern)
+                break
+        if new in names:
+            raise CheckpointError(
+                f"rename gives {names[new]} and {path} the same name {new!r}"
+            )
+        if not new or new.startswith("/") or new.endswith("/") or "//" in new:
+            raise CheckpointError(
+                f"rename gives {path} the name {new!r}, which is no path"
+            )
+        names[new] = path
+    for pattern, _ in rules:
+        if pattern not in used:
+            near = closest(pattern, list(paths)[:2000], count=3) or list(paths)[:3]
+            raise CheckpointError(
+                f"rename={pattern!r} finds no leaf that an earlier pattern left; the "
+                f"closest paths are {near}"
+            )
+    for new, path in names.items():
+        parent = new.rpartition("/")[0]
+        while parent:
+            if parent in names:
+                raise CheckpointError(
+                    f"rename gives {names[parent]} the name {parent!r}, below which "
+                    f"{path} has {new!r}; a leaf has nothing below it"
+                )
+            parent = parent.rpartition("/")[0]
+    return list(names)

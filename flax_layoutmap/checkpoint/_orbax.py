@@ -1,4 +1,11 @@
-"""All calls to Orbax, by the public names of its v1 API."""
+"""All calls to Orbax's v1 API, and to TensorStore for its database files.
+
+Orbax stores a tree of arrays in an OCDBT database: a folder with `manifest.ocdbt`,
+which leads to the nodes of a B+tree in files below `d`, whose entries lead to chunks in
+files below `d`, of this folder or of one that a process wrote (`ocdbt.process_0`). A
+"location" is TensorStore's text for a part of a file, as in
+`value:ocdbt.process_0/:d/8bc1…:0:453`: kind, folder, file, first byte, number of bytes.
+"""
 
 import contextlib
 import dataclasses
@@ -7,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,6 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import escape, key_of
-from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     NEW,
@@ -37,13 +43,11 @@ _CHUNK_BYTES = 16 << 20
 
 # A file that only the v1 API writes, and one that every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
-# The metric by which TensorStore counts the bytes that it reads from files.
-_COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 
 # Threads take turns. Orbax numbers its operations by one counter of the process: a save
 # during whose start another thread saves or loads loses track of its own directories,
-# and fails or waits for ever. Once a save runs in the background, others may start.
+# and fails or hangs. Once a save runs in the background, others may start.
 TURN = threading.RLock()
 
 
@@ -51,7 +55,7 @@ TURN = threading.RLock()
 
 
 def cannot_write(path: str, overwrite: bool) -> str | None:
-    """Why nothing can be written to a path, or None."""
+    """The reason why nothing can be written to a path, or None."""
     if is_url(path):
         return cannot_name(path)
     if not os.path.lexists(path):
@@ -67,10 +71,9 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
 
 
 def _no_place(parent: Path) -> str | None:
-    """Why no directory can be made in another one, or None.
+    """The reason why no directory can be created in another one, or None.
 
-    Orbax finds out too late: after such a failure its threads hold up the end of the
-    program for five minutes.
+    Orbax fails too late: its threads then block the program's exit for five minutes.
     """
     while not parent.exists():
         parent = parent.parent
@@ -84,15 +87,15 @@ def _no_place(parent: Path) -> str | None:
 def write(
     path: str, tree: dict[str, Any], metadata: dict[str, Any], overwrite: bool
 ) -> None:
-    """Write a checkpoint; return when all of it is there.
+    """Write a checkpoint; return when it is complete.
 
-    An existing one stays until the new one is complete beside it.
+    An existing one is replaced only when the new one is complete beside it.
     """
     from orbax.checkpoint import v1
 
     replace = overwrite and not is_url(path) and os.path.exists(path)
     if replace:
-        path = os.path.realpath(path)  # a link stays, what it leads to is replaced
+        path = os.path.realpath(path)  # replaces the target of a link, not the link
     with translated(f"cannot save to {path}"), saving_context():
         v1.save(
             path + NEW if replace else path,
@@ -125,7 +128,7 @@ def saving_context() -> Any:
 
 
 def _swap(path: str) -> None:
-    """Put the new checkpoint in the place of the old one."""
+    """Replace the old checkpoint by the new one."""
     if os.path.lexists(path + OLD):
         shutil.rmtree(path + OLD)  # of an earlier swap that was interrupted
     os.rename(path, path + OLD)
@@ -138,13 +141,10 @@ def _swap(path: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint holds, without its arrays.
+    """The metadata of a checkpoint.
 
-    Attributes:
-        tree: dicts and lists of Orbax's metadata of the leaves.
-        custom: the custom metadata.
-        item: the folder that holds the tree; None where that is the checkpoint itself.
-        is_v1: whether Orbax's v1 API wrote it.
+    `tree` holds Orbax's metadata of the leaves in dicts and lists; `item` is the folder
+    of the tree, None if that is the checkpoint itself.
     """
 
     tree: Any
@@ -154,15 +154,7 @@ class Metadata:
 
 
 def read_metadata(path: str, item: str | None = None) -> Metadata:
-    """Read what a checkpoint holds, but no array.
-
-    Args:
-        path: the checkpoint.
-        item: which tree of several in it; None where there is one.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its metadata cannot be read.
-    """
+    """Read the metadata of a checkpoint, or of one of several trees in it."""
     if not is_url(path):
         check_place(path)
         _check_readable(path)
@@ -201,7 +193,7 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
 
 
 def folder_of(path: str, item: str | None) -> str:
-    """The folder with the files of a tree."""
+    """The folder that holds the files of a tree."""
     return os.path.join(path, item) if item else path
 
 
@@ -242,7 +234,7 @@ def _item(path: str, item: str | None) -> str | None:
 
 
 def items_in(path: str) -> list[str]:
-    """Names of the trees that a checkpoint has in folders of their own."""
+    """Names of the trees that a checkpoint has in separate folders."""
     if is_url(path) or os.path.isfile(os.path.join(path, _TREE_FILE)):
         return []  # the directory is the tree
     return sorted(
@@ -253,11 +245,9 @@ def items_in(path: str) -> list[str]:
 
 
 def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
-    """Path → leaf of a tree of Orbax: dicts and lists; None is no leaf.
+    """Path → leaf of an Orbax tree of dicts and lists; None is no leaf.
 
-    Args:
-        tree: the tree.
-        escaped: whether its keys are parts of paths already, as `save` writes them.
+    `escaped`: the keys are already escaped parts of paths, as `save` writes them.
     """
     part = str if escaped else escape
     return {
@@ -275,22 +265,14 @@ def read_arrays(
     replica_axis: int | None = None,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """Read leaves.
+    """Read leaves; return path → value.
 
-    Args:
-        path: the checkpoint.
-        wanted: path → what Orbax takes as target of each leaf that it holds: a
-            `jax.ShapeDtypeStruct` with sharding, `np.ndarray`, a Python value, or
-            `...` to pass over the leaf.
-        tree: the tree that the leaves are of, in the order of `leaves_of`.
-        item: which tree of several in the checkpoint.
-        replica_axis: the axis of the mesh, by number, on which all wanted leaves are
-            replicated: only the first of the replicas is read, and the others get
-            theirs from it. None: every process reads what it needs.
-        alone: whether this process reads without the others, which do not come here.
-
-    Returns:
-        Path → value; `...` for what was passed over.
+    `wanted` has a target of Orbax for every leaf of `tree`, in the order of
+    `leaves_of`: a `jax.ShapeDtypeStruct` with sharding, `np.ndarray`, a Python value,
+    or `...` to skip the leaf (which is then its value, too). With `replica_axis`, the
+    number of a mesh axis on which all wanted leaves are replicated, only the first
+    replica is read and then broadcast. With `alone`, this process reads without waiting
+    for the others.
     """
     if all(value is ... for value in wanted.values()):
         return dict(wanted)
@@ -314,14 +296,14 @@ def read_arrays(
 
 
 def chunk_of(held: Any) -> Shape | None:
-    """The shape of the chunks that an array is read in; None if that is not known."""
+    """The chunk shape of a stored array, or None."""
     storage = getattr(held, "storage_metadata", None)
     chunk = getattr(storage, "chunk_shape", None)
     return None if chunk is None else tuple(chunk)
 
 
 def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
-    """The mesh (axis → size) and the spec that Orbax recorded, if any."""
+    """The mesh (axis → size) and the spec that Orbax recorded, or None."""
     saved = getattr(held, "sharding_metadata", None)
     if hasattr(saved, "device_str"):
         return {}, PartitionSpec()  # whole, on one device
@@ -334,31 +316,9 @@ def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
     return sizes, PartitionSpec(*entries)
 
 
-def bytes_read() -> int:
-    """Bytes that TensorStore has read from files since this process started."""
-    import tensorstore
-
-    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
-    return sum(
-        int(value["value"]) for metric in found for value in metric.get("values", ())
-    )
-
-
-def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
-    """Path → leaf, as a nested dict with one level for each part of the paths."""
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = (key(part) for part in path.split("/"))
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
-
-
 @contextlib.contextmanager
 def translated(failing: str) -> Iterator[None]:
-    """Re-raises what Orbax or TensorStore raise, with its root cause in one line."""
+    """Re-raise errors of Orbax and TensorStore, with their root cause in one line."""
     try:
         yield
     except LayoutError:
@@ -379,3 +339,116 @@ def _root_cause(error: BaseException) -> str:
     leaf = f"leaf {stored[1].replace('.', '/')!r}: " if stored else ""
     name = "" if isinstance(error, ValueError) and " " in text else type(error).__name__
     return f"{leaf}{name}{': ' if name and text else ''}{text}"
+
+
+# ------------------------------------------------------------ database files
+
+
+_TREE_FILE, _MANIFEST = "_METADATA", "manifest.ocdbt"
+# Databases with more keys are not listed.
+_MOST_KEYS = 200_000
+
+
+def stored_bytes(folder: str) -> dict[str, int]:
+    """Name of a leaf (its keys joined by `.`) → its bytes on disk.
+
+    Empty if the folder is not one OCDBT database, or the database is too large to list.
+    """
+    sizes: dict[str, int] = {}
+    for name, location in _entries(folder):
+        leaf = name.split("/", 1)[0]
+        # Small values are stored in the index itself.
+        sizes[leaf] = sizes.get(leaf, 0) + (_part(location)[2] if location else 0)
+    return sizes
+
+
+def damage_in(folder: str) -> str | None:
+    """Which file of a tree of arrays is damaged and how, or None.
+
+    Checks the files that describe the tree, and that those with arrays exist and are
+    long enough; reads no array.
+    """
+    if is_url(folder):
+        return None
+    tree_file = os.path.join(folder, _TREE_FILE)
+    try:
+        with open(tree_file, encoding="utf-8") as file:
+            tree = json.load(file)
+    except (OSError, ValueError) as error:
+        return f"{tree_file}: {_without_path(error)}"
+    manifest = os.path.join(folder, _MANIFEST)
+    if not os.path.isfile(manifest):
+        has_database = isinstance(tree, dict) and tree.get("use_ocdbt")
+        return f"{manifest}: is missing" if has_database else None
+    try:
+        return _missing_part(folder)
+    except ValueError as error:
+        return str(error)
+
+
+def _missing_part(folder: str) -> str | None:
+    ends: dict[str, int] = {}
+    for _, location in _entries(folder):
+        if location:
+            name, start, count = _part(location)
+            ends[name] = max(ends.get(name, 0), start + count)
+    for name, end in sorted(ends.items()):
+        file = os.path.join(folder, name)
+        if not os.path.isfile(file):
+            return f"{file}: is missing"
+        if os.path.getsize(file) < end:
+            size = os.path.getsize(file)
+            return f"{file}: is cut, it has {size:,} bytes of at least {end:,}"
+    return None
+
+
+def _entries(folder: str) -> Iterator[tuple[str, str | None]]:
+    """Each key of a database, and the location of its value (None if stored inline).
+
+    A damaged index raises a ValueError that begins with the name of its file.
+    """
+    if is_url(folder) or not os.path.isfile(os.path.join(folder, _MANIFEST)):
+        return
+    manifest = _dumped(folder, None)
+    if not manifest["versions"]:
+        return
+    root = manifest["versions"][-1]["root"]
+    if root["statistics"]["num_keys"] > _MOST_KEYS:
+        return
+    below = [(root["location"], "")]
+    while below:
+        where, prefix = below.pop()
+        for entry in _dumped(folder, where)["entries"]:
+            if "location" in entry:
+                common = entry["subtree_common_prefix"].decode()
+                below.append((entry["location"], prefix + common))
+            else:
+                yield prefix + entry["key"].decode(), entry.get("indirect_value")
+
+
+def _dumped(folder: str, location: str | None) -> Mapping[str, Any]:
+    import tensorstore
+
+    base = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    try:
+        return tensorstore.ocdbt.dump(base, location).result()
+    except ValueError as error:
+        name = _MANIFEST if location is None else _part(location)[0]
+        file = os.path.join(folder, name)
+        if not os.path.isfile(file):
+            raise ValueError(f"{file}: is missing") from error
+        why = re.split(r" \[(?:tensorstore_spec|source locations)", str(error))[0]
+        raise ValueError(f"{file}: {why}") from error
+
+
+def _part(location: str) -> tuple[str, int, int]:
+    """File, first byte and number of bytes of a location."""
+    _, folder, rest = location.split(":", 2)
+    name, start, count = rest.rsplit(":", 2)
+    return folder + name, int(start), int(count)
+
+
+def _without_path(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

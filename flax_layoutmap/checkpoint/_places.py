@@ -37,13 +37,7 @@ def is_url(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one checkpoint is.
-
-    Attributes:
-        path: its directory.
-        step: its step; None where it is no step of a directory of some.
-        steps: all steps of that directory, ascending.
-    """
+    """The directory of a checkpoint; for a step also its number and all steps there."""
 
     path: str
     step: int | None = None
@@ -53,14 +47,8 @@ class Place:
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
     """Find a checkpoint, or one step of a directory of steps.
 
-    Args:
-        path: a checkpoint, or a directory of steps.
-        step: the step, `"latest"`, or None where `path` is the checkpoint.
-        newest: whether None in a directory of steps means the latest.
-
-    Raises:
-        CheckpointError: there is none, or a directory of steps has several and none is
-            named.
+    `step` is a number, `"latest"`, or None if `path` is the checkpoint itself; with
+    `newest`, None also finds the latest step of a directory.
     """
     if is_url(path):
         if step == "latest":
@@ -90,11 +78,7 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
 
 
 def steps_in(path: str) -> dict[int, str]:
-    """Step → name of its directory, for the finished ones in a directory.
-
-    Raises:
-        CheckpointError: two directories are of one step.
-    """
+    """Step → directory name of each complete checkpoint in a directory."""
     found: dict[int, str] = {}
     try:
         entries = os.scandir(path)
@@ -130,22 +114,22 @@ def is_safetensors(path: str) -> bool:
 
 
 def cannot_name(path: str) -> str | None:
-    """Why a path of this name cannot be saved to, or None.
+    """The reason why nothing can be saved to a path of this name, or None.
 
-    Orbax looks with `glob` for what it has just written. Where the path itself is a
-    pattern, it finds nothing, or what another save has written.
+    Orbax finds its own files with `glob`. If the path is itself a pattern, it finds
+    nothing, or the files of another save.
     """
     if glob.escape(path) == path:
         return None
     plain = re.sub(r"[][*?]", "_", path)
     return (
-        "the path has a character of '*', '?' and '[', by which Orbax would not find "
-        f"what it has written; save to a path without them, such as {plain!r}"
+        "the path contains '*', '?' or '[', so Orbax would not find its own files; "
+        f"save to a path without them, such as {plain!r}"
     )
 
 
 def check_place(path: str) -> None:
-    """Raise CheckpointError for a path without a checkpoint, with the likely fix."""
+    """Raise CheckpointError if a path is no checkpoint, with the likely fix."""
     place = Path(path)
     if _UNFINISHED in place.name:
         raise CheckpointError(
@@ -198,15 +182,9 @@ def _near(place: Path) -> str:
 
 
 def check_shared(path: str) -> None:
-    """Check that all processes see the same storage, by a file that process 0 writes.
+    """Check that every process sees a file that process 0 writes; a collective.
 
-    All processes have to call it. One process, and URLs, are passed over.
-
-    Args:
-        path: where a checkpoint is to be written.
-
-    Raises:
-        CheckpointError: some processes do not see the file; names them.
+    Passes for a single process and for URLs.
     """
     if jax.process_count() == 1 or is_url(path):
         return
@@ -240,14 +218,9 @@ def check_shared(path: str) -> None:
 
 
 def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) -> None:
-    """Run an action on process 0; all processes wait, and all raise if it failed.
+    """Run a file operation on process 0; if it fails, every process raises.
 
-    Args:
-        action: what to do with files.
-        failing: makes the message of the reason.
-
-    Raises:
-        CheckpointError: the action raised an OSError.
+    `failing` makes the message from the reason.
     """
     error: OSError | None = None
     if jax.process_index() == 0:

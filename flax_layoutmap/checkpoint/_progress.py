@@ -8,9 +8,20 @@ from collections.abc import Callable, Iterator
 import jax
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap.checkpoint import _orbax
 
 _SECONDS = 0.2
+# The metric by which TensorStore counts the bytes that it reads from files.
+_COUNTER = "/tensorstore/kvstore/file/bytes_read"
+
+
+def bytes_read() -> int:
+    """Bytes that TensorStore has read from files since this process started."""
+    import tensorstore
+
+    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
+    return sum(
+        int(value["value"]) for metric in found for value in metric.get("values", ())
+    )
 
 
 def is_shown(shown: bool | None) -> bool:
@@ -25,15 +36,11 @@ def shown_progress(
     what: str,
     total: int,
     shown: bool | None,
-    count: Callable[[], int] = _orbax.bytes_read,
+    count: Callable[[], int] = bytes_read,
 ) -> Iterator[None]:
-    """A block that reads or writes files, with a bar of how far it is.
+    """Show on process 0 how many bytes a block reads or writes.
 
-    Args:
-        what: what it does, in words.
-        total: bytes planned.
-        shown: whether to show it; None: on a terminal. Only process 0 ever does.
-        count: says how many bytes were read so far; Orbax's count if not given.
+    `shown=None` shows it on a terminal only; `count` returns the bytes so far.
     """
     if total <= 0 or not is_shown(shown):
         yield

@@ -1,29 +1,39 @@
-"""Read the leaves of a plan, and check them."""
+"""Read the arrays of a checkpoint, and compare them with their checksums."""
 
+import dataclasses
 import functools
+import json
+import math
+import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._checksums import mismatches
+from flax_layoutmap.checkpoint._checksums import checksums
 from flax_layoutmap.checkpoint._join import Read
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
+    in_portions,
     is_floating,
     key_data_shape,
     problem_list,
 )
-from flax_layoutmap.checkpoint._stored import not_as_saved, unrecorded
+from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._progress import shown_progress
+from flax_layoutmap.checkpoint._record import check_intact
+from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Portion, Reads, Way
 
 # A process that cannot read waits this long for the others, which still read.
@@ -31,21 +41,10 @@ _PATIENCE_SECONDS = 1800.0
 
 
 def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Read every leaf of a plan.
+    """Read every leaf of a plan; return path → value, in its sharding.
 
-    Each process reads by itself, and they agree that all could before the arrays are
-    used; but for those that are sent along a mesh axis, which they read together.
-
-    Args:
-        reads: the leaves and how they are read, without problems.
-        mesh: the mesh whose processes all read.
-
-    Returns:
-        Path → value, in its sharding.
-
-    Raises:
-        CheckpointError: leaves cannot be read, or are not what they should be.
-        ProcessError: another process could not read.
+    Each process reads on its own, then all agree that every read succeeded before the
+    arrays are used. Only leaves that are broadcast along a mesh axis are read together.
     """
     made: dict[str, Any] = {}
     problems: list[str] = []
@@ -72,7 +71,7 @@ def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def _values(reads: Reads, portion: Portion, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Path in the checkpoint → what Orbax gives for it."""
+    """Path in the checkpoint → the value that Orbax returns."""
     stored, axis = reads.stored, portion.replica_axis
     targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for path in portion.paths:
@@ -97,19 +96,30 @@ def _values(reads: Reads, portion: Portion, mesh: DeviceMesh | None) -> dict[str
 
 
 def _damaged(reads: Reads, values: dict[str, Any]) -> list[str]:
-    """A problem for each value that is not as it was saved."""
+    """A problem for each value that differs from its checksum; a collective."""
     if reads.recorded is None:
         return []
-    leaves = reads.stored.by_source
-    changed = mismatches(values, reads.recorded)
-    without = values.keys() - reads.recorded.keys()
-    return [not_as_saved(leaves[source]) for source in changed] + [
-        unrecorded(leaves[source]) for source in without
+    leaves = [leaf for leaf in reads.stored.leaves.values() if leaf.path in values]
+    return _changed(leaves, checksums(values), reads.recorded)
+
+
+def _changed(
+    leaves: Sequence[Leaf], found: Mapping[str, str], recorded: Mapping[str, str]
+) -> list[str]:
+    """A problem for each leaf whose checksum is not the recorded one."""
+    return [
+        f"{leaf.name}: its data are not those that were saved; restore another "
+        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
+        if leaf.path in recorded
+        else f"{leaf.name}: there is no checksum of it in the metadata, which is "
+        "damaged; restore another checkpoint, or this one with verify=False"
+        for leaf in leaves
+        if found[leaf.path] != recorded.get(leaf.path)
     ]
 
 
 def _placed(reads: Reads, path: str, value: Any) -> Any:
-    """An array that was read, in its final sharding and dtype."""
+    """Move an array to its final sharding and dtype."""
     read, way = reads.plan.reads[path], reads.ways.get(path)
     if way is not None and way.strategy == "aligned":
         value = _laid_out(value, read.sharding, None)
@@ -119,7 +129,7 @@ def _placed(reads: Reads, path: str, value: Any) -> Any:
 
 
 def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> Any:
-    """The target that Orbax is given for a leaf."""
+    """The target of a leaf for Orbax."""
     stored, result = read.stored, read.result
     if stored.kind in ("int", "float", "string"):
         return held
@@ -137,7 +147,7 @@ def _is_to_be_cast(value: Any, read: Read) -> bool:
 
 
 def _laid_out(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:
-    """An array in its final sharding and dtype; the one that was read is deleted."""
+    """Move an array to its final sharding and dtype, and delete the original."""
     with no_mesh(), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Some donated buffers were not usable"
@@ -166,12 +176,7 @@ def _empty(leaf: Leaf) -> Any:
 
 
 def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
-    """Make the result of what Orbax read.
-
-    Raises:
-        CheckpointError: a number does not fit the dtype, or Orbax read something else
-            than it was asked for.
-    """
+    """Convert what Orbax returned to the requested leaf, and check it."""
     result, sharding = read.result, read.sharding
     if result.kind == "key":
         return _checked(_keys(read, value), read)
@@ -195,7 +200,7 @@ def _is_keys(value: Any) -> bool:
 
 
 def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
-    """A host array with the result's dtype."""
+    """Convert a host array to the result's dtype."""
     new = value.astype(result.dtype)
     exactly = exactly or not is_floating(result.dtype)
     if exactly and not np.array_equal(new, value, equal_nan=is_floating(value.dtype)):
@@ -207,7 +212,7 @@ def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
 
 
 def _keys(read: Read, value: Any) -> Any:
-    """Typed PRNG keys; Orbax returns their data if it has lost their kind."""
+    """Typed PRNG keys; Orbax returns key data if it has lost the implementation."""
     if isinstance(value, jax.Array) and value.dtype == read.stored.dtype:
         return value
     wrap = functools.partial(jax.random.wrap_key_data, impl=read.stored.implementation)
@@ -215,7 +220,7 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Check shape, dtype and sharding of what Orbax returned."""
+    """Check shape, dtype and sharding of an array."""
     result, sharding = read.result, read.sharding
     if isinstance(value, jax.Array):
         placed = sharding is not None
@@ -231,3 +236,153 @@ def _checked(value: Any, read: Read) -> Any:
             f"{sharding}"
         )
     return value
+
+
+# ------------------------------------------------------------------------- verify
+
+
+_HOST_MEMORY = 1 << 29
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """The result of `verify` for an undamaged checkpoint.
+
+    Attributes:
+        path: its directory.
+        leaves: how many leaves were read and compared.
+        bytes: bytes of their arrays, uncompressed.
+    """
+
+    path: str
+    leaves: int
+    bytes: int
+
+    def __str__(self) -> str:
+        what = "1 leaf is" if self.leaves == 1 else f"{self.leaves} leaves are"
+        return visible(f"{self.path}: {what} as saved ({human_bytes(self.bytes)})")
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    item: str | None = None,
+    host_memory: int = _HOST_MEMORY,
+    progress: bool | None = None,
+) -> Verified:
+    """Read a checkpoint and compare it with the checksums in its metadata.
+
+    Needs no mesh, no rules and no accelerator. In a job of several processes all of
+    them call it, each reads a share of the leaves, and all get the same answer.
+
+    Args:
+        path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
+        item: which tree, if the checkpoint holds several.
+        host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
+            but whole.
+        progress: whether process 0 shows on stderr how much has been read; None: if
+            that is a terminal.
+
+    Returns:
+        How much was compared.
+
+    Raises:
+        CheckpointError: leaves cannot be read or are not as they were saved (one error
+            names all of them), or there are no checksums to compare with.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.verify(path).leaves
+        2
+
+    Plain JAX: none; Orbax restores an array with a flipped bit as it is.
+    """
+    place = find(absolute(path), step, newest=True)
+    stored = open_checkpoint(place, item)
+    check_intact(stored.custom, stored.where)
+    recorded = stored.record.checksums
+    if recorded is None:
+        raise CheckpointError(no_checksums(stored))
+    leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+    size = {leaf.path: _bytes(stored.held[leaf.path]) for leaf in leaves}
+    own = _share(leaves, size)
+    total, done, found = sum(size[leaf.path] for leaf in own), 0, []
+    with shown_progress(f"verifying {place.path}", total, progress, lambda: done):
+        for portion in in_portions(own, lambda leaf: size[leaf.path], host_memory):
+            found += _problems(stored, portion, recorded)
+            done += sum(size[leaf.path] for leaf in portion)
+    problems = _of_all_processes(found)
+    if problems:
+        raise problem_list(f"the checkpoint {place.path} is damaged", problems)
+    return Verified(place.path, len(leaves), sum(size.values()))
+
+
+def _problems(
+    stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
+) -> list[str]:
+    """Read leaves and list the problems with them."""
+    wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
+    for leaf in leaves:
+        is_value = leaf.kind in ("int", "float", "string")
+        wanted[leaf.path] = stored.held[leaf.path] if is_value else np.ndarray
+    try:
+        values = _orbax.read_arrays(
+            stored.where, wanted, stored.tree, item=stored.item, alone=True
+        )
+    except CheckpointError as error:
+        if len(leaves) == 1:
+            return [f"{leaves[0].name}: {error}"]
+        # Bisect to find the unreadable ones with few reads.
+        middle = len(leaves) // 2
+        first = _problems(stored, leaves[:middle], recorded)
+        return first + _problems(stored, leaves[middle:], recorded)
+    found = checksums({leaf.path: values[leaf.path] for leaf in leaves}, alone=True)
+    return _changed(leaves, found, recorded)
+
+
+# ------------------------------------------------------------------ who reads what
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of an array, by its metadata; 0 for a Python value."""
+    if not hasattr(held, "shape"):
+        return 0
+    return math.prod(held.shape) * np.dtype(held.dtype).itemsize
+
+
+def _share(leaves: Sequence[Leaf], size: Mapping[str, int]) -> list[Leaf]:
+    """The leaves that this process reads, so that all read about equally many bytes."""
+    held = [0] * jax.process_count()
+    own = []
+    for leaf in sorted(leaves, key=lambda leaf: -size[leaf.path]):
+        process = held.index(min(held))
+        held[process] += size[leaf.path] + 1
+        if process == jax.process_index():
+            own.append(leaf)
+    return own
+
+
+def _of_all_processes(problems: list[str]) -> list[str]:
+    """Gather the problems of all processes."""
+    if jax.process_count() == 1:
+        return problems
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(problems).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size)))
+    row = np.zeros(int(sizes.max()), np.uint8)
+    row[: text.size] = text
+    rows = np.asarray(multihost_utils.process_allgather(row))
+    return [
+        problem
+        for line, count in zip(rows, sizes.ravel(), strict=True)
+        for problem in json.loads(bytes(line[:count]))
+    ]

@@ -20,17 +20,9 @@ from flax_layoutmap._rules.records import Shape
 
 AnyMesh = Mesh | AbstractMesh
 
-# For arrays of more chunks, irregular sets of shards get an upper bound.
-_DENSE_CHUNKS = 1 << 20
-
 
 class PerProcess(Mapping[int, float]):
-    """`process_index` → a number of bytes, compactly: there is one for each leaf.
-
-    Attributes:
-        names: the `process_index` of each process.
-        counts: its bytes.
-    """
+    """`process_index` → bytes, compactly: plans hold one for each leaf."""
 
     __slots__ = ("counts", "names")
 
@@ -58,7 +50,7 @@ class PerProcess(Mapping[int, float]):
 
 
 def total_of(several: Iterable[PerProcess]) -> dict[int, int]:
-    """Process → the sum, ascending."""
+    """Process → the sum, in ascending order."""
     by_names: dict[tuple[int, ...], np.ndarray] = {}
     for one in several:
         before = by_names.get(one.names)
@@ -72,11 +64,10 @@ def total_of(several: Iterable[PerProcess]) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Elements of one array, per process.
+    """Elements of an array, per process.
 
-    Attributes:
-        needed: elements of all distinct shards on the devices of each process.
-        read: elements of all chunks that these shards touch.
+    `needed` are those of its distinct shards, `read` those of all chunks that they
+    touch.
     """
 
     needed: np.ndarray
@@ -85,13 +76,10 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Which process each device of a mesh belongs to.
+    """The processes of a mesh, numbered from 0 among those that have devices.
 
-    Attributes:
-        of_device: number of the process of each device, in the order of the mesh;
-            the processes that have devices, numbered from 0.
-        count: how many processes there are.
-        names: the `process_index` of each.
+    `of_device` has the number of each device's process, in mesh order; `names` the
+    `process_index` of each.
     """
 
     of_device: np.ndarray
@@ -101,13 +89,7 @@ class Processes:
 
 @functools.lru_cache(maxsize=64)
 def processes_of(mesh: AnyMesh, devices_per_process: int | None) -> Processes:
-    """The processes of a mesh.
-
-    Args:
-        mesh: the mesh.
-        devices_per_process: for a mesh without devices, how many each process has;
-            None: one process has all.
-    """
+    """The processes of a mesh; `devices_per_process` applies to an abstract one."""
     if isinstance(mesh, Mesh) and devices_per_process is None:
         owners = np.array([device.process_index for device in mesh.devices.flat])
     else:
@@ -122,13 +104,10 @@ def extent_of(
     sharding: NamedSharding,
     devices_per_process: int | None = None,
 ) -> Extent:
-    """What each process needs and reads of an array.
+    """The elements of an array that each process needs and reads.
 
-    Args:
-        shape: the shape of the array.
-        chunk: the shape of its chunks, all but the last ones in a dim.
-        sharding: the wanted sharding; every dim divides.
-        devices_per_process: see `processes_of`.
+    `chunk` is the shape of all chunks but the last ones of a dim; `sharding` divides
+    every dim.
     """
     dims = _dims(sharding, len(shape))
     blocks = _blocks(sharding.mesh, dims, devices_per_process)
@@ -152,14 +131,9 @@ def aligned_sharding(
 ) -> NamedSharding:
     """A sharding over the devices of a mesh whose shards are whole chunks.
 
-    The devices are cut into prime factors, the outermost first, as processes have
-    devices that are neighbours; each factor goes to the dim that still has the most
-    chunks for it. Devices that no dim has chunks for hold the same.
-
-    Args:
-        shape: the shape of the array.
-        chunk: the shape of its chunks.
-        mesh: the mesh. The result is on the same devices in the same order.
+    The number of devices is split into prime factors, the outermost first, since a
+    process has neighbouring devices; each factor goes to the dim with the most chunks
+    left for it. Factors that fit no dim replicate.
     """
     factored = _factored(mesh)
     left = list(shape)
@@ -219,15 +193,12 @@ def _dims(sharding: NamedSharding, ndim: int) -> tuple[tuple[str, ...], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Which parts of an array each process has, for any shape.
+    """The parts of an array that each process has, for any shape.
 
-    Attributes:
-        parts: into how many parts each dim is cut.
-        subsets: per dim, the different sets of parts that processes have.
-        subset_of: per dim and process, which of them it has.
-        count: distinct blocks of each process.
-        irregular: process → its blocks, a row of parts for each, where they are not
-            all combinations of its parts.
+    `parts` counts the parts of each dim. `subsets` has, per dim, the different sets of
+    parts that processes have, and `subset_of` (dim, process) which one each has.
+    `count` is the number of distinct blocks of each process. `irregular` has, for
+    processes whose blocks are not a product of such sets, one row of parts per block.
     """
 
     parts: tuple[int, ...]
@@ -272,7 +243,7 @@ def _blocks(
 
 
 def _cells(length: int, step: int, width: int, parts: Sequence[int]) -> np.ndarray:
-    """Per chunk of a dim, how much of the dim it holds; 0 where no part touches it."""
+    """The length of each chunk of a dim; 0 for chunks that no part touches."""
     edges = np.arange(0, length, step)
     held = np.minimum(step, length - edges)
     touched = np.zeros(len(edges), bool)
@@ -284,18 +255,12 @@ def _cells(length: int, step: int, width: int, parts: Sequence[int]) -> np.ndarr
 def _irregular(
     shape: Shape, chunk: Shape, parts: Sequence[int], rows: np.ndarray
 ) -> int:
-    """Elements of the chunks that some blocks touch, or a bound where they are many."""
+    """Elements of the chunks that some blocks touch."""
     along = [
         [_cells(length, step, length // count, (part,)) for part in range(count)]
         for length, step, count in zip(shape, chunk, parts, strict=True)
     ]
     grid = [-(-length // step) for length, step in zip(shape, chunk, strict=True)]
-    if math.prod(grid) > _DENSE_CHUNKS:
-        each = (
-            math.prod(int(along[dim][part].sum()) for dim, part in enumerate(row))
-            for row in rows
-        )
-        return min(sum(each), math.prod(shape))
     held = np.zeros(grid, np.int64)
     for row in rows:
         block = np.ones((1,) * len(grid), np.int64)

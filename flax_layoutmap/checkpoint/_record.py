@@ -52,7 +52,7 @@ _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
 
 @functools.lru_cache(maxsize=4)
 def _recorded(text: str) -> RuleSet:
-    """The rules of a record: one object for each text, so that warnings come once."""
+    """The rules of a record, cached by its text, so that warnings are emitted once."""
     return rules_from_json(json.loads(text))
 
 
@@ -62,14 +62,7 @@ def to_json(
     owners: Mapping[str, tuple[str | None, tuple[int | None, ...] | None]],
     rules: RuleSet | None,
 ) -> dict[str, Any]:
-    """The record of a tree, as plain JSON values.
-
-    Args:
-        flat: the flattened tree.
-        leaves: its leaves, described.
-        owners: `Resolution.owners()` of it.
-        rules: the rules it is saved with, or None.
-    """
+    """The record of a flattened tree; `owners` is `Resolution.owners()`."""
     paths = flat.full_paths()
     sections = []
     for section in flat.sections:
@@ -95,7 +88,7 @@ def to_json(
 
 
 def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
-    """Custom metadata, with a digest of all of it in our record."""
+    """Add a digest of all custom metadata to our record."""
     record = {name: v for name, v in custom[KEY].items() if name != "digest"}
     digest = json_digest({**custom, KEY: record})
     return {**custom, KEY: {**record, "digest": digest}}
@@ -104,14 +97,8 @@ def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
 def check_intact(custom: Mapping[str, Any], where: str) -> None:
     """Compare custom metadata with its digest.
 
-    Older versions wrote none; then only what none of them wrote is a sign of damage.
-
-    Args:
-        custom: the custom metadata.
-        where: path of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: they are not those that were saved.
+    Older versions wrote none; entries that those did not write are then a sign of
+    damage.
     """
     record = custom.get(KEY)
     if not isinstance(record, dict):  # of plain Orbax, or its name is damaged
@@ -137,17 +124,12 @@ def _holds_record(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint, read.
+    """The parsed record of a checkpoint.
 
-    Attributes:
-        paths: path of every leaf, in the order of the tree that was saved.
-        origins: path of each leaf of optimizer state → where it came from.
-        flat: the flattened tree, without its leaves.
-        special: path → what Orbax does not keep of the leaf.
-        mesh: the mesh it was saved with, without devices; or None.
-        rules: the rules it was saved with, as JSON; or None.
-        versions: library → version that wrote it.
-        checksums: path in the checkpoint → checksum of the leaf; None without any.
+    `paths` are in the order of the saved tree; `flat` is that tree without its leaves,
+    `origins` gives the origin of each leaf of optimizer state, `special` what Orbax
+    does not keep of a leaf. `mesh` is abstract, `rules` are JSON, `checksums` are by
+    path in the checkpoint; each is None if it was not saved.
     """
 
     paths: list[str]
@@ -160,18 +142,14 @@ class Record:
     checksums: Mapping[str, str] | None = None
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
-        """The rules it was saved with, on a mesh; None if it has none.
-
-        Raises:
-            RuleError: they cannot be read, or do not fit the mesh.
-        """
+        """The saved rules on a mesh; None if there are none."""
         if self.rules is None:
             return None
         rules = _recorded(json.dumps(self.rules))
         return rules if mesh is None else rules.on(mesh)
 
     def roles(self) -> dict[str, Role]:
-        """Path → what the leaf is."""
+        """Path → role of the leaf."""
         full, roles = self.flat.full_paths(), {}
         for section in self.flat.sections:
             for at in range(section.start, section.stop):
@@ -180,19 +158,14 @@ class Record:
         return roles
 
     def is_empty(self, path: str) -> bool:
-        """Whether a leaf has no elements, so that Orbax does not hold it."""
+        """Whether a leaf has no elements, so that Orbax does not store it."""
         return "shape" in self.special.get(path, {})
 
     def leaf(self, path: str, held: Any) -> Leaf:
-        """The leaf that was saved at `path`.
+        """The saved leaf; `held` is Orbax's metadata, None if Orbax does not store it.
 
-        Args:
-            path: its path.
-            held: Orbax's metadata of it; None where Orbax does not hold it.
-
-        Raises:
-            KeyError, TypeError, ValueError: the record makes no sense, or names a PRNG
-                implementation that is not known here.
+        Raises KeyError, TypeError or ValueError for an inconsistent record or an
+        unknown PRNG implementation.
         """
         entry = self.special.get(path, {})
         kind: Kind = entry.get("kind", "array")
@@ -215,13 +188,9 @@ class Record:
         rules: RuleSet,
         selected: Collection[str] | None = None,
     ) -> Resolution:
-        """Resolve the saved tree as the live tree would be resolved.
+        """Resolve the saved tree, or `selected` paths of it, as the live tree would be.
 
-        Args:
-            leaves: path → leaf, all of them.
-            rules: the rules.
-            selected: paths to resolve; None for all. The parameters that their
-                optimizer state follows are resolved as well.
+        The parameters that selected optimizer state follows are resolved as well.
         """
         flat = self.flat if selected is None else self._part(selected)
         paths = flat.full_paths()
@@ -258,15 +227,7 @@ class Record:
 
 
 def from_json(data: Any, where: str) -> Record:
-    """Read the record of a checkpoint.
-
-    Args:
-        data: the JSON values; None where there are none.
-        where: path of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: there is none, or it is of another schema, or damaged.
-    """
+    """Parse the record of the checkpoint `where`; None means that it has no record."""
     if not isinstance(data, dict):
         raise CheckpointError(
             f"the checkpoint {where} has no metadata of flax_layoutmap: it was not "
@@ -324,7 +285,7 @@ def _read(data: dict[str, Any]) -> Record:
 
 
 def _checksums(data: Any) -> dict[str, str] | None:
-    """Those of an older checkpoint are absent."""
+    """The recorded checksums; older checkpoints have none."""
     if data is None:
         return None
     return {path: format(int(text, 16), "016x") for path, text in data.items()}
@@ -338,7 +299,7 @@ def _version(name: str) -> str | None:
 
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
-    """The properties of a leaf that Orbax does not keep; none for an ordinary array."""
+    """What Orbax does not keep of a leaf; empty for an ordinary array."""
     entry: dict[str, Any] = {}
     if leaf.kind != "array":
         entry["kind"] = leaf.kind

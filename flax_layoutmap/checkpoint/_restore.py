@@ -3,30 +3,45 @@
 path → metadata → plan → reads → tree
 """
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
-import jax
+import numpy as np
 
-from flax_layoutmap._core.errors import MeshError
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.errors import CheckpointError, ResolveError, meant
 from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap.checkpoint._leaves import problem_list
+from flax_layoutmap.checkpoint._descriptions import RestorePlan, described
+from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    key_data_shape,
+    key_leaf,
+    leaf_of,
+    problem_list,
+)
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
+    RestoreOptions,
     Unexpected,
+    check_devices,
+    check_names,
+    check_processes,
     checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._plan import plan_restore
-from flax_layoutmap.checkpoint._preview import RestorePlan, described
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import open_checkpoint
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Reads, choose_reads
 
 
@@ -64,71 +79,69 @@ def restore(
 ) -> Any:
     r"""Restore a checkpoint, each leaf directly into its shards.
 
-    All is checked before an array byte is read; one error lists every problem. The
+    Everything is checked before any array is read; one error lists every problem. The
     mesh may have another shape, other axis names and another number of devices than
-    the one it was saved on. Checkpoints of `save`, and those that Orbax wrote without
-    us (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
-    target by path: whether the saved tree was a State, a pure dict, a TrainState, boxed
-    or not, and whether keys were numbers, does not matter.
+    the mesh of the save. Checkpoints of `save`, and those that Orbax wrote alone
+    (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
+    target by path: it does not matter whether the saved tree was a State, a pure dict
+    or a TrainState, boxed or not, and whether its keys were numbers.
 
     Args:
         path: the checkpoint, or a directory of steps.
-        target: what to restore into: modules, States, optimizers, TrainStates or any
-            tree, concrete or abstract (holding `jax.ShapeDtypeStruct`s), or a function
-            that makes one, which is only traced. None: everything in the checkpoint,
-            as a nested dict.
-        layout_map: the rules, on a mesh of devices. None: the shardings that the
-            leaves of the target have.
+        target: the tree to restore into: modules, States, optimizers, TrainStates or
+            any other, concrete or abstract (of `jax.ShapeDtypeStruct`s), or a function
+            that returns one, which is only traced. None restores every leaf of the
+            checkpoint, as a nested dict.
+        layout_map: the rules, on a mesh of devices. None keeps the shardings of the
+            target's leaves.
         mesh: a mesh of devices for the rules of `layout_map`; without `layout_map`,
             for the rules that the checkpoint was saved with.
-        step: which step, a number or `"latest"`, if `path` is a directory of steps.
-        item: which tree, if the checkpoint holds several.
-        include: a regular expression, or several, searched in the full paths
-            (`model/decoder/…`), of parameters also within their model; only leaves that
-            one of them finds are restored.
-        exclude: likewise; leaves that one of them finds are not restored. Leaves of
-            the target that are not restored keep their values; it must have some.
-        rename: pairs of a regular expression and what takes its place, as in
-            `(r"^params/(.*)", r"\1")`, or a dict of them: other names for the leaves of
-            the checkpoint, before anything else. Of each path, the first expression
-            that is found in it counts.
-        dtype: a floating-point dtype for all floating-point arrays that are read, or
-            `"target"` for the target's, or pairs of a regular expression, searched as
-            `include` is, and one of these. No other numbers are ever converted.
-        missing: what to do about leaves that only the target has: `"error"`, `"keep"`
-            its values, where they are, or `"init"`: make them, with the function that
-            the target is.
-        unexpected: what to do about leaves that only the checkpoint has: `"error"` or
-            `"ignore"`.
-        strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
-            in one whose shards are whole chunks, and reshards it on the devices;
-            `"broadcast"` reads one replica and sends it to the others. `"auto"` takes,
-            for each leaf, the one that reads least. Leaves for which a strategy is not
-            possible are read directly. See `plan`.
-        host_memory: bytes that the arrays being read may take on the host of each
-            process; they are read in as many portions as that takes. None: all at once.
-        verify: whether to compare what is read, and the metadata, with the checksums
-            of the save, before anything is given back. None: where there are any; True:
-            it is an error if there are none; False: take what is there. Arrays that are
-            to have another dtype are read in their own one first, some at a time.
-        progress: whether process 0 shows on stderr how much has been read; None: if
-            that is a terminal.
+        step: the step, a number or `"latest"`, if `path` is a directory of steps.
+        item: the name of the tree, if the checkpoint holds several.
+        include: one or several regular expressions; only leaves in whose full path
+            (`model/decoder/…`) one of them is found are restored. A parameter's path
+            within its model is searched as well.
+        exclude: likewise; leaves in whose path one is found are not restored. They keep
+            the target's values, which therefore must be concrete.
+        rename: pairs of a regular expression and its replacement, such as
+            `(r"^params/(.*)", r"\1")`, or a dict of them; renames the leaves of the
+            checkpoint before anything else. The first expression that is found in a
+            path is applied.
+        dtype: a floating-point dtype for all floating-point arrays that are read,
+            `"target"` for the target's dtypes, or pairs of a regular expression
+            (searched as `include`) and one of these. Other numbers are never converted.
+        missing: for leaves that only the target has: `"error"`, `"keep"` the target's
+            values, or `"init"`ialize them with the function that is the target.
+        unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
+        strategy: `"direct"` reads each leaf in its final sharding; `"aligned"` reads
+            whole chunks and reshards on the devices; `"broadcast"` reads one replica
+            and sends it to the others. `"auto"` chooses, for each leaf, the one that
+            reads the fewest bytes. A strategy that is impossible for a leaf falls back
+            to `"direct"`. See `plan`.
+        host_memory: a limit in bytes for the arrays being read, on the host of each
+            process; they are read in portions. None reads all at once.
+        verify: whether to compare the arrays and the metadata with their checksums
+            before anything is returned. None compares if there are any, True requires
+            them, False skips them. Arrays to be converted are first read in the stored
+            dtype, some at a time.
+        progress: whether process 0 shows on stderr how much has been read; None shows
+            it on a terminal.
 
     Returns:
-        The target's own type. Concrete NNX objects are updated in place, once all has
-        been read; abstract ones come back as new objects; other trees are rebuilt.
-        Python numbers come back as the target's kind: `3` for an `int`, an array for
-        an array without dims. Without a target, a nested dict of arrays; Python numbers
-        and strings as they were saved.
+        A tree of the target's type. Concrete NNX objects are updated in place once all
+        leaves have been read; abstract ones are returned as new objects; other trees
+        are rebuilt. Numbers have the target's kind: an `int` for an `int`, an array for
+        an array without dims. Without a target, a nested dict of arrays, and of Python
+        numbers and strings as saved.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
             the target or the rules.
-        MeshError: the rules have no mesh of devices, or one without devices of some of
-            the processes.
-        ProcessError: the processes ask for different things, or another one cannot
-            read. (Where arrays are read by one replica and sent, the others wait in
-            Orbax for a process that cannot read, until it ends.)
+        MeshError: the rules have no mesh of devices, or some process has no device in
+            it.
+        ProcessError: the arguments differ between processes, or another process cannot
+            read. (With `"broadcast"`, the other processes wait in Orbax until the
+            process that cannot read ends.)
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -162,7 +175,7 @@ def restore(
     )
     check_devices("restore", options.rules, options.mesh)
     job_mesh = options.job_mesh
-    _check_processes(job_mesh)
+    check_processes(job_mesh)
     with Agreement(f"restoring {options.path}", job_mesh) as agreement:
         reads = _reads(options, measure=is_shown(progress))
         if reads.plan.resolution is not None:
@@ -179,41 +192,19 @@ def plan(
     path: str | os.PathLike[str],
     target: Any = None,
     *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    rename: Any = None,
-    dtype: Any = None,
-    missing: Missing = "error",
-    unexpected: Unexpected = "error",
-    strategy: str = "auto",
-    host_memory: int | None = None,
     devices_per_process: int | None = None,
+    **options: Unpack[RestoreOptions],
 ) -> RestorePlan:
     """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
 
     Args:
-        path: as in `restore`, like all that follow.
-        target: what to restore into.
-        layout_map: the rules.
-        mesh: a mesh for the rules, or for those of the checkpoint.
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: which leaves.
-        exclude: which leaves not.
-        rename: other names for the leaves of the checkpoint.
-        dtype: the dtypes wanted.
-        missing: what to do about leaves that only the target has.
-        unexpected: what to do about leaves that only the checkpoint has.
-        strategy: how to read.
-        host_memory: bytes for what is being read, per process.
+        path: as in `restore`.
+        target: as in `restore`.
         devices_per_process: for an abstract mesh, how many devices each process has,
             in the order of the mesh; None: one process has all.
+        **options: the options of `restore`, without `verify` and `progress`.
 
     Returns:
         The plan; print it.
@@ -231,70 +222,228 @@ def plan(
         >>> plan.leaves[0].rule, plan.bytes_per_device
         ('1 w', 128)
     """
-    options = checked_options(
+    check_names("plan", options, RestoreOptions)
+    checked = checked_options(
         path,
         target,
-        layout_map=layout_map,
-        mesh=mesh,
-        step=step,
-        item=item,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        missing=missing,
-        unexpected=unexpected,
-        strategy=strategy,
-        host_memory=host_memory,
         devices_per_process=devices_per_process,
         verify=False,
+        **options,
     )
-    job_mesh = options.job_mesh
-    _check_processes(job_mesh)
-    doing = f"planning to restore {options.path}"
+    job_mesh = checked.job_mesh
+    check_processes(job_mesh)
+    doing = f"planning to restore {checked.path}"
     with Agreement(doing, job_mesh) as agreement:
-        reads = _reads(options, measure=True)
+        reads = _reads(checked, measure=True)
         agreement.add(reads.same_checkpoint)
-    return described(reads, options)
+    return described(reads, checked)
 
 
-# --------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------- plan
 
 
-def check_devices(
-    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
-) -> None:
-    """Raise MeshError where the mesh to restore to has no devices.
+# Similar names are searched for this many leaves; beyond that it would take too long.
+_HINTS = 50
 
-    Args:
-        function: the name of the public function, for the message.
-        rules: the rules; None: they come from the checkpoint, or are not needed.
-        mesh: the mesh for the rules of a checkpoint.
-    """
-    where = mesh if rules is None else rules.mesh
-    if (rules is None and mesh is None) or (
-        where is not None and not where.is_abstract
-    ):
-        return
-    have = "no mesh" if where is None else repr(where)
-    raise MeshError(
-        f"{function} needs a mesh of devices, the rules have {have}; pass "
-        "mesh=flm.DeviceMesh(...)"
+# Of the PRNGs that JAX has.
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def plan_restore(stored: Stored, options: Options) -> Plan:
+    """Join the leaves of a checkpoint with those of the target, by path."""
+    rules = options.rules
+    if rules is None and options.mesh is not None:
+        rules = stored.record.rule_set(options.mesh)
+        if rules is None:
+            raise CheckpointError(
+                f"{stored.where} was saved without rules, so mesh= is not enough; pass "
+                "layout_map="
+            )
+    options = options.among(stored.record.flat)
+    if options.target is None:
+        return _without_target(stored, rules, options)
+    target = opened(options.target)
+    return _with_target(stored, target, rules, options.among(target.flat))
+
+
+def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> Plan:
+    """Plan to restore what the checkpoint holds, laid out by the rules."""
+    if rules is None:
+        raise CheckpointError(
+            f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
+        )
+    selection, leaves = options.selection, stored.leaves
+    ignored = tuple(path for path in leaves if path not in selection)
+
+    def resolve_saved() -> Resolution:
+        try:
+            return stored.record.resolve(leaves, rules)
+        except ResolveError:
+            if selection.is_everything:
+                raise
+        # Rules may fail to fit just the leaves that are left out.
+        selected = [path for path in leaves if path in selection]
+        return stored.record.resolve(leaves, rules, selected)
+
+    held = Held(leaves, ignored=ignored)
+    return join(held, None, rules, resolve_saved, options)
+
+
+def _layouts_of(stored: Stored) -> str:
+    """The ways to place leaves without a target, for the message."""
+    record, saved = stored.record, ""
+    if record.mesh:
+        sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())
+        saved = f" (it was saved on a mesh {sizes})"
+    if record.rules is not None:
+        return (
+            f"pass mesh= for the rules that it was saved with{saved}, or layout_map= "
+            "with others, or a target that has shardings"
+        )
+    return (
+        f"pass layout_map=, on the mesh to restore to{saved}, or a target that has "
+        "shardings"
     )
 
 
-def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError where a process of the job has no device of the mesh.
+def _with_target(
+    stored: Stored, target: Target, rules: RuleSet | None, options: Options
+) -> Plan:
+    """Plan to restore the leaves of a target."""
+    wanted, selection = target.leaves, options.selection
+    functions = [
+        f"{path}: a function must be the whole target (it returns the tree)"
+        for path, leaf in wanted.items()
+        if callable(leaf) and path in selection
+    ]
+    if functions:
+        raise problem_list(f"cannot restore {stored.where}", functions)
+    leaves = _as_in_target(stored, wanted)
+    missing = [path for path in wanted if path in selection and path not in leaves]
+    extra = [path for path in leaves if path not in wanted]
+    is_ignored = options.unexpected == "ignore"
+    unexpected = [path for path in extra if path in selection and not is_ignored]
+    ignored = [path for path in extra if path not in selection or is_ignored]
+    absent: dict[str, str] = {}
+    if options.missing != "error":
+        absent = dict.fromkeys(missing, "it is not in the checkpoint")
+        missing = []
+    problems = _one_sided(missing, unexpected, wanted, leaves)
+    held = Held(leaves, absent, ignored=tuple(ignored), problems=tuple(problems))
+    resolve_target = functools.partial(_resolved, stored, target.tree, rules)
+    return join(held, target, rules, resolve_target, options)
 
-    Orbax waits for all processes of a job.
+
+def _resolved(stored: Stored, tree: Any, rules: Any) -> Resolution:
+    """Resolve the target, with the checkpoint's origins for unknown optimizer state.
+
+    (A State of an optimizer, or one that a traced function makes.)
     """
-    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
-        return
-    there = {device.process_index for device in mesh.devices.flat}
-    absent = sorted(set(range(jax.process_count())) - there)
-    if absent:
-        raise MeshError(
-            f"{mesh!r} has no device of the processes {absent}, and all "
-            f"{jax.process_count()} processes of a job restore together; use a mesh of "
-            "all of them, and relayout the result"
+    resolution = resolve(tree, rules)
+    if any(leaf.reason == "unknown optimizer state" for leaf in resolution):
+        origins = stored.record.origins
+        other = resolve_with_origins(tree, resolution.rules, origins)
+        if len(other.unmatched) < len(resolution.unmatched):
+            return other
+    return resolution
+
+
+def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of the checkpoint, by their names in the target.
+
+    Without a record, a parameter called `value` looks like the content of a Variable.
+    """
+    if stored.is_ours:
+        return stored.leaves
+    found: dict[str, Leaf] = {}
+    for path, leaf in stored.leaves.items():
+        is_value = leaf.path == f"{path}/value"
+        is_free = leaf.path in target and leaf.path not in stored.leaves
+        name = leaf.path if is_value and is_free and path not in target else path
+        found[name] = _as_keys(leaf, target[name]) if name in target else leaf
+    return found
+
+
+def _as_keys(stored: Leaf, value: Any) -> Leaf:
+    """The uint32 data of PRNG keys as keys, if the target has keys."""
+    target = leaf_of("", value)
+    if target is None or target.kind != "key" or stored.dtype != np.uint32:
+        return stored
+    for name in _IMPLEMENTATIONS:
+        keys = key_leaf(stored.path, target.shape, name)
+        if keys.dtype == target.dtype:
+            data = key_data_shape(name)
+            return keys if stored.shape == (*target.shape, *data) else stored
+    return stored
+
+
+# ------------------------------------------------- leaves that only one side has
+
+
+def _one_sided(
+    missing: Sequence[str],
+    extra: Sequence[str],
+    target: Mapping[str, Any],
+    leaves: Mapping[str, Leaf],
+) -> list[str]:
+    """Problems for the leaves that only one side has."""
+    moved = _moved(list(target), list(leaves)) if missing else None
+    if moved is not None:
+        return [moved]
+    problems = []
+    for number, path in enumerate(missing):
+        near = meant(path, extra) if number < _HINTS else None
+        hint = ""
+        if near is not None:
+            rename = {f"^{re.escape(near)}$": path}
+            hint = f"; did you mean {near!r}? then pass rename={rename}"
+        name = f"{path} {show_shape(np.shape(target[path]))}"
+        problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
+    tops = Counter(path.split("/")[0] for path in leaves)
+    groups: dict[str, list[str]] = {}
+    for path in extra:
+        groups.setdefault(path.split("/")[0], []).append(path)
+    for top, paths in groups.items():
+        if len(paths) == tops[top] > 1:
+            names = {f"{top}/ ({tops[top]} leaves)": f"^{re.escape(top)}/"}
+        else:
+            names = {
+                f"{path} {show_shape(leaves[path].shape)}": f"^{re.escape(path)}$"
+                for path in paths
+            }
+        problems += [
+            f"{name}: is in the checkpoint, not in the target; to leave it out: "
+            f"exclude={pattern!r}"
+            for name, pattern in names.items()
+        ]
+    return problems
+
+
+def _moved(target: list[str], stored: list[str]) -> str | None:
+    """The problem that one tree lies below a key of the other, a common mistake."""
+    prefix = _prefix(target, stored)
+    if prefix is not None:
+        key = prefix.removesuffix("/")
+        return (
+            f"the checkpoint has the target's paths below {prefix!r}: pass "
+            f"target={{{key!r}: target}}, include={f'^{re.escape(prefix)}'!r}"
         )
+    prefix = _prefix(stored, target)
+    if prefix is not None:
+        key = prefix.removesuffix("/")
+        return (
+            f"the target has the checkpoint's paths below {prefix!r}: pass "
+            f"target=target[{key!r}]"
+        )
+    return None
+
+
+def _prefix(inner: list[str], outer: list[str]) -> str | None:
+    """The key (no path of several) below which `outer` has all of `inner`."""
+    known = set(outer)
+    for path in outer:
+        prefix = path.removesuffix(inner[0]) if inner else ""
+        if prefix != path and prefix.count("/") == 1 and prefix.endswith("/"):
+            if all(f"{prefix}{other}" in known for other in inner):
+                return prefix
+    return None

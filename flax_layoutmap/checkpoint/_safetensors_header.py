@@ -56,15 +56,7 @@ _MOST_DIMS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file, without its numbers.
-
-    Attributes:
-        name: its name.
-        dtype: dtype of its elements.
-        shape: its shape; the elements lie in C order.
-        file: path of the file.
-        offset: position in the file of its first byte.
-    """
+    """A tensor of a file, in C order from byte `offset`."""
 
     name: str
     dtype: np.dtype[Any]
@@ -83,13 +75,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A checkpoint, as described by its headers.
-
-    Attributes:
-        where: its path.
-        files: the files, in order.
-        tensors: name → tensor, in the order of the files and of their bytes.
-    """
+    """The headers of a checkpoint; `tensors` are in file and byte order."""
 
     where: str
     files: tuple[str, ...]
@@ -97,15 +83,10 @@ class Stored:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> Stored:
-    """Read and check the headers of a checkpoint, and no data.
+    """Read and check the headers of a checkpoint; one error lists every problem.
 
-    Args:
-        path: a file; a directory with `model.safetensors`, with an index, or with other
-            `.safetensors` files; or an index.
-
-    Raises:
-        CheckpointError: there is none, or something is wrong with it; one error lists
-            all that is.
+    `path` is a file, an index, or a directory with `model.safetensors`, an index or
+    other `.safetensors` files.
     """
     where = local(path)
     files, index = _files_of(where)
@@ -132,11 +113,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Stored:
 
 
 def local(path: str | os.PathLike[str]) -> str:
-    """The absolute path.
-
-    Raises:
-        CheckpointError: it is a URL.
-    """
+    """The absolute path; URLs are refused."""
     text = os.fspath(path)
     if "://" in text:
         raise CheckpointError(
@@ -150,7 +127,7 @@ def local(path: str | os.PathLike[str]) -> str:
 
 
 def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
-    """The files of a checkpoint; with an index, also name of a tensor → its file."""
+    """The files of a checkpoint; with an index, also tensor name → file name."""
     if os.path.isfile(where):
         if not where.endswith(".json"):
             return (where,), None
@@ -183,7 +160,7 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it is a visible file in the same directory."""
+    """Whether it names a visible .safetensors file in the same directory."""
     plain = os.path.basename(name) == name and not name.startswith(".")
     return plain and "\\" not in name and name.endswith(".safetensors")
 
@@ -238,11 +215,7 @@ def _index_problems(
 
 
 def read_header(file: str) -> dict[str, Tensor]:
-    """Name → tensor of one file, in the order of their bytes.
-
-    Raises:
-        CheckpointError: the file cannot be read, or its header does not fit it.
-    """
+    """Name → tensor of one file, in the order of their bytes."""
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -316,7 +289,7 @@ def _tensors(
 
 
 def _entry_problem(entry: Any, size: int) -> str | None:
-    """What is wrong with one entry by itself, or None."""
+    """The problem with a single entry, or None."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(
         entry
     ):
@@ -325,13 +298,13 @@ def _entry_problem(entry: Any, size: int) -> str | None:
     if not isinstance(name, str) or name not in DTYPES:
         return f"the dtype {name!r} is not known; known are {', '.join(DTYPES)}"
     if not _are_counts(shape) or len(shape) > _MOST_DIMS:
-        return f"the shape {str(shape)[:80]} is none"
+        return f"the shape {str(shape)[:80]} is invalid"
     count = math.prod(shape)
     held = math.prod(size for size in shape if size) * DTYPES[name].itemsize
     if held > _MOST_BYTES:
         return f"the shape {show_shape(tuple(shape))} is larger than any memory"
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"the data_offsets {str(offsets)[:80]} are none"
+        return f"the data_offsets {str(offsets)[:80]} are invalid"
     if offsets[1] > size:
         return (
             f"its data end at byte {offsets[1]}, the file has {size} bytes of data; it "

@@ -1,7 +1,7 @@
-"""Plan and run the byte reads for parts of tensors.
+"""Read the parts of tensors that make the shards of leaves.
 
 A part is a strided view of a tensor. Bytes that are closer together than `GAP_BYTES`
-are read in one go, with what is between them; where the gap is longer it is skipped.
+are read together, including the gap between them; longer gaps are skipped.
 So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
 in thousands of tiny reads. The amount is known in advance (`bytes_to_read`).
 
@@ -10,16 +10,26 @@ file ends the process, and a column of a matrix loads all of it from the disk.
 """
 
 import dataclasses
+import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from types import TracebackType
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap.checkpoint._safetensors_header import Tensor
+from flax_layoutmap._place.place import put
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap.checkpoint._join import Plan, Read
+from flax_layoutmap.checkpoint._leaves import TYPES
+from flax_layoutmap.checkpoint._mapping import Recipe
+from flax_layoutmap.checkpoint._mapping_blocks import Piece, Range, pieces_of
+from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
+from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
 
 # Reading a gap of this size takes about as long as starting another read.
 GAP_BYTES = 32 << 10
@@ -29,54 +39,8 @@ MOST_OPEN = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A strided view of a tensor, and where its elements go.
-
-    Attributes:
-        offset: position of the first element.
-        strides: elements from one to the next, per dim of `out`.
-        out: the array to fill, of any dtype.
-    """
-
-    offset: int
-    strides: tuple[int, ...]
-    out: np.ndarray
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last one, with all between them."""
-        steps = zip(self.out.shape, self.strides, strict=True)
-        return 1 + sum((size - 1) * stride for size, stride in steps)
-
-    def ordered(self) -> "Piece":
-        """The same, with the dims in the order of the file, without those of size 1."""
-        dims = [at for at, size in enumerate(self.out.shape) if size > 1]
-        dims.sort(key=lambda at: -self.strides[at])
-        ones = [at for at, size in enumerate(self.out.shape) if size == 1]
-        out = self.out.transpose(dims + ones)
-        out = out.squeeze(tuple(range(len(dims), out.ndim)))
-        return Piece(self.offset, tuple(self.strides[at] for at in dims), out)
-
-    def rows(self, start: int, stop: int) -> "Piece":
-        """Some rows of the first dim."""
-        offset = self.offset + start * self.strides[0]
-        return Piece(offset, self.strides, self.out[start:stop])
-
-    def row(self, at: int) -> "Piece":
-        """One row of the first dim, without that dim."""
-        offset = self.offset + at * self.strides[0]
-        return Piece(offset, self.strides[1:], self.out[at, ...])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """One read.
-
-    Attributes:
-        start: position of the first element.
-        count: elements to read.
-        pieces: what to take from them.
-    """
+    """One read of `count` elements from `start`, and the pieces it fills."""
 
     start: int
     count: int
@@ -84,7 +48,7 @@ class Fetch:
 
 
 def bytes_to_read(tensor: Tensor, pieces: Iterable[Piece]) -> int:
-    """How many bytes will be read for some pieces of one tensor."""
+    """Bytes that are read for pieces of one tensor."""
     count = sum(fetch.count for fetch in _fetches(pieces, tensor.dtype))
     return count * tensor.dtype.itemsize
 
@@ -133,7 +97,7 @@ def _fetches_of_rows(group: list[Piece], dtype: np.dtype[Any]) -> Iterator[Fetch
 
 
 def _is_direct(piece: Piece, dtype: np.dtype[Any]) -> bool:
-    """Whether the bytes are, one after another, those of the array to fill."""
+    """Whether the bytes can be read straight into the array."""
     out = piece.out
     right = out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
     return right and piece.span == out.size
@@ -159,13 +123,7 @@ def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
 
 
 class Files:
-    """Files that are read from, a few of them open at a time.
-
-    A context manager, which closes them.
-
-    Attributes:
-        bytes_read: bytes read so far.
-    """
+    """A context manager that reads from files, a few of them open at a time."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -186,12 +144,7 @@ class Files:
         self._open.clear()
 
     def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Fill the arrays of some pieces of a tensor.
-
-        Raises:
-            CheckpointError: the file is gone, was cut, or cannot be read; or a byte of
-                a BOOL is neither 0 nor 1.
-        """
+        """Fill the arrays of some pieces of a tensor."""
         dtype = tensor.dtype
         for fetch in _fetches(pieces, dtype):
             only = fetch.pieces[0]
@@ -217,7 +170,7 @@ class Files:
         return self._buffer[:nbytes]
 
     def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
-        """Read bytes of a tensor, in as many calls as the system takes."""
+        """Read bytes of a tensor, in as many calls as the system needs."""
         at = tensor.offset + fetch.start * tensor.dtype.itemsize
         view = memoryview(buffer)
         try:
@@ -256,4 +209,163 @@ def _check_bools(tensor: Tensor, fetch: Fetch, buffer: np.ndarray) -> None:
         f"{tensor}: byte {tensor.offset + fetch.start + first} of the file is "
         f"{buffer[first]}, and a BOOL is 0 or 1; the file is damaged, or was written "
         "wrongly: download it again, or leave the leaf out with exclude="
+    )
+
+
+# ------------------------------------------------------------------------ leaves
+
+Index = tuple[Range, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlan:
+    """A plan, and the recipe of each leaf."""
+
+    stored: Stored
+    plan: Plan
+    recipes: Mapping[str, Recipe]
+
+
+def read_tensors(
+    planned: TensorPlan, progress: bool | Callable[[int, int], object] | None
+) -> dict[str, Any]:
+    """Path → restored value of every leaf of the plan."""
+    stored, reads = planned.stored, planned.plan.reads
+    made = {path: _empty(read) for path, read in reads.items() if _is_empty(read)}
+    groups = _together(planned)
+    tell = progress if callable(progress) else None
+    shown = False if callable(progress) else progress
+    total = 0
+    if tell is not None or is_shown(shown):
+        # The arrays are never touched, so they take no memory.
+        total = sum(_bytes_of(stored, _buffers(planned, group)) for group in groups)
+    with Files() as files:
+        what = f"restoring {stored.where}"
+        with shown_progress(what, total, shown, lambda: files.bytes_read):
+            before: dict[str, Any] = {}
+            for group in groups:
+                new = _read_group(files, planned, group)
+                # Transfers overlap with the reads of the next group.
+                jax.block_until_ready([*before.values()])
+                made |= new
+                before = new
+                if tell is not None:
+                    tell(files.bytes_read, total)
+    return {path: made[path] for path in reads}
+
+
+def _together(planned: TensorPlan) -> list[list[str]]:
+    """Group the paths of leaves that use the same tensors, which are read together."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for path, read in planned.plan.reads.items():
+        if not _is_empty(read):
+            tensors = frozenset(planned.recipes[path].shapes)
+            groups.setdefault(tensors, []).append(path)
+    return list(groups.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffers:
+    """The reads of this process for some leaves.
+
+    `arrays` maps path → box of the leaf → host array to fill; `pieces` maps tensor name
+    → its parts that go into these arrays.
+    """
+
+    arrays: Mapping[str, Mapping[Index, np.ndarray]]
+    pieces: Mapping[str, Sequence[Piece]]
+
+
+def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
+    pieces: dict[str, list[Piece]] = {}
+    arrays: dict[str, dict[Index, np.ndarray]] = {}
+    for path in paths:
+        read, recipe = planned.plan.reads[path], planned.recipes[path]
+        arrays[path] = {}
+        for box in _boxes(read.sharding, read.result.shape):
+            out = _buffer(read, recipe, tuple(stop - start for start, stop in box))
+            arrays[path][box] = out
+            for name, piece in pieces_of(recipe.blocks, box, out):
+                pieces.setdefault(name, []).append(piece)
+    return _Buffers(arrays, pieces)
+
+
+def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
+    """Bytes that this process reads to fill some buffers."""
+    parts = buffers.pieces.items()
+    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts)
+
+
+def _read_group(
+    files: Files, planned: TensorPlan, paths: Sequence[str]
+) -> dict[str, Any]:
+    """Read leaves that share tensors; return path → value."""
+    buffers = _buffers(planned, paths)
+    for name, parts in buffers.pieces.items():
+        try:
+            files.read(planned.stored.tensors[name], parts)
+        except CheckpointError as error:
+            users = [path for path in paths if name in planned.recipes[path].shapes]
+            raise CheckpointError(f"{', '.join(users)}: {error}") from error
+    return {
+        path: _made(planned.plan.reads[path], arrays)
+        for path, arrays in buffers.arrays.items()
+    }
+
+
+def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
+    """An array to read into, with memory in file order.
+
+    The transposition is left to JAX, on the way to the device, which is faster than
+    NumPy.
+    """
+    if read.sharding is None:
+        dtype = read.stored.dtype if read.result.is_python else read.result.dtype
+        return np.empty(shape, dtype)
+    order = recipe.order
+    made = np.empty([shape[dim] for dim in order], read.result.dtype)
+    return made.transpose(np.argsort(order))
+
+
+def _is_empty(read: Read) -> bool:
+    return 0 in read.result.shape
+
+
+def _empty(read: Read) -> Any:
+    """A leaf without elements, which needs no read."""
+    value = np.zeros(read.result.shape, read.result.dtype)
+    return value if read.sharding is None else put(value, read.sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
+    """Box of an array that this process needs → its devices; many leaves agree."""
+    if sharding is None:
+        return {tuple((0, size) for size in shape): []}
+    found: dict[Index, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = tuple(
+            part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+        )
+        found.setdefault(box, []).append(device)
+    return found
+
+
+def _made(read: Read, buffers: Mapping[Index, np.ndarray]) -> Any:
+    """Make a leaf from its boxes on the host; replicas share a buffer."""
+    result, sharding = read.result, read.sharding
+    if sharding is None:
+        [value] = buffers.values()
+        return TYPES[result.kind](value.item()) if result.is_python else value
+    arrays = [
+        jax.device_put(
+            buffers[index],
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+        )
+        for index, devices in _boxes(sharding, result.shape).items()
+        for device in devices
+    ]
+    # A process without a device of this mesh has no arrays, so pass the dtype.
+    return jax.make_array_from_single_device_arrays(
+        result.shape, sharding, arrays, dtype=result.dtype
     )

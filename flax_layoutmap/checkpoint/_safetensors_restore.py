@@ -1,36 +1,40 @@
 """flm.checkpoint.restore_safetensors."""
 
-import dataclasses
-import functools
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._place.place import put
-from flax_layoutmap._rules.records import Shape
-from flax_layoutmap.checkpoint._join import Read
-from flax_layoutmap.checkpoint._leaves import TYPES, problem_list
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._tree.paths import escape, unescape
+from flax_layoutmap.checkpoint._join import Held, Target, join, opened
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    is_floating,
+    nested,
+    problem_list,
+)
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
-from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of
-from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
-from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._restore import check_devices
+from flax_layoutmap.checkpoint._mapping_blocks import whole
+from flax_layoutmap.checkpoint._options import (
+    Missing,
+    Options,
+    Unexpected,
+    check_devices,
+    checked_options,
+)
 from flax_layoutmap.checkpoint._safetensors_header import (
     Stored,
+    Tensor,
     local,
     open_safetensors,
 )
-from flax_layoutmap.checkpoint._safetensors_plan import TensorPlan, plan_tensors
-from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
-
-Index = tuple[Range, ...]
+from flax_layoutmap.checkpoint._safetensors_read import TensorPlan, read_tensors
 
 
 def restore_safetensors(
@@ -49,43 +53,33 @@ def restore_safetensors(
 ) -> Any:
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
-    Headers, names, shapes, dtypes and rules are checked before a number is read; one
-    error lists every problem. Then each process reads the bytes of its own shards and
-    no others (but for gaps under 32 KiB between them), leaf by leaf, without talking to
-    the other processes.
+    Headers, names, shapes, dtypes and rules are checked before any data is read; one
+    error lists every problem. Then each process reads the bytes of its own shards (and
+    gaps under 32 KiB between them), leaf by leaf, without communication.
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
             with either, or with several files; on a disk.
-        target: what to restore into, as for `restore`: modules, States, Linen variables
-            or any tree, concrete or abstract, or a function that makes one. None: a
-            nested dict of all tensors, cut at the dots of their names.
-        layout_map: the rules, on a mesh of devices. None: the shardings that the leaves
-            of the target have.
+        target: the tree to restore into, as in `restore`. None: a nested dict of all
+            tensors, split at the dots of their names.
+        layout_map: the rules, as in `restore`.
         mesh: a mesh of devices for the rules of `layout_map`.
-        mapping: what a leaf is made of: entries `(path, name)` or `(path, name,
-            steps)`. The path is a regular expression for the whole path of a leaf, as
-            rules see it; the first entry that matches counts. The name is that of the
-            tensor, with `\1` or `\g<name>` for groups of the path; or a tuple of names,
-            to take the first that is there. The steps, one or a tuple, lead from the
-            tensor to the leaf: see `flm.checkpoint.mappings`, which has ready mappings
-            as well.
-            `(None, name)`, with a regular expression, names tensors that no leaf needs.
-            None: a leaf `a/b/c` is the tensor `a.b.c`.
-        include: a regular expression, or several, searched in the full paths of leaves;
-            only leaves that one of them finds are restored.
-        exclude: likewise; leaves that one of them finds keep their values.
-        dtype: a floating-point dtype for all floating-point arrays, or `"target"` for
-            the target's, or pairs of a regular expression and one of these. No other
-            numbers are ever converted.
-        missing: what to do about leaves whose tensors are not there, or that no entry
-            of the mapping matches: `"error"`, `"keep"` the target's values, or
-            `"init"`: make them, with the function that the target is.
-        unexpected: what to do about tensors that no leaf of the target is made of:
-            `"error"` or `"ignore"`.
-        progress: whether process 0 shows on stderr how much has been read; None: if
-            that is a terminal. Or a function that is called after each leaf with the
-            bytes that this process has read, and those that it will have read.
+        mapping: entries `(path, name)` or `(path, name, steps)`; the first that matches
+            a leaf counts. The path is a regular expression for the leaf's whole path,
+            as rules see it. The name is that of the tensor, with `\1` or `\g<name>` for
+            groups of the path; or a tuple of names, of which the first that exists is
+            used. The steps, one or a tuple, turn the tensor into the leaf: see
+            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
+            with a regular expression, lists tensors that no leaf needs. None maps a
+            leaf `a/b/c` to the tensor `a.b.c`.
+        include: as in `restore`.
+        exclude: as in `restore`.
+        dtype: as in `restore`.
+        missing: as in `restore`, for leaves whose tensors do not exist or that no entry
+            of the mapping matches.
+        unexpected: as in `restore`, for tensors that no leaf uses.
+        progress: as in `restore`; or a function that is called after each leaf with the
+            bytes that this process has read, and the total that it will read.
 
     Returns:
         The target's own type, as `restore` does; or a nested dict.
@@ -137,7 +131,7 @@ def restore_safetensors(
         if planned.plan.resolution is not None:
             planned.plan.resolution.announce()
         agreement.add(lambda: _parts(planned))
-    return planned.plan.tree(_read(planned, progress))
+    return planned.plan.tree(read_tensors(planned, progress))
 
 
 def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
@@ -149,177 +143,195 @@ def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
     return NameMapping(mapping)
 
 
-def _parts(planned: TensorPlan) -> dict[str, str]:
-    """What must be equal in all processes."""
-    held = [
-        (tensor.name, str(tensor.dtype), tensor.shape, tensor.offset)
-        for tensor in planned.stored.tensors.values()
-    ]
-    wanted = [
-        (path, str(read.result), str(read.sharding))
-        for path, read in planned.plan.reads.items()
-    ]
-    return {"files": _digest(held), "leaves": _digest(wanted)}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-# -------------------------------------------------------------------- reading
-
-
-def _read(
-    planned: TensorPlan, progress: bool | Callable[[int, int], object] | None
-) -> dict[str, Any]:
-    """Path → restored value of every leaf of the plan."""
-    stored, reads = planned.stored, planned.plan.reads
-    made = {path: _empty(read) for path, read in reads.items() if _is_empty(read)}
-    groups = _together(planned)
-    tell = progress if callable(progress) else None
-    shown = False if callable(progress) else progress
-    total = 0
-    if tell is not None or is_shown(shown):
-        # The arrays are never touched, so they take no memory.
-        total = sum(_bytes_of(stored, _buffers(planned, group)) for group in groups)
-    with Files() as files:
-        what = f"restoring {stored.where}"
-        with shown_progress(what, total, shown, lambda: files.bytes_read):
-            before: dict[str, Any] = {}
-            for group in groups:
-                new = _read_group(files, planned, group)
-                # Transfers overlap with the reads of the next group.
-                jax.block_until_ready([*before.values()])
-                made |= new
-                before = new
-                if tell is not None:
-                    tell(files.bytes_read, total)
-    return {path: made[path] for path in reads}
-
-
-def _together(planned: TensorPlan) -> list[list[str]]:
-    """Paths of leaves in groups: those cut from the same tensors are read together."""
-    group_of: dict[str, int] = {}
-    groups: dict[int, list[str]] = {}
-    for number, (path, read) in enumerate(planned.plan.reads.items()):
-        if _is_empty(read):
-            continue
-        names = planned.recipes[path].shapes
-        known = {group_of[name] for name in names if name in group_of}
-        first, *others = sorted(known) or [number]
-        members = groups.setdefault(first, [])
-        for other in others:
-            members += groups.pop(other)
-        members.append(path)
-        group_of |= {name: first for p in members for name in planned.recipes[p].shapes}
-    return list(groups.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffers:
-    """What this process reads of some leaves, and into which arrays.
-
-    Attributes:
-        arrays: path → box of the leaf that a device here needs → array for it.
-        pieces: name of a tensor → the parts of it that go into these arrays.
-    """
-
-    arrays: Mapping[str, Mapping[Index, np.ndarray]]
-    pieces: Mapping[str, Sequence[Piece]]
-
-
-def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
-    pieces: dict[str, list[Piece]] = {}
-    arrays: dict[str, dict[Index, np.ndarray]] = {}
-    for path in paths:
-        read, recipe = planned.plan.reads[path], planned.recipes[path]
-        arrays[path] = {}
-        for box in _boxes(read.sharding, read.result.shape):
-            out = _buffer(read, recipe, tuple(stop - start for start, stop in box))
-            arrays[path][box] = out
-            for name, piece in pieces_of(recipe.blocks, box, out):
-                pieces.setdefault(name, []).append(piece)
-    return _Buffers(arrays, pieces)
-
-
-def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
-    """How many bytes this process will read to fill some arrays."""
-    parts = buffers.pieces.items()
-    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts)
-
-
-def _read_group(
-    files: Files, planned: TensorPlan, paths: Sequence[str]
-) -> dict[str, Any]:
-    """Path → value, of leaves that are read together."""
-    buffers = _buffers(planned, paths)
-    for name, parts in buffers.pieces.items():
-        try:
-            files.read(planned.stored.tensors[name], parts)
-        except CheckpointError as error:
-            users = [path for path in paths if name in planned.recipes[path].shapes]
-            raise CheckpointError(f"{', '.join(users)}: {error}") from error
+def _parts(planned: TensorPlan) -> dict[str, list[str]]:
+    """Lines that must be equal in all processes."""
     return {
-        path: _made(planned.plan.reads[path], arrays)
-        for path, arrays in buffers.arrays.items()
+        "files": [
+            f"{t.name} {t.dtype} {show_shape(t.shape)} {t.offset}"
+            for t in planned.stored.tensors.values()
+        ],
+        "leaves": [
+            f"{path}: {read.result}, {read.sharding}"
+            for path, read in planned.plan.reads.items()
+        ],
     }
 
 
-def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
-    """An array to read into, whose memory has the order of the file.
-
-    What transposes is then JAX, on the way to the device, which is quicker than NumPy.
-    """
-    if read.sharding is None:
-        dtype = read.stored.dtype if read.result.is_python else read.result.dtype
-        return np.empty(shape, dtype)
-    order = recipe.order
-    made = np.empty([shape[dim] for dim in order], read.result.dtype)
-    return made.transpose(np.argsort(order))
+# ---------------------------------------------------------------------- plan
 
 
-def _is_empty(read: Read) -> bool:
-    return 0 in read.result.shape
+# Similar names are searched for among so many in all; more would take too long.
+_COMPARISONS = 500_000
 
 
-def _empty(read: Read) -> Any:
-    """A leaf without elements, for which nothing is read."""
-    value = np.zeros(read.result.shape, read.result.dtype)
-    return value if read.sharding is None else put(value, read.sharding)
+def plan_tensors(stored: Stored, names: NameMapping, options: Options) -> TensorPlan:
+    """Join the tensors of a checkpoint with the leaves of the target."""
+    if options.target is None:
+        return _without_target(stored, options)
+    target = opened(options.target)
+    return _with_target(stored, target, names, options.among(target.flat))
 
 
-@functools.lru_cache(maxsize=1024)
-def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
-    """The boxes of an array that this process needs, each with its devices.
-
-    Many leaves have the same ones.
-    """
-    if sharding is None:
-        return {tuple((0, size) for size in shape): []}
-    found: dict[Index, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = tuple(
-            part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+def _without_target(stored: Stored, options: Options) -> TensorPlan:
+    """Plan to restore all tensors under their own names, laid out by the rules."""
+    rules, selection = options.rules, options.selection
+    if rules is None:
+        raise CheckpointError(
+            f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
+            "mesh to restore to, or a target that has shardings"
         )
-        found.setdefault(box, []).append(device)
-    return found
-
-
-def _made(read: Read, buffers: Mapping[Index, np.ndarray]) -> Any:
-    """The leaf, of its parts on the host; copies of a part come from one buffer."""
-    result, sharding = read.result, read.sharding
-    if sharding is None:
-        [value] = buffers.values()
-        return TYPES[result.kind](value.item()) if result.is_python else value
-    arrays = [
-        jax.device_put(
-            buffers[index],
-            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-        )
-        for index, devices in _boxes(sharding, result.shape).items()
-        for device in devices
-    ]
-    # A process without a device of this mesh has no arrays, so pass the dtype.
-    return jax.make_array_from_single_device_arrays(
-        result.shape, sharding, arrays, dtype=result.dtype
+    tensors = {
+        "/".join(map(escape, name.split("."))): tensor
+        for name, tensor in stored.tensors.items()
+    }
+    _check_nesting(stored, list(tensors))
+    recipes = {
+        path: Recipe((whole(t.name, t.shape),), {t.name: t.shape})
+        for path, t in tensors.items()
+    }
+    held = Held(
+        {path: Leaf(path, "array", t.shape, t.dtype) for path, t in tensors.items()},
+        sources={path: f" ({tensor})" for path, tensor in tensors.items()},
     )
+
+    def resolve_selected() -> Resolution:
+        abstract = {
+            path: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            for path, tensor in tensors.items()
+            if path in selection
+        }
+        return resolve(nested(abstract, unescape), rules)
+
+    plan = join(held, None, rules, resolve_selected, options)
+    return TensorPlan(stored, plan, recipes)
+
+
+def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
+    """Raise CheckpointError if one name is a prefix of another."""
+    parts = [path.split("/") for path in paths]
+    above = {"/".join(own[:n]) for own in parts for n in range(1, len(own))}
+    clashes = sorted(above & set(paths))
+    if clashes:
+        name = ".".join(map(unescape, clashes[0].split("/")))
+        other = next(n for n in stored.tensors if n.startswith(f"{name}."))
+        raise CheckpointError(
+            f"{stored.where} has tensors {name!r} and {other!r}, which make no nested "
+            "dict; pass a target, and a mapping"
+        )
+
+
+def _with_target(
+    stored: Stored, target: Target, names: NameMapping, options: Options
+) -> TensorPlan:
+    """Plan to restore the leaves of a target."""
+    wanted, selection = target.leaves, options.selection
+    problems: list[str] = []
+    used: set[str] = set()
+    absent: dict[str, str] = {}
+    recipes: dict[str, Recipe] = {}
+    for (path, value), own in zip(wanted.items(), target.flat.paths, strict=True):
+        name = f"{path} {show_shape(_shape(value))}"
+        source = names.source(own, path)
+        try:
+            choices = [] if source is None else source.recipes(_shape(value))
+        except ValueError as error:
+            if path in selection:
+                problems.append(
+                    f"{name}: the mapping's steps do not make this shape: {error}"
+                )
+            continue
+        recipe = _present(choices, stored)
+        used.update(() if recipe is None else recipe.shapes)
+        if path not in selection:
+            continue
+        if recipe is not None:
+            wrong = _wrong_shapes(name, recipe, stored)
+            problems += wrong
+            recipes |= {} if wrong else {path: recipe}
+        elif choices:
+            few = len(absent) * len(stored.tensors) < _COMPARISONS
+            absent[path] = _absent(stored, choices[0], hint=few)
+        else:
+            absent[path] = (
+                "no entry of the mapping matches; add (path, name of the tensor), or "
+                "leave it out with exclude="
+            )
+    if options.unexpected == "error":
+        problems += _unexpected(stored, used, names)
+    held = Held(
+        {path: _leaf(path, r, stored, wanted[path]) for path, r in recipes.items()},
+        absent,
+        {path: f" ({_first(r, stored)})" for path, r in recipes.items()},
+        problems=tuple(problems),
+    )
+    rules = options.rules
+    plan = join(held, target, rules, lambda: resolve(target.tree, rules), options)
+    return TensorPlan(stored, plan, recipes)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _present(recipes: Sequence[Recipe], stored: Stored) -> Recipe | None:
+    """The first recipe whose tensors all exist."""
+    for recipe in recipes:
+        if all(name in stored.tensors for name in recipe.shapes):
+            return recipe
+    return None
+
+
+def _first(recipe: Recipe, stored: Stored) -> Tensor:
+    return stored.tensors[next(iter(recipe.shapes))]
+
+
+def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
+    """Describe a leaf made of tensors, by the dtype that fits the target least.
+
+    If that one can be converted, the others can.
+    """
+    dtype = recipe.dtype
+    if dtype is None:
+        kinds = {stored.tensors[name].dtype for name in recipe.shapes}
+        wanted = getattr(value, "dtype", None)
+        dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
+    return Leaf(path, "array", _shape(value), dtype)
+
+
+def _wrong_shapes(name: str, recipe: Recipe, stored: Stored) -> list[str]:
+    wrong = [
+        f"{name}: needs {stored.tensors[tensor]} to have the shape "
+        f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
+        "change the steps of the mapping"
+        for tensor, needed in recipe.shapes.items()
+        if stored.tensors[tensor].shape != needed
+    ]
+    return wrong[:3]  # the layers of a stack are all alike
+
+
+def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
+    """The message that tensors are missing."""
+    absent = [name for name in recipe.shapes if name not in stored.tensors]
+    meant = did_you_mean(absent[0], stored.tensors) if hint else ""
+    if len(absent) == 1:
+        return f"there is no tensor {absent[0]!r} in {stored.where}{meant}"
+    return (
+        f"there are no tensors {absent[0]!r} and {len(absent) - 1} more in "
+        f"{stored.where}{meant}"
+    )
+
+
+def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
+    """A problem for each tensor that no leaf uses."""
+    tied = "; where the model ties its output to the embedding, pass tied=True"
+    return [
+        f"{tensor}: no leaf of the target is made of it; to leave it out, add "
+        f"(None, {_as_pattern(name)}) to the mapping, or pass unexpected='ignore'"
+        f"{tied if name == 'lm_head.weight' else ''}"
+        for name, tensor in stored.tensors.items()
+        if name not in used and not names.ignores(name)
+    ]
+
+
+def _as_pattern(name: str) -> str:
+    return "r" + repr(name.replace(".", r"\.")).replace("\\\\", "\\")

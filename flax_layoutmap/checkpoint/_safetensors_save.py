@@ -1,7 +1,5 @@
 """flm.checkpoint.save_safetensors, and the plan of which leaves make each tensor."""
 
-import hashlib
-import json
 import math
 import os
 import threading
@@ -10,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError
@@ -22,6 +19,7 @@ from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     leaf_of,
     mesh_of,
+    no_value,
     problem_list,
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
@@ -60,30 +58,30 @@ def save_safetensors(
 ) -> None:
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
-    Process 0 writes, one tensor after another, and holds no more of the model than two
-    copies of one tensor. Every process of a job calls it with the same arguments.
-    Threads of a process take turns.
+    Process 0 writes one tensor after another, and holds at most two copies of one
+    tensor. Every process of a job calls it with the same arguments. Threads of a
+    process take turns.
 
     Args:
-        path: a directory, which is made if need be and may hold other files
+        path: a directory, which is created if needed and may hold other files
             (`config.json`); or one file, `….safetensors`.
         tree: NNX modules, States, Linen variables or any tree of arrays.
-        mapping: as for `restore_safetensors`, and the same: each step is undone. Of
-            several names the first is written. Leaves of which one tensor is made must
-            make all of it. None: a leaf `a/b/c` becomes the tensor `a.b.c`.
-        include: a regular expression, or several, searched in the full paths of leaves;
-            only leaves that one of them finds are saved.
-        exclude: likewise; leaves that one of them finds are not saved.
+        mapping: the mapping of `restore_safetensors`; each step is undone. Of several
+            names the first is written. The leaves made of one tensor must cover it.
+            None maps a leaf `a/b/c` to the tensor `a.b.c`.
+        include: one or several regular expressions; only leaves in whose full path one
+            of them is found are saved.
+        exclude: likewise; leaves in whose path one is found are not saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
-        max_file_bytes: how large a file in a directory gets at most, unless a single
-            tensor is larger. If one is not enough, an index maps tensors to files.
-        overwrite: replace the model in the directory, or the file. It stays until the
-            new one is complete beside it.
-        metadata: texts for the headers; `{"format": "pt"}`, which `transformers` asks
-            for, is added.
-        progress: whether process 0 shows on stderr how much has been written; None: if
-            that is a terminal. Or a function that process 0 calls after each tensor
-            with the bytes that are written, and those that will be.
+        max_file_bytes: the maximal size of a file in a directory, unless one tensor is
+            larger. Several files have an index.
+        overwrite: replace the model in the directory, or the file, when the new one is
+            complete beside it.
+        metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
+            requires, is added.
+        progress: whether process 0 shows on stderr how much has been written; None
+            shows it on a terminal. Or a function that process 0 calls after each tensor
+            with the bytes written so far, and the total.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), the path is
@@ -114,7 +112,7 @@ def save_safetensors(
             problems += [] if taken is None else [taken]
             if problems:
                 raise problem_list(f"cannot save to {place}", problems)
-            agreement.add(lambda: {"leaves": _digest(tensors)})
+            agreement.add(lambda: {"leaves": _lines(tensors)})
         files = distributed(place, tensors, max_file_bytes)
         writer = None
         if jax.process_index() == 0:
@@ -130,12 +128,13 @@ def _checked_dtype(dtype: Any) -> Any:
     return wanted
 
 
-def _digest(tensors: Sequence[Made]) -> str:
-    parts = [
-        (t.name, str(t.dtype), t.shape, [(p.path, p.index) for p in t.parts])
+def _lines(tensors: Sequence[Made]) -> list[str]:
+    """Lines that must be equal in all processes."""
+    return [
+        f"{t.name} {t.dtype} {show_shape(t.shape)} "
+        f"{[(part.path, part.index) for part in t.parts]}"
         for t in tensors
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------- plan
@@ -144,17 +143,7 @@ def _digest(tensors: Sequence[Made]) -> str:
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
-    """Plan which tensors to make of the leaves of a tree.
-
-    Args:
-        flat: the flattened tree.
-        names: what its leaves are made of.
-        selection: which leaves to save.
-        dtype: the dtype for floating-point arrays, or None.
-
-    Returns:
-        The tensors, in the order of the tree; and what is wrong, one text each.
-    """
+    """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     tensors: dict[str, Made] = {}
     columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
@@ -196,7 +185,7 @@ def _plan(
 
 
 def _value_problem(path: str, value: Any) -> str | None:
-    """Why a leaf cannot be saved, or None."""
+    """The reason why a leaf cannot be saved, or None."""
     leaf = leaf_of(path, value)
     if leaf is None or leaf.kind != "array":
         kind = type(value).__qualname__ if leaf is None else str(leaf)
@@ -206,19 +195,11 @@ def _value_problem(path: str, value: Any) -> str | None:
         )
     if not path:
         return "the tree is a single leaf; save it under a key: {'name': leaf}"
-    if isinstance(value, Tracer):
-        return "it is traced; call save_safetensors outside of jit"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it is abstract and has no value; make it first, with flm.create"
-    if isinstance(value, jax.Array) and value.is_deleted():
-        return "it was deleted, as by donating it to jit; save what jit returned"
-    if isinstance(value, jax.Array) and jax.process_count() > 1:
-        if value.is_fully_addressable or not isinstance(value.sharding, NamedSharding):
-            return (
-                "only this process has it; place it on the mesh of all processes with "
-                "layout_map.place(tree)"
-            )
-    return None
+    problem = no_value(value, "save_safetensors")
+    if problem is None and isinstance(value, jax.Array):
+        if not isinstance(value.sharding, NamedSharding) and jax.process_count() > 1:
+            return "it has no NamedSharding; place it with layout_map.place(tree)"
+    return problem
 
 
 def _add(
@@ -228,7 +209,7 @@ def _add(
     recipe: Recipe,
     dtype: Any,
 ) -> list[str]:
-    """Note what a leaf gives to its tensors; return what is wrong with it."""
+    """Add a leaf's parts to its tensors; return the problems."""
     problems = []
     blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
     for block in recipe.blocks:
@@ -254,7 +235,7 @@ def _add(
 
 
 def _coverage(tensor: Made) -> list[str]:
-    """A problem if some elements of a tensor come from no leaf, or from two."""
+    """A problem if elements of a tensor come from no leaf, or from two."""
     blocks = [block for part in tensor.parts for block in part.blocks]
     total = math.prod(tensor.shape)
     given = sum(math.prod(block.shape) for block in blocks)

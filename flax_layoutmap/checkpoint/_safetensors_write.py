@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._rules.records import Shape
+from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._progress import shown_progress
@@ -32,13 +33,10 @@ _OWN_NAMES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one leaf gives to a tensor.
+    """The part of a tensor that one leaf gives.
 
-    Attributes:
-        leaf: position of the leaf.
-        path: its path.
-        index: the box of the leaf that is needed.
-        blocks: which of its elements goes where.
+    `leaf` is its position, `index` the box of it that is needed, and `blocks` say where
+    its elements go.
     """
 
     leaf: int
@@ -49,14 +47,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A tensor to save.
-
-    Attributes:
-        name: its name.
-        dtype: its dtype.
-        shape: its shape.
-        parts: what the leaves give to it.
-    """
+    """A tensor to save, and the parts that leaves give to it."""
 
     name: str
     dtype: Any
@@ -70,7 +61,7 @@ class Made:
 
 
 def cannot_write(place: str, overwrite: bool) -> str | None:
-    """Why nothing can be written to a place, or None."""
+    """The reason why nothing can be written to a place, or None."""
     folder = os.path.dirname(place) if _is_file(place) else place
     if os.path.lexists(folder) and not os.path.isdir(folder):
         return f"{folder} is a file, not a directory"
@@ -93,7 +84,7 @@ def _is_file(place: str) -> bool:
 
 
 def _own(folder: str) -> list[str]:
-    """Names of the files of a model in a directory."""
+    """Names of a model's files in a directory."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(name for name in names if _OWN_NAMES.fullmatch(name))
 
@@ -101,21 +92,16 @@ def _own(folder: str) -> list[str]:
 def distributed(
     place: str, tensors: Sequence[Made], max_file_bytes: float
 ) -> dict[str, list[Made]]:
-    """Name of a file → its tensors, in the order of the tree.
+    """File name → its tensors, filled in the order of the tree.
 
-    Within a file, wide dtypes come first, so that each tensor begins at a multiple of
-    its element's size.
+    Within a file, wide dtypes come first, so that every tensor is aligned to its
+    elements.
     """
     limit = math.inf if _is_file(place) else max_file_bytes
-    groups: list[list[Made]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
+    groups = [
+        sorted(group, key=lambda t: -t.dtype.itemsize)
+        for group in in_portions(tensors, lambda t: t.nbytes, limit)
+    ]
     if _is_file(place):
         return {os.path.basename(place): groups[0]}
     if len(groups) == 1:
@@ -127,15 +113,10 @@ def distributed(
 
 
 class Writer:
-    """Writes tensors one after another.
+    """Writes the tensors of `files` one after another.
 
-    Files are written in a hidden folder beside their places; `finish` moves them there,
+    Files are written in a hidden folder beside their final place; `finish` moves them,
     and `clean_up` removes what was not finished.
-
-    Args:
-        place: a directory, or a file.
-        files: name of a file → its tensors, in the order in which they come.
-        texts: the metadata of each header.
     """
 
     def __init__(
@@ -150,11 +131,7 @@ class Writer:
         self._stream: Any = None
 
     def add(self, values: np.ndarray) -> None:
-        """Write the next tensor.
-
-        Raises:
-            OSError: that failed.
-        """
+        """Write the next tensor."""
         file = self._todo.pop(0)
         if self._stream is None:
             self._stream = self._opened(file)
@@ -164,11 +141,7 @@ class Writer:
             self._stream = None
 
     def finish(self) -> None:
-        """Move all files to their places, and remove an older model from there.
-
-        Raises:
-            OSError: that failed.
-        """
+        """Move all files to their places, and remove an older model there."""
         new = [*self._files]
         if len(self._files) > 1:
             new.append(INDEX)
@@ -212,14 +185,14 @@ class Writer:
 
 
 def _close(stream: Any) -> None:
-    """Close a file when its content is on the disk."""
+    """Flush a file to disk and close it."""
     with stream:
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
-    """The content of the index: which file has what."""
+    """The content of the index file."""
     total = sum(t.nbytes for held in files.values() for t in held)
     names = {t.name: file for file, held in files.items() for t in held}
     data = {
@@ -230,7 +203,7 @@ def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
 
 
 def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
-    """The first bytes of a file."""
+    """The length and the header that a file begins with."""
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     at = 0
     for tensor in tensors:
@@ -255,7 +228,7 @@ def write(
     writer: Writer | None,
     progress: bool | Callable[[int, int], object] | None,
 ) -> None:
-    """Bring one tensor after another to process 0, which writes it."""
+    """Bring each tensor to process 0, which writes it."""
     written, total = 0, sum(tensor.nbytes for tensor in order)
     shown = False if callable(progress) else progress
 
@@ -284,7 +257,7 @@ def _add(tensor: Made, parts: Sequence[np.ndarray], writer: Writer) -> None:
 
 
 def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of a tensor, assembled from the parts that the leaves give to it."""
+    """The bytes of a tensor, assembled from its parts."""
     made: Any = np.empty(tensor.nbytes, np.uint8)
     size = tensor.dtype.itemsize
     for part, value in zip(tensor.parts, parts, strict=True):
@@ -298,7 +271,7 @@ def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _fetched(leaf: Any, index: tuple[Range, ...]) -> np.ndarray:
-    """A box of a leaf, on the host; in a job of several processes a collective."""
+    """A box of a leaf on the host; a collective over processes."""
     box = [slice(*part) for part in index]
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[*box, ...]
@@ -330,7 +303,7 @@ def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
 
 
 def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    """The same array on Auto axes; on Explicit axes JAX does not slice sharded dims."""
+    """The array on Auto axes; JAX cannot slice sharded dims on Explicit ones."""
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return leaf

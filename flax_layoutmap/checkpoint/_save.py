@@ -4,14 +4,12 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
@@ -23,9 +21,16 @@ from flax_layoutmap.checkpoint._leaves import (
     key_leaf,
     leaf_of,
     mesh_of,
+    nested,
+    no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._options import rules_of
+from flax_layoutmap.checkpoint._options import (
+    LayoutOptions,
+    check_names,
+    checked_options,
+    rules_of,
+)
 from flax_layoutmap.checkpoint._places import absolute, check_shared, find
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -41,24 +46,23 @@ def save(
 ) -> None:
     """Save a tree; return when the checkpoint is complete.
 
-    Every process of a job calls it with the same path, on storage that all of them
-    see. What an NNX object holds is saved, not the object: PRNG counters and batch
-    statistics too. Python numbers and strings come back as such; of them, and of NumPy
-    arrays, process 0 writes its own. Threads of a process take turns.
+    Every process of a job calls it with the same path, on shared storage. The state of
+    NNX objects is saved, including PRNG counters and batch statistics. Python numbers
+    and strings are restored as such; process 0 writes its own values of these and of
+    NumPy arrays. Threads of a process take turns.
 
     Args:
         path: a directory that does not exist yet, without `*`, `?` and `[` in its path;
             a relative one is made absolute.
         tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
-        layout_map: the rules to write into the metadata; they are resolved against the
-            tree first, so that rules that do not fit it are found now.
+        layout_map: the rules to write into the metadata, after they have been resolved
+            against the tree.
         overwrite: replace the checkpoint at `path`. The new one is written beside it
-            (`path` + `.replacement`) and takes its place when it is complete, so that a
-            save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
-            instead, and the old one is gone first.
-        checksums: whether to record a checksum of each leaf, by which `restore` and
-            `verify` find a damaged one.
+            (`path` + `.replacement`) and replaces it when complete, so that a failed
+            save loses nothing. At a URL (`gs://…`) Orbax deletes the old one first.
+        checksums: whether to record a checksum of each leaf, with which `restore` and
+            `verify` detect damage.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
@@ -92,12 +96,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A tree that can be written.
-
-    Attributes:
-        values: a nested dict of what Orbax is to write, by canonical path.
-        record: the JSON values for Orbax's custom metadata, under `_record.KEY`.
-    """
+    """A tree ready to be written: nested values for Orbax, and our record."""
 
     values: dict[str, Any]
     record: dict[str, Any]
@@ -110,17 +109,9 @@ def prepare(
     cannot_write: Callable[[], str | None],
     checksums: bool = True,
 ) -> Ready:
-    """Check that a tree can be written, on all processes, before anything is.
+    """Check on all processes that a tree can be written, before anything is.
 
-    Args:
-        place: where to, for messages.
-        tree: the tree.
-        layout_map: its rules, or None.
-        cannot_write: says why nothing can be written there, or None.
-        checksums: whether the record is to hold those of the leaves.
-
-    Raises:
-        CheckpointError, ResolveError: as `save`.
+    `cannot_write` returns the reason why nothing can be written there, or None.
     """
     rules = rules_of(layout_map)
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
@@ -145,13 +136,13 @@ def prepare(
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
         record["checksums"] = _checksums.checksums(values)
-    return Ready(_orbax.nested(values), record)
+    return Ready(nested(values), record)
 
 
 def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
-    """Describe all leaves; list what cannot be saved."""
+    """Describe all leaves; list those that cannot be saved."""
     leaves, problems = [], []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)
@@ -175,19 +166,10 @@ def _described(
 
 
 def _problem(leaf: Leaf, value: Any) -> str | None:
-    """Why a leaf cannot be saved, or None."""
-    if isinstance(value, Tracer):
-        return "it is traced; call save outside of jit"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it is abstract and has no value; make it first, with flm.create"
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            return "it was deleted, as by donating it to jit; save what jit returned"
-        if jax.process_count() > 1 and value.is_fully_addressable:
-            return (
-                "only this process has it; place it on the mesh of all processes with "
-                "layout_map.place(tree)"
-            )
+    """The reason why a leaf cannot be saved, or None."""
+    problem = no_value(value, "save")
+    if problem is not None:
+        return problem
     if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
         return "its PRNG implementation has no name to restore it by"
     if leaf.kind == "array" and not is_storable(leaf.dtype):
@@ -211,7 +193,7 @@ def _dotted_twice(paths: Sequence[str]) -> list[str]:
 
 
 def _storable(leaf: Leaf, value: Any) -> Any:
-    """The value in a form that Orbax restores unchanged."""
+    """Convert a value to a form that Orbax restores unchanged."""
     if leaf.kind in ("bool", "complex"):
         # Orbax cannot read a Python bool's metadata, nor write a complex.
         return np.asarray(value)
@@ -233,35 +215,26 @@ def reshard(
     path: str | os.PathLike[str],
     to: str | os.PathLike[str],
     *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
     progress: bool | None = None,
+    **options: Unpack[LayoutOptions],
 ) -> None:
     """Rewrite a checkpoint in the chunks that other layouts need.
 
-    A restore onto these layouts then reads each byte once, and whole files where the
-    shards are large. What was saved beside the arrays is kept; of a part (`include`,
-    `exclude`), and of a checkpoint without our metadata, only the arrays and their
-    paths are. The whole of it is in the memory of the devices for a while.
+    A restore onto these layouts then reads each byte once. Metadata is kept; of a
+    selection (`include`, `exclude`), and of a checkpoint without our metadata, only the
+    arrays and their paths are. All leaves are on the devices at once.
 
     Args:
         path: the checkpoint to read, or a directory of steps.
         to: the directory to write, which does not exist yet.
-        layout_map: the rules; None takes those that it was saved with.
-        mesh: a mesh of devices for the rules (CPU devices will do).
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: regular expressions; only leaves that one of them finds.
-        exclude: likewise; no leaf that one of them finds.
         progress: as in `restore`.
+        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
+            `restore`. Without `layout_map` the rules are those that the checkpoint was
+            saved with; a mesh of CPU devices will do.
 
     Raises:
-        CheckpointError: it cannot be read, is not as it was saved (where it has
-            checksums), or `to` cannot be written; what is at `path` is not touched.
+        CheckpointError: the checkpoint cannot be read or differs from its checksums, or
+            `to` cannot be written; `path` is unchanged.
         MeshError: there is no mesh of devices.
 
     Example:
@@ -277,30 +250,21 @@ def reshard(
 
     Plain JAX: `v1.save(to, v1.load(path, target))`, which loses what `save` noted.
     """
+    check_names("reshard", options, LayoutOptions)
     goal = absolute(to)
     problem = _orbax.cannot_write(goal, False)
     if problem is not None:
         raise CheckpointError(f"cannot write to {goal}: {problem}")
-    stored = open_checkpoint(find(absolute(path), step), item)
-    rules = rules_of(layout_map)
+    checked = checked_options(path, **options)
+    stored = open_checkpoint(find(checked.path, checked.step), checked.item)
+    rules = checked.rules
     if rules is None:
-        rules = stored.record.rule_set(None)
-    if rules is not None and mesh is not None:
-        rules = rules.on(as_mesh(mesh))
-    tree = restore(
-        path,
-        layout_map=rules,
-        mesh=mesh,
-        step=step,
-        item=item,
-        include=include,
-        exclude=exclude,
-        progress=progress,
-    )
+        rules = stored.record.rule_set(checked.mesh)
+    tree = restore(path, progress=progress, **{**options, "layout_map": rules})
     with _orbax.TURN:
         ready = prepare(goal, tree, rules, lambda: _orbax.cannot_write(goal, False))
         custom = {_record.KEY: ready.record}
-        if include is None and exclude is None:
+        if checked.selection.is_everything:
             custom = {**stored.custom, _record.KEY: _kept(stored, ready.record)}
         _orbax.write(goal, ready.values, _record.sealed(custom), overwrite=False)
 

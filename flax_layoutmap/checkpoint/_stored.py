@@ -8,25 +8,33 @@ belong to the parameters that their paths end with.
 """
 
 import dataclasses
-import functools
-import re
+import os
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._resolve.origins import find_origins
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.stages import Leaves
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._leaves import Leaf
-from flax_layoutmap.checkpoint._places import Place
-from flax_layoutmap.checkpoint._rename import Rename, renamed
+from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._options import (
+    LayoutOptions,
+    Options,
+    Rename,
+    check_names,
+    checked_options,
+    renamed,
+)
+from flax_layoutmap.checkpoint._places import Place, find
 
 _OPTIMIZER = ("optimizer", "optimizer_state", "opt")
-# What the random state of an NNX stream is called, and where.
+# The folder and the leaves of an NNX random stream.
 _STREAM, _RANDOM = "rngs", ("count", "key")
 
 
@@ -34,17 +42,11 @@ _STREAM, _RANDOM = "rngs", ("count", "key")
 class Stored:
     """A checkpoint whose metadata has been read.
 
-    Attributes:
-        place: where it is.
-        item: the folder that holds the tree; None where that is the place itself.
-        record: what flax_layoutmap wrote into it, or what its paths tell.
-        is_ours: whether flax_layoutmap wrote it.
-        is_v1: whether Orbax's v1 API did.
-        leaves: path that the leaf goes by → leaf, with its path in the checkpoint; in
-            the order of the tree that was saved.
-        held: path in the checkpoint → Orbax's own metadata, of what Orbax holds.
-        tree: the tree of these, as Orbax has it.
-        custom: all custom metadata.
+    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint, in
+    the order of the saved tree. `held` maps paths in the checkpoint to Orbax's
+    metadata, `tree` is the tree of these. `item` is the folder of the tree, None if
+    that is the place itself. Without a record of ours, `record` is inferred from the
+    paths.
     """
 
     place: Place
@@ -59,28 +61,14 @@ class Stored:
 
     @property
     def where(self) -> str:
-        """Its path."""
+        """Its directory."""
         return self.place.path
-
-    @functools.cached_property
-    def by_source(self) -> dict[str, Leaf]:
-        """Path in the checkpoint → leaf."""
-        return {leaf.path: leaf for leaf in self.leaves.values()}
 
 
 def open_checkpoint(
     place: Place, item: str | None = None, rename: Rename = ()
 ) -> Stored:
-    """Read the metadata of a checkpoint.
-
-    Args:
-        place: where it is.
-        item: which of several trees in it.
-        rename: other names for its leaves.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or the names do not fit.
-    """
+    """Read the metadata of a checkpoint, or of one of several trees in it."""
     read = _orbax.read_metadata(place.path, item)
     ours = _record.KEY in read.custom
     held = _orbax.leaves_of(read.tree, escaped=ours)
@@ -97,6 +85,72 @@ def open_checkpoint(
     return Stored(
         place, read.item, record, ours, read.is_v1, leaves, held, read.tree, read.custom
     )
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    rename: Any = None,
+    **options: Unpack[LayoutOptions],
+) -> Resolution:
+    """Resolve the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        rename: other names for the leaves, as in `restore`.
+        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
+            `restore`. Without `layout_map` the rules are those that the checkpoint was
+            saved with; without `mesh` they are on their own mesh, or on that of the
+            save, abstract. A selection includes the parameters that selected optimizer
+            state follows.
+
+    Returns:
+        The Resolution: read it with `.report()`, `.explain(path)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
+            without rules (or mesh) and none are given.
+        ResolveError: its leaves do not fit the rules; all of them are listed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
+        >>> found["w"].shard_shape
+        (4, 8)
+    """
+    check_names("resolve", options, LayoutOptions)
+    checked = checked_options(path, rename=rename, **options)
+    place = find(checked.path, checked.step, newest=True)
+    stored = open_checkpoint(place, checked.item, checked.rename)
+    selection = checked.selection.among(stored.record.flat)
+    problems = selection.useless(stored.leaves)
+    if problems:
+        raise problem_list(f"cannot lay out {stored.where}", problems)
+    selected = None
+    if not selection.is_everything:
+        selected = [path for path in stored.leaves if path in selection]
+    rules = _rules_for(stored, checked)
+    return stored.record.resolve(stored.leaves, rules, selected)
+
+
+def _rules_for(stored: Stored, options: Options) -> RuleSet:
+    """The rules on a mesh, by default those of the checkpoint."""
+    rules, record, lacking = options.rules, stored.record, "a mesh; pass mesh="
+    if rules is None:
+        rules = record.rule_set(options.mesh or record.mesh)
+        lacking = "rules; pass layout_map=" if rules is None else lacking
+    elif rules.mesh is None and record.mesh is not None:
+        rules = rules.on(record.mesh)
+    if rules is None or rules.mesh is None:
+        raise CheckpointError(f"{stored.where} was saved without {lacking}")
+    return rules
 
 
 def _recorded(
@@ -126,7 +180,7 @@ def _recorded(
 
 
 def _named(where: str, held: dict[str, Any]) -> dict[str, Leaf]:
-    """The leaves of a checkpoint that has no record, by their canonical names."""
+    """The leaves of a checkpoint without a record, by canonical path."""
     leaves: dict[str, Leaf] = {}
     names = canonical_names(list(held))
     for name, (path, metadata) in zip(names, held.items(), strict=True):
@@ -146,12 +200,7 @@ def _guessed(leaves: dict[str, Leaf]) -> _record.Record:
 
 
 def _renamed_record(record: _record.Record, names: Mapping[str, str]) -> _record.Record:
-    """The record of the same leaves under other names; sections go by these.
-
-    Args:
-        record: the record.
-        names: path → new path, for all leaves.
-    """
+    """The record with other names; `names` maps every path to its new one."""
     old, flat = record.flat, flat_of(list(names.values()))
     flat.annotations.update(old.annotations)
     flat.fixed.update(old.fixed)
@@ -196,7 +245,7 @@ def canonical_names(paths: Sequence[str]) -> list[str]:
 
 
 def leaf_of_held(path: str, held: Any) -> Leaf | None:
-    """The leaf that Orbax's metadata describes; None if it is of no known kind."""
+    """The leaf that Orbax's metadata describes; None for an unknown kind."""
     if hasattr(held, "shape"):
         dtype = np.dtype(held.dtype)
         # Only arrays of JAX have a recorded sharding.
@@ -212,7 +261,7 @@ def leaf_of_held(path: str, held: Any) -> Leaf | None:
 
 
 def flat_of(names: Sequence[str]) -> Flat:
-    """The tree that has these paths, cut into sections by their names."""
+    """Flatten paths into sections, recognized by their names."""
     flat = Flat()
     optimizers = _nnx_optimizers(names)
     ends = [_section(name, optimizers) for name in names]
@@ -229,7 +278,7 @@ def flat_of(names: Sequence[str]) -> Flat:
 
 
 def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Path of each leaf of optimizer state → where it came from, by path and shape."""
+    """Path of each leaf of optimizer state → its origin, found by path and shape."""
     paths = flat.full_paths()
     shapes = [leaves[path].shape for path in paths]
     dtypes = [leaves[path].dtype for path in paths]
@@ -242,7 +291,7 @@ def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
 
 
 def _nnx_optimizers(names: Sequence[str]) -> set[str]:
-    """The folders that hold `opt_state` and `step` alone, as an `nnx.Optimizer` does.
+    """The folders with just `opt_state` and `step`, as an `nnx.Optimizer` has them.
 
     A TrainState has parameters beside them.
     """
@@ -261,7 +310,7 @@ def _nnx_optimizers(names: Sequence[str]) -> set[str]:
 
 
 def _section(name: str, optimizers: Container[str]) -> tuple[str, Role]:
-    """The section that a leaf is in: how its path begins, and its role."""
+    """The section of a leaf: the prefix of its path, and its role."""
     parts = name.split("/")
     own = parts[:-1]
     if parts[-1] == "step" and "/".join(own) in optimizers:
@@ -282,26 +331,10 @@ def _section(name: str, optimizers: Container[str]) -> tuple[str, Role]:
 
 
 def no_checksums(stored: Stored) -> str:
-    """The problem of a checkpoint without checksums."""
+    """The message that a checkpoint has no checksums."""
     by = "with checksums=False, or by an older version"
     return (
         f"cannot verify {stored.where}: it has no checksums, as it was saved "
         f"{by if stored.is_ours else 'by Orbax alone'}; restore it and save it again "
         "with flm.checkpoint.save to have them"
-    )
-
-
-def not_as_saved(leaf: Leaf) -> str:
-    """The problem of a leaf whose checksum is not the recorded one."""
-    return (
-        f"{leaf.name}: its data are not those that were saved; restore another "
-        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
-    )
-
-
-def unrecorded(leaf: Leaf) -> str:
-    """The problem of a leaf without a checksum, where others have one."""
-    return (
-        f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
-        "restore another checkpoint, or this one with verify=False"
     )

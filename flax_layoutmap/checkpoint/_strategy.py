@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_layoutmap._rules.records import Shape, show_shape, show_spec
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan, Read
-from flax_layoutmap.checkpoint._ocdbt import stored_bytes
+from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._reads import (
     Extent,
@@ -39,13 +39,9 @@ _CAST_BYTES = 1 << 30
 class Way:
     """How one leaf is read.
 
-    Attributes:
-        strategy: `"direct"`, `"aligned"` or `"broadcast"`.
-        sharding: the sharding it is read in; None for NumPy arrays and Python values.
-        replica_axis: for `"broadcast"`, the number of the mesh axis.
-        needed: process → bytes of the files that hold its shards.
-        read: process → bytes of the files that it reads.
-        host: bytes that the busiest process holds on the host for it, at most.
+    `sharding` is the one it is read in, None for NumPy arrays and Python values;
+    `replica_axis` the number of the mesh axis to broadcast along. `host` is an upper
+    bound of the bytes on the host of the busiest process.
     """
 
     strategy: Strategy
@@ -58,12 +54,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Portion:
-    """Leaves that are read at a time.
-
-    Attributes:
-        paths: their paths.
-        replica_axis: the mesh axis that they are sent along, by number; or None.
-    """
+    """Leaves that are read together; `replica_axis` as in `Way`."""
 
     paths: tuple[str, ...]
     replica_axis: int | None
@@ -71,15 +62,11 @@ class Portion:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """How a checkpoint is read to fulfil a plan.
+    """How a checkpoint is read for a plan.
 
-    Attributes:
-        stored: the checkpoint.
-        plan: the plan.
-        ways: path → how the leaf is read; without those that take no read of an array.
-        portions: what is read at a time, in order.
-        recorded: path in the checkpoint → checksum to compare with; None: no checks.
-        problems: those of the plan, and others; nothing is read unless this is empty.
+    `ways` omits leaves that need no read of an array. `recorded` has the checksum to
+    compare of each path in the checkpoint; None skips the comparison. `problems`
+    includes the plan's; nothing is read if there is one.
     """
 
     stored: Stored
@@ -96,13 +83,13 @@ class Reads:
         return int(sum(way.read.get(own, 0) for way in self.ways.values()))
 
     def same_checkpoint(self) -> dict[str, str]:
-        """A text that differs where another process found another checkpoint."""
+        """Text that differs if another process found another checkpoint."""
         stored = self.stored
         leaves = list(stored.leaves.items())
         return {"checkpoint": str((stored.where, stored.item, leaves, stored.custom))}
 
     def same_reads(self) -> dict[str, Any]:
-        """Texts that differ where another process is to read in another way."""
+        """Texts that differ if another process reads in another way."""
         ways = [(path, way.strategy) for path, way in self.ways.items()]
         how = [self.portions, self.recorded is None, ways]
         return {
@@ -112,7 +99,7 @@ class Reads:
 
 
 def _line(path: str, read: Read) -> str:
-    """How a leaf is restored, as a line that must be equal in all processes."""
+    """How a leaf is restored, in a line that all processes must agree on."""
     where = read.sharding
     if isinstance(where, NamedSharding):
         where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
@@ -124,19 +111,14 @@ def _line(path: str, read: Read) -> str:
 def choose_reads(
     stored: Stored, plan: Plan, options: Options, *, measure: bool
 ) -> Reads:
-    """Choose how each leaf of a plan is read, and what is read at a time.
+    """Choose how each leaf of a plan is read, and which leaves are read together.
 
-    Args:
-        stored: the checkpoint.
-        plan: the plan.
-        options: the options of the restore.
-        measure: whether to ask the files how well each leaf is compressed, which the
-            numbers of bytes need.
+    `measure` looks up the compressed size of each leaf, which the byte counts need.
     """
     sizes: dict[str, int] = {}
     if measure:
         with _orbax.translated(f"the checkpoint {stored.where} is damaged"):
-            sizes = stored_bytes(_orbax.folder_of(stored.where, stored.item))
+            sizes = _orbax.stored_bytes(_orbax.folder_of(stored.where, stored.item))
     ways = {
         path: way
         for path, read in plan.reads.items()
@@ -155,6 +137,9 @@ def choose_reads(
 def _portions(
     plan: Plan, ways: Mapping[str, Way], host_memory: int | None
 ) -> Iterator[Portion]:
+    def host_bytes(path: str) -> int:
+        return ways[path].host if path in ways else 0
+
     groups: dict[tuple[int | None, bool], list[str]] = {}
     for path, read in plan.reads.items():
         if not read.stored.is_empty:
@@ -164,19 +149,12 @@ def _portions(
     for (axis, is_cast), paths in groups.items():
         limit = math.inf if host_memory is None else host_memory
         limit = min(limit, _CAST_BYTES) if is_cast else limit
-        portion, used = [], 0
-        for path in paths:
-            host = ways[path].host if path in ways else 0
-            if portion and used + host > limit:
-                yield Portion(tuple(portion), axis)
-                portion, used = [], 0
-            portion.append(path)
-            used += host
-        yield Portion(tuple(portion), axis)
+        for portion in in_portions(paths, host_bytes, limit):
+            yield Portion(tuple(portion), axis)
 
 
 def _too_large(plan: Plan, ways: Mapping[str, Way], limit: int) -> list[str]:
-    """A problem for each leaf that the host cannot hold within a limit, in bytes."""
+    """A problem for each leaf that needs more than `limit` bytes on the host."""
     return [
         f"{plan.reads[path].stored.name}: needs {way.host:,} bytes on the host, more "
         f"than host_memory={limit:,}; a restore needs at least one leaf at a time: "
@@ -232,7 +210,7 @@ def _chosen(
     wanted: str,
     devices_per_process: int | None,
 ) -> Way:
-    """The way for all leaves of one shape and layout, if nothing is compressed."""
+    """The way to read leaves of one shape and layout, if nothing is compressed."""
     found = dict(_ways(shape, chunk, sharding, devices_per_process))
     strategy: Strategy = "direct"
     if wanted == "auto":
@@ -256,7 +234,7 @@ def _chosen(
 def _ways(
     shape: Shape, chunk: Shape, sharding: NamedSharding, devices: int | None
 ) -> Iterator[tuple[Strategy, tuple[Any, Extent, int | None]]]:
-    """Each strategy that is possible: its sharding, what is read, the mesh axis."""
+    """Each possible strategy: its sharding, extent, and mesh axis of the broadcast."""
     direct = extent_of(shape, chunk, sharding, devices)
     yield "direct", (sharding, direct, None)
     aligned = aligned_sharding(shape, chunk, sharding.mesh)
@@ -269,7 +247,7 @@ def _ways(
 
 
 def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
-    """The way on which the busiest process reads least; the simplest of those."""
+    """The strategy by which the busiest process reads least; the simplest of equals."""
     if size < _SMALL_BYTES:
         return "direct"
     best: Strategy = "direct"
@@ -285,7 +263,7 @@ def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
 def _replica_axis(
     sharding: NamedSharding, devices_per_process: int | None
 ) -> int | None:
-    """A mesh axis on which an array is replicated, each time on other processes."""
+    """A mesh axis of replication whose replicas share no process."""
     used = {
         axis
         for entry in sharding.spec
@@ -308,7 +286,7 @@ def _replica_axis(
 def _first_replica(
     mesh: Mesh | AbstractMesh, axis: int, devices_per_process: int | None
 ) -> np.ndarray:
-    """Which processes have the first replica along an axis."""
+    """Mask of the processes that hold the first replica along an axis."""
     processes = processes_of(mesh, devices_per_process)
     grid = processes.of_device.reshape(tuple(mesh.shape.values()))
     first = np.take(grid, 0, axis=axis).reshape(-1)

@@ -11,7 +11,7 @@ import jax
 from flax_layoutmap._birth.create import create
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import Agreement, tell_of_others
-from flax_layoutmap.checkpoint import _data_state, _orbax, _record
+from flax_layoutmap.checkpoint import _orbax, _record, _step_writer
 from flax_layoutmap.checkpoint._leaves import mesh_of
 from flax_layoutmap.checkpoint._loop import (
     Preemption,
@@ -56,18 +56,18 @@ class Checkpointer:
     Args:
         directory: where the steps are; it is made by the first save.
         layout_map: the rules, on a mesh of devices. They may differ from run to run.
-        every: save each step that is a multiple of it; or one of the policies in
+        every: save each step that is a multiple of this; or one of the policies in
             `orbax.checkpoint.v1.training.save_decision_policies`.
         keep: how many of the latest steps to keep; None for all; or one of the policies
             in `….preservation_policies` (which see `metadata` as the metrics). Older
             ones are removed once a newer one is complete.
-        keep_every: the multiples of it are kept as well.
+        keep_every: also keep the steps that are multiples of this.
         checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
     Raises:
         CheckpointError: the directory is a file or a checkpoint itself, or a number
             makes no sense.
-        RuleError: `layout_map` is none.
+        RuleError: `layout_map` is neither a LayoutMap nor a RuleSet.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, flax_layoutmap as flm
@@ -143,7 +143,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The latest finished step, as in `steps`; None where there is none."""
+        """The latest finished step, as in `steps`, or None."""
         return max(self.steps, default=None)
 
     @property
@@ -318,11 +318,11 @@ class Checkpointer:
             states = None if data is None else self._own_data(place, data)
             restored = restore(place, target, layout_map=self._rules, **options)
             if states is not None:
-                _data_state.put(data, states[0])
+                _step_writer.put_data(data, states[0])
         except CheckpointError as error:
             text = f"{error}\n{way_back(step, self.steps, self._directory)}"
             raise CheckpointError(text, error.problems) from error
-        if data is None and _data_state.has_data(place):
+        if data is None and _step_writer.has_data(place):
             warn(
                 f"step {step} holds the state of data, and it is not restored; pass "
                 f"data=, or read it with checkpointer.data_states({step})"
@@ -347,11 +347,11 @@ class Checkpointer:
             CheckpointError: there is no such step, it has none, or they are damaged.
         """
         step, place = self._existing(step)
-        if not _data_state.has_data(place):
+        if not _step_writer.has_data(place):
             raise CheckpointError(
                 f"step {step} in {self._directory} has no state of data"
             )
-        return _data_state.states_of(_data_state.read_data(place), place)
+        return _step_writer.data_states(_step_writer.read_data(place), place)
 
     # ----------------------------------------------------------------- details
 
@@ -367,9 +367,9 @@ class Checkpointer:
         def obstacle() -> str | None:
             nonlocal text
             tree.update(described(state))
-            text = None if data is None else _data_state.text_of(data)
+            text = None if data is None else _step_writer.data_text(data)
             user = None if metadata is None else dict(metadata)
-            custom[_USER] = _data_state.plain(user, "metadata")
+            custom[_USER] = _step_writer.plain_json(user, "metadata")
             return self._obstacle(step, tree)
 
         with _orbax.TURN:
@@ -413,14 +413,16 @@ class Checkpointer:
 
     def _own_data(self, place: str, data: Any) -> list[Any]:
         """The state for data of this process, in a list, as it may be anything."""
-        if not _data_state.has_data(place):
+        if not _step_writer.has_data(place):
             raise CheckpointError(
                 f"{place} has no state of data; restore without data=, and set the "
                 "iterator to where it belongs"
             )
-        texts = _data_state.read_data(place, jax.process_index())
-        state = _data_state.own_state(_data_state.states_of(texts, place), place)
-        _data_state.check(data, state)
+        texts = _step_writer.read_data(place, jax.process_index())
+        state = _step_writer.own_data_state(
+            _step_writer.data_states(texts, place), place
+        )
+        _step_writer.check_data(data, state)
         return [state]
 
     def _end(self, *, deliver: bool) -> None:

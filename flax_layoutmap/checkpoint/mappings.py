@@ -41,6 +41,15 @@ from flax_layoutmap.checkpoint._mapping_steps import unflatten as unflatten
 
 Entry = tuple[Any, ...]
 
+# Norm of a layer → its name in the checkpoint.
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_POST_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Llama, Mistral, Qwen 2 and others with the same names.
@@ -51,13 +60,9 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     Args:
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding; a `lm_head.weight` in the
-            checkpoint is then passed over.
+            checkpoint is then ignored.
     """
-    norms = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-    }
-    return _decoder(norms, scanned, tied)
+    return _decoder(_NORMS, scanned, tied)
 
 
 def gemma(
@@ -74,15 +79,7 @@ def gemma(
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding.
     """
-    norms = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-    }
-    if post_norms:
-        norms["attention_post_norm"] = "post_attention_layernorm"
-        norms["mlp_norm"] = "pre_feedforward_layernorm"
-        norms["mlp_post_norm"] = "post_feedforward_layernorm"
-    return _decoder(norms, scanned, tied)
+    return _decoder(_POST_NORMS if post_norms else _NORMS, scanned, tied)
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:

@@ -75,6 +75,12 @@ def plain_rules(spec: str = "data=8", **options: Any) -> flm.LayoutMap:
     return layout_map
 
 
+def restore(path: Path, target: Any = None, **options: Any) -> Any:
+    """By `plain_rules`, unless others are given."""
+    options.setdefault("layout_map", plain_rules())
+    return flm.checkpoint.restore(path, target, **options)
+
+
 def trained() -> dict[str, Any]:
     """A model, its optimizer after one update, and a step, on the mesh as saved."""
     layout_map = rules(MESHES["as saved"]())
@@ -116,7 +122,7 @@ def small_tree() -> dict[str, Any]:
 @pytest.mark.parametrize("name", MESHES)
 def test_from_metadata_alone(name: str, saved: Path, training: dict[str, Any]) -> None:
     layout_map = rules(MESHES[name]())
-    restored = flm.checkpoint.restore(saved, layout_map=layout_map)
+    restored = restore(saved, layout_map=layout_map)
     assert type(restored) is dict
     assert_same(restored, training)
     assert_placed(restored, layout_map.resolve(training))
@@ -131,7 +137,7 @@ def test_into_functions_that_make_the_objects(
     def target() -> dict[str, Any]:
         return {"model": make(), "optimizer": make_optimizer(), "step": 0}
 
-    restored = flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    restored = restore(saved, target, layout_map=layout_map)
     assert isinstance(restored["model"], Mlp)
     assert isinstance(restored["optimizer"], nnx.Optimizer)
     assert int(restored.pop("step")) == 3
@@ -144,21 +150,13 @@ def test_into_what_exists(name: str, saved: Path, training: dict[str, Any]) -> N
     layout_map = rules(MESHES[name]())
     target = {"model": make(), "optimizer": make_optimizer(), "step": 0}
     variable = target["model"].up.kernel
-    restored = flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    restored = restore(saved, target, layout_map=layout_map)
     assert restored["model"] is target["model"]
     assert restored["optimizer"] is target["optimizer"]
     assert restored["model"].up.kernel is variable
     assert target["step"] == 0, "a dict is no object to be updated"
     assert_same(restored, training)
     assert_placed(restored, layout_map.resolve(training))
-
-
-def test_inside_a_mesh_context_of_another_mesh(saved: Path) -> None:
-    other = flm.DeviceMesh("a=8", axis_types="explicit")
-    layout_map = rules(MESHES["another shape"]())
-    with jax.set_mesh(other.jax_mesh):  # pyright: ignore[reportArgumentType]
-        restored = flm.checkpoint.restore(saved, layout_map=layout_map)
-    assert_placed(restored, layout_map.resolve(restored))
 
 
 # --------------------------------------------------------------------- targets
@@ -169,7 +167,7 @@ def test_abstract_module_becomes_a_new_module(
 ) -> None:
     layout_map = rules(MESHES["another shape"]())
     abstract = nnx.eval_shape(make)
-    restored = flm.checkpoint.restore(
+    restored = restore(
         saved, {"model": abstract}, layout_map=layout_map, include="^model/"
     )["model"]
     assert isinstance(restored, Mlp) and restored is not abstract
@@ -187,9 +185,7 @@ def test_abstract_modules_that_share_a_variable_still_do(tmp_path: Path) -> None
         return {"one": one, "two": two}
 
     flm.checkpoint.save(tmp_path / "a", pair())
-    restored = flm.checkpoint.restore(
-        tmp_path / "a", nnx.eval_shape(pair), layout_map=plain_rules()
-    )
+    restored = restore(tmp_path / "a", nnx.eval_shape(pair))
     assert restored["one"].kernel is restored["two"].kernel
 
 
@@ -202,11 +198,9 @@ def test_tied_variables_are_stored_once(tmp_path: Path) -> None:
 
     model = Tied(nnx.Rngs(0))
     flm.checkpoint.save(tmp_path / "a", model)
-    alone = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    alone = restore(tmp_path / "a")
     assert list(by_path(alone)) == ["embed/embedding"]
-    restored = flm.checkpoint.restore(
-        tmp_path / "a", lambda: Tied(nnx.Rngs(1)), layout_map=plain_rules()
-    )
+    restored = restore(tmp_path / "a", lambda: Tied(nnx.Rngs(1)))
     assert restored.head.kernel is restored.embed.embedding
     assert_same(restored, model)
 
@@ -249,7 +243,7 @@ def test_forms_of_a_model_are_joined_by_path(
     writer(tmp_path / "a", {"model": same_model(saved_form, model)})
     target = {"model": same_model(target_form, nnx.eval_shape(make))}
     layout_map = rules(MESHES["another shape"]())
-    restored = flm.checkpoint.restore(tmp_path / "a", target, layout_map=layout_map)
+    restored = restore(tmp_path / "a", target, layout_map=layout_map)
     structure = jax.tree.structure(restored["model"])
     assert structure == jax.tree.structure(target["model"])
     assert_same(restored["model"], model)
@@ -290,7 +284,7 @@ def test_linen_train_state(tmp_path: Path) -> None:
     layout_map = linen_rules(MESHES["another shape"]())
 
     fresh = linen_state().replace(step=0)
-    restored = flm.checkpoint.restore(tmp_path / "a", fresh, layout_map=layout_map)
+    restored = restore(tmp_path / "a", fresh, layout_map=layout_map)
     assert isinstance(restored, TrainState) and restored.step == 2
     assert type(restored.step) is int
     assert jax.tree.structure(restored) == jax.tree.structure(fresh)
@@ -299,10 +293,10 @@ def test_linen_train_state(tmp_path: Path) -> None:
     assert_placed(restored, layout_map.resolve(fresh))
 
     abstract = jax.eval_shape(linen_state)
-    again = flm.checkpoint.restore(tmp_path / "a", abstract, layout_map=layout_map)
+    again = restore(tmp_path / "a", abstract, layout_map=layout_map)
     assert isinstance(again.step, jax.Array) and int(again.step) == 2
     assert_same(again, state)
-    alone = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+    alone = restore(tmp_path / "a", layout_map=layout_map)
     assert_placed(alone, layout_map.resolve(state))
 
 
@@ -312,12 +306,12 @@ def test_linen_boxes_are_joined_with_bare_arrays(tmp_path: Path) -> None:
     flm.checkpoint.save(tmp_path / "boxed", boxed)
     flm.checkpoint.save(tmp_path / "bare", nn.unbox(boxed))
     for name in ("boxed", "bare"):
-        into_box = flm.checkpoint.restore(tmp_path / name, boxed, layout_map=layout_map)
+        into_box = restore(tmp_path / name, boxed, layout_map=layout_map)
         kernel = into_box["params"]["Dense_0"]["kernel"]
         assert isinstance(kernel, nn.Partitioned)
         assert_same(into_box, boxed)
         bare = nn.unbox(jax.eval_shape(lambda: boxed))
-        into_bare = flm.checkpoint.restore(tmp_path / name, bare, layout_map=layout_map)
+        into_bare = restore(tmp_path / name, bare, layout_map=layout_map)
         assert isinstance(into_bare["params"]["Dense_0"]["kernel"], jax.Array)
         assert_same(into_bare, boxed)
 
@@ -362,7 +356,7 @@ def test_metadata_that_a_rule_overrules_is_rewritten(tmp_path: Path) -> None:
     layout_map["kernel"] = (None, "model")
     with nnx.use_eager_sharding(False):
         flm.checkpoint.save(tmp_path / "a", annotated())
-    restored = flm.checkpoint.restore(tmp_path / "a", annotated, layout_map=layout_map)
+    restored = restore(tmp_path / "a", annotated, layout_map=layout_map)
     assert restored.kernel.get_metadata("out_sharding") == (None, "model")
     assert restored.kernel.sharding.spec == PartitionSpec(None, "model")
 
@@ -443,31 +437,13 @@ def test_rules_meet_a_checkpoint_as_they_meet_the_live_tree(
     layout_map.optimizer["layers/1/kernel"] = ("model", None)
     with nn.logical_axis_rules([("rows", "data")]):
         live = layout_map.resolve(tree)
-        restored = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+        restored = restore(tmp_path / "a", layout_map=layout_map)
     if name != "optimizer alone":
         assert_placed(restored, live)
     expected = dict(zip(live.paths, live.sharding_list(), strict=True))
     for path, leaf in by_path(restored).items():
         if isinstance(leaf, jax.Array):
             assert leaf.sharding == expected[path], path
-
-
-def test_factored_moments_land_on_the_right_axes(tmp_path: Path) -> None:
-    """Rows and columns of a square kernel have one shape, and two layouts."""
-    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-    model = make()
-    tree = {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
-    flm.checkpoint.save(tmp_path / "a", tree)
-    layout_map = rules(MESHES["as saved"]())
-    restored = by_path(flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map))
-    specs = {
-        path.split("/", 2)[2].replace("/layers/0/kernel", ""): leaf.sharding.spec
-        for path, leaf in restored.items()
-        if path.startswith("optimizer/opt_state/") and "layers/0/kernel" in path
-    }
-    rows = [spec for path, spec in specs.items() if path.endswith("v_row")]
-    columns = [spec for path, spec in specs.items() if path.endswith("v_col")]
-    assert rows == [PartitionSpec("data")] and columns == [PartitionSpec("model")]
 
 
 def test_a_state_without_tx_asks_the_checkpoint_for_its_dims(tmp_path: Path) -> None:
@@ -478,7 +454,7 @@ def test_a_state_without_tx_asks_the_checkpoint_for_its_dims(tmp_path: Path) -> 
         "model": nnx.state(nnx.eval_shape(make)),
         "optimizer": jax.eval_shape(lambda: nnx.state(tree["optimizer"])),
     }
-    restored = flm.checkpoint.restore(tmp_path / "a", target, layout_map=layout_map)
+    restored = restore(tmp_path / "a", target, layout_map=layout_map)
     assert_placed(restored, layout_map.resolve(tree))
 
 
@@ -487,10 +463,10 @@ def test_warns_once_of_what_is_not_in_the_rules(saved: Path) -> None:
     layout_map["up/kernel"] = (None, "data")
     layout_map["nothing/of/that/name"] = None
     with pytest.warns(flm.LayoutWarning, match="nothing/of/that/name"):
-        flm.checkpoint.restore(saved, layout_map=layout_map)
+        restore(saved, layout_map=layout_map)
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
-        flm.checkpoint.restore(saved, layout_map=layout_map)
+        restore(saved, layout_map=layout_map)
 
 
 # ------------------------------------------------------------- kinds of leaves
@@ -512,7 +488,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     tree["float32"]["w"] = tree["float32"]["w"].at[1, 0].set(jnp.nan)
     flm.checkpoint.save(tmp_path / "a", plain_rules("data=4,m=2").place(tree))
     layout_map = plain_rules()
-    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+    restored = restore(tmp_path / "a", layout_map=layout_map)
     assert_same(restored, tree)
     assert_placed(restored, layout_map.resolve(tree))
 
@@ -543,7 +519,7 @@ def other_leaves() -> dict[str, Any]:
 def test_other_leaves_come_back_as_they_were(tmp_path: Path) -> None:
     tree = other_leaves()
     flm.checkpoint.save(tmp_path / "a", tree)
-    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    restored = restore(tmp_path / "a")
     # A number of another byte order is the same number.
     expected = {**tree, "big end": tree["big end"].astype("i8")}
     assert_same(restored, expected)
@@ -554,7 +530,7 @@ def test_other_leaves_come_back_as_they_were(tmp_path: Path) -> None:
         assert isinstance(restored[name], jax.Array), name
         assert len(restored[name].sharding.device_set) == 8, name
 
-    again = flm.checkpoint.restore(tmp_path / "a", tree, layout_map=plain_rules())
+    again = restore(tmp_path / "a", tree)
     assert_same(again, expected)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
 
@@ -564,7 +540,7 @@ def test_keys_without_orbax_knowing_their_implementation(tmp_path: Path) -> None
     flm.checkpoint.save(tmp_path / "a", tree)
     for file in (tmp_path / "a" / "state" / "array_metadatas").iterdir():
         file.unlink()
-    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    restored = restore(tmp_path / "a")
     assert_same(restored, tree)
 
 
@@ -586,9 +562,7 @@ def test_numbers_and_arrays_without_dims_stand_for_each_other(
     flm.checkpoint.save(tmp_path / "a", {"x": value, "w": jnp.ones(8)})
     is_python = isinstance(stand_in, bool | int | float | complex)
     target = stand_in if is_python else jnp.asarray(stand_in)
-    restored = flm.checkpoint.restore(
-        tmp_path / "a", {"x": target, "w": jnp.ones(8)}, layout_map=plain_rules()
-    )["x"]
+    restored = restore(tmp_path / "a", {"x": target, "w": jnp.ones(8)})["x"]
     assert restored == value
     assert type(restored) is type(target)
     if isinstance(restored, jax.Array):
@@ -603,11 +577,9 @@ def test_a_number_that_does_not_fit_exactly(tmp_path: Path) -> None:
         "x (): the number 0.1 of the checkpoint is not exact in float32",
         "n (): the number 1099511627776 of the checkpoint is not exact in int32",
     ):
-        flm.checkpoint.restore(tmp_path / "a", target, layout_map=plain_rules())
+        restore(tmp_path / "a", target)
     target["n"] = 0
-    restored = flm.checkpoint.restore(
-        tmp_path / "a", target, layout_map=plain_rules(), dtype="target"
-    )
+    restored = restore(tmp_path / "a", target, dtype="target")
     assert restored["x"] == jnp.float32(0.1) and restored["n"] == 2**40
 
 
@@ -636,7 +608,7 @@ def test_state_alone_still_follows_its_parameters(
     saved: Path, training: dict[str, Any]
 ) -> None:
     layout_map = rules(MESHES["another shape"]())
-    restored = flm.checkpoint.restore(saved, layout_map=layout_map, include="/mu/")
+    restored = restore(saved, layout_map=layout_map, include="/mu/")
     expected = layout_map.resolve(training)
     leaves = by_path(restored)
     assert len(leaves) == 10
@@ -650,9 +622,7 @@ def test_leaves_that_are_left_out_keep_the_values_of_the_target(
     layout_map = rules(MESHES["another shape"]())
     target = {"model": make(), "optimizer": make_optimizer(), "step": 7}
     bias = target["model"].up.bias.get_value()
-    restored = flm.checkpoint.restore(
-        saved, target, layout_map=layout_map, include="kernel"
-    )
+    restored = restore(saved, target, layout_map=layout_map, include="kernel")
     assert restored["step"] == 7
     assert restored["model"].up.bias.get_value() is bias
     kernel = training["model"].up.kernel
@@ -665,18 +635,14 @@ def test_the_rules_need_to_fit_only_what_is_restored(tmp_path: Path) -> None:
     tree = {"params": params, "opt_state": tx.init(params)}
     flm.checkpoint.save(tmp_path / "a", tree)
     with refused("odd/w (6,8): rule 1", "dim 0 of size 6", "1 problem"):
-        flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
-    restored = flm.checkpoint.restore(
-        tmp_path / "a", layout_map=plain_rules(), exclude="odd"
-    )
+        restore(tmp_path / "a")
+    restored = restore(tmp_path / "a", exclude="odd")
     mu = restored["opt_state"]["0"]["mu"]["w"]
     assert mu.sharding.spec == PartitionSpec("data")
 
 
 def test_dtype_for_all_floats(small: Path) -> None:
-    restored = flm.checkpoint.restore(
-        small, layout_map=plain_rules(), dtype=jnp.bfloat16
-    )
+    restored = restore(small, dtype=jnp.bfloat16)
     expected = small_tree()
     assert restored["w"].dtype == restored["b"]["bias"].dtype == jnp.bfloat16
     assert bits(restored["w"]) == bits(expected["w"].astype(jnp.bfloat16))
@@ -688,9 +654,7 @@ def test_dtype_for_all_floats(small: Path) -> None:
 def test_dtype_with_a_target(dtype: str, small: Path) -> None:
     target = small_tree()
     target["w"] = target["w"].astype(jnp.bfloat16)
-    restored = flm.checkpoint.restore(
-        small, target, layout_map=plain_rules(), dtype=dtype
-    )
+    restored = restore(small, target, dtype=dtype)
     wanted = jnp.bfloat16 if dtype == "target" else jnp.float16
     assert bits(restored["w"]) == bits(small_tree()["w"].astype(wanted))
     bias = jnp.float32 if dtype == "target" else jnp.float16
@@ -707,7 +671,7 @@ def test_one_error_lists_every_problem(saved: Path) -> None:
     target["extra"] = jnp.ones(3)
     before = by_path(target)
     with pytest.raises(flm.errors.CheckpointError) as caught:
-        flm.checkpoint.restore(saved, target, layout_map=layout_map)
+        restore(saved, target, layout_map=layout_map)
     text = str(caught.value)
     assert text.startswith(f"cannot restore {saved}: 6 problems\n")
     assert len(caught.value.problems) == 6
@@ -730,15 +694,12 @@ def test_functions_below_the_root_are_refused(saved: Path) -> None:
     layout_map = rules(MESHES["as saved"]())
     target = {"model": make, "optimizer": make_optimizer(), "step": 0}
     with refused(
-        "1 problem",
-        "model: a function must be the whole target (it returns the tree)",
+        "1 problem", "model: a function must be the whole target (it returns the tree)"
     ):
-        flm.checkpoint.restore(saved, target, layout_map=layout_map)
+        restore(saved, target, layout_map=layout_map)
     # What is not restored keeps its value, whatever it is.
     target = {"step": 0, "hook": make}
-    restored = flm.checkpoint.restore(
-        saved, target, layout_map=layout_map, include="^step$"
-    )
+    restored = restore(saved, target, layout_map=layout_map, include="^step$")
     assert restored == {"step": 3, "hook": make}
 
 
@@ -750,9 +711,7 @@ def test_a_rule_that_does_not_fit_is_named(saved: Path) -> None:
             "model/up/kernel (8,16): rule 1 'up/kernel' → (None, 'data'): dim 1",
             "mesh axis 'data' of size 3",
         ):
-            flm.checkpoint.restore(
-                saved, target, layout_map=layout_map, exclude="^step$"
-            )
+            restore(saved, target, layout_map=layout_map, exclude="^step$")
 
 
 def test_names_that_are_near(small: Path) -> None:
@@ -762,14 +721,12 @@ def test_names_that_are_near(small: Path) -> None:
         "then pass rename={'^b/bias$': 'b/bais'}",
         "b/bias (4,): is in the checkpoint, not in the target",
     ):
-        flm.checkpoint.restore(small, target, layout_map=plain_rules())
+        restore(small, target)
     # A leaf where the checkpoint has a dict.
     with refused("b (): is in the target, not in the checkpoint", "b/ (2 leaves): is "):
-        flm.checkpoint.restore(small, target | {"b": 3}, layout_map=plain_rules())
+        restore(small, target | {"b": 3})
     with refused("b/ (2 leaves): is in the checkpoint", "exclude='^b/'"):
-        flm.checkpoint.restore(
-            small, {"w": jnp.ones((8, 4)), "step": 0}, layout_map=plain_rules()
-        )
+        restore(small, {"w": jnp.ones((8, 4)), "step": 0})
 
 
 def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
@@ -779,15 +736,13 @@ def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
         "the checkpoint has the target's paths below 'model/': pass "
         "target={'model': target}, include='^model/'",
     ):
-        flm.checkpoint.restore(saved, make, layout_map=layout_map)
+        restore(saved, make, layout_map=layout_map)
     flm.checkpoint.save(tmp_path / "a", make())
     with refused(
         "the target has the checkpoint's paths below 'model/': pass "
         "target=target['model']"
     ):
-        flm.checkpoint.restore(
-            tmp_path / "a", {"model": make(), "x": 1}, layout_map=layout_map
-        )
+        restore(tmp_path / "a", {"model": make(), "x": 1}, layout_map=layout_map)
 
 
 @pytest.mark.parametrize(
@@ -823,9 +778,7 @@ def test_kinds_that_do_not_fit(
 ) -> None:
     flm.checkpoint.save(tmp_path / "a", {"x": stored, "w": jnp.ones(8)})
     with refused("cannot restore", "1 problem", "x", text):
-        flm.checkpoint.restore(
-            tmp_path / "a", {"x": target, "w": jnp.ones(8)}, layout_map=plain_rules()
-        )
+        restore(tmp_path / "a", {"x": target, "w": jnp.ones(8)})
 
 
 def test_other_casts_are_refused_whatever_dtype_says(tmp_path: Path) -> None:
@@ -833,9 +786,7 @@ def test_other_casts_are_refused_whatever_dtype_says(tmp_path: Path) -> None:
     target = {"i": jnp.ones(2), "f": jnp.ones(2, jnp.int8)}
     for dtype in ("target", jnp.float16):
         with refused("2 problems", "i (2,): another dtype", "f (2,): another dtype"):
-            flm.checkpoint.restore(
-                tmp_path / "a", target, layout_map=plain_rules(), dtype=dtype
-            )
+            restore(tmp_path / "a", target, dtype=dtype)
 
 
 @pytest.fixture
@@ -854,15 +805,13 @@ def wide(x64: None, tmp_path: Path) -> Path:
 
 
 def test_64_bits_come_back(wide: Path) -> None:
-    restored = flm.checkpoint.restore(wide, layout_map=plain_rules())
+    restored = restore(wide)
     assert restored["w"].dtype == jnp.int64 and int(restored["w"][1]) == 2**40 + 1
     # Orbax reads in a thread of its own, which a context does not reach.
     with jax.enable_x64(False):
         with refused("w (8,): JAX would cut int64 to int32; set jax_enable_x64"):
-            flm.checkpoint.restore(wide, layout_map=plain_rules())
-        restored = flm.checkpoint.restore(
-            wide, {"w": np.zeros(8, np.int64)}, layout_map=plain_rules()
-        )
+            restore(wide)
+        restored = restore(wide, {"w": np.zeros(8, np.int64)})
     assert type(restored["w"]) is np.ndarray and restored["w"][1] == 2**40 + 1
 
 
@@ -872,7 +821,7 @@ def test_64_bits_are_never_cut(tmp_path: Path) -> None:
         jax.enable_x64(True),
         refused("w (8,): Orbax read ", "int32", "asked for int64"),
     ):
-        flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+        restore(tmp_path / "a")
 
 
 def test_values_to_keep_and_shardings_that_are_not_there(small: Path) -> None:
@@ -880,9 +829,7 @@ def test_values_to_keep_and_shardings_that_are_not_there(small: Path) -> None:
     with refused(
         "b/bias (4,): include or exclude leaves it out, and the target is abstract"
     ):
-        flm.checkpoint.restore(
-            small, abstract, layout_map=plain_rules(), include=["w", "count", "step"]
-        )
+        restore(small, abstract, include=["w", "count", "step"])
     with refused(
         "4 problems", "w (8,4): the target has no sharding for it; pass layout_map="
     ):
@@ -910,7 +857,7 @@ def test_values_to_keep_and_shardings_that_are_not_there(small: Path) -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], text: str, small: Path) -> None:
     with refused(text):
-        flm.checkpoint.restore(small, layout_map=plain_rules(), **arguments)
+        restore(small, **arguments)
 
 
 def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
@@ -925,13 +872,13 @@ def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
         (flm.LayoutMap(flm.DeviceMesh.abstract("data=8")), "'data=8', abstract"),
     ):
         with pytest.raises(flm.errors.MeshError) as caught:
-            flm.checkpoint.restore(small, layout_map=layout_map)
+            restore(small, layout_map=layout_map)
         assert "restore needs a mesh of devices" in str(caught.value)
         assert have in str(caught.value)
     with pytest.raises(
         flm.errors.RuleError, match="needs a LayoutMap or a RuleSet, got"
     ):
-        flm.checkpoint.restore(small, layout_map=flm.DeviceMesh("data=8"))
+        restore(small, layout_map=flm.DeviceMesh("data=8"))
 
 
 # ----------------------------------------------------------------------- saving
@@ -1001,7 +948,7 @@ def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> Non
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flm.checkpoint.save("new/a", {"w": jnp.ones(8)})
-    restored = flm.checkpoint.restore(Path("new") / "a", layout_map=plain_rules())
+    restored = restore(Path("new") / "a")
     assert (tmp_path / "new" / "a").is_dir() and restored["w"].shape == (8,)
 
 
@@ -1034,7 +981,7 @@ def test_overwrite(tmp_path: Path) -> None:
             flm.checkpoint.save(path, {"w": jnp.zeros(8)})
         flm.checkpoint.save(path, {"w": jnp.full(8, step)}, overwrite=True)
         # Nothing of the old one is left in any cache.
-        restored = flm.checkpoint.restore(path, layout_map=plain_rules())
+        restored = restore(path)
         assert restored["w"].tolist() == [step] * 8
     assert os.listdir(tmp_path) == ["a"]
 
@@ -1044,7 +991,7 @@ def test_overwriting_what_a_link_leads_to(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(tmp_path / "1")
     flm.checkpoint.save(tmp_path / "latest", {"w": jnp.ones(8)}, overwrite=True)
     assert (tmp_path / "latest").is_symlink()
-    assert flm.checkpoint.restore(tmp_path / "1", layout_map=plain_rules())["w"].all()
+    assert restore(tmp_path / "1")["w"].all()
     assert sorted(os.listdir(tmp_path)) == ["1", "latest"]
 
 
@@ -1087,7 +1034,7 @@ def test_names_that_are_patterns_of_glob(tmp_path: Path, name: str) -> None:
     assert os.listdir(tmp_path) == [plain.name]  # nothing was written
     # What is moved there is read; of safetensors all is right.
     plain.rename(tmp_path / name)
-    assert flm.checkpoint.restore(place, layout_map=plain_rules())["w"].all()
+    assert restore(place)["w"].all()
     (tmp_path / "link").symlink_to(place)
     with refused("cannot save to", "Orbax"):  # it is replaced where it lies
         flm.checkpoint.save(tmp_path / "link", tree, overwrite=True)
@@ -1110,17 +1057,17 @@ def test_a_failed_overwrite_loses_nothing(
         patched.setattr(v1, "save", full)
         with refused(f"cannot save to {path}: OSError: no space left on device"):
             flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert not flm.checkpoint.restore(path, layout_map=plain_rules())["w"].any()
+    assert not restore(path)["w"].any()
 
     with monkeypatch.context() as patched:
         patched.setattr(_orbax.shutil, "rmtree", full)
         with refused(f"cannot replace {path}: no space left", "('.replacement' added)"):
             (tmp_path / "a.replaced").mkdir()
             flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert not flm.checkpoint.restore(path, layout_map=plain_rules())["w"].any()
+    assert not restore(path)["w"].any()
     # What the failures left behind does not stop the next one.
     flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert flm.checkpoint.restore(path, layout_map=plain_rules())["w"].all()
+    assert restore(path)["w"].all()
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -1138,9 +1085,7 @@ def test_a_restore_that_fails_while_reading_touches_nothing(
 
     monkeypatch.setattr(v1, "load", broken)
     with pytest.raises(flm.errors.CheckpointError) as caught:
-        flm.checkpoint.restore(
-            saved, target, layout_map=rules(MESHES["another shape"]())
-        )
+        restore(saved, target, layout_map=rules(MESHES["another shape"]()))
     assert str(caught.value) == (
         f"cannot read the checkpoint {saved}: leaf 'model/up/kernel': DATA_LOSS: Error "
         'reading "model.up.kernel/c/0/1" in "x"'
@@ -1170,7 +1115,7 @@ def test_orbax_is_not_trusted(
 
     monkeypatch.setattr(v1, "load", other)
     with refused("cannot restore", "w (8,4): "):
-        flm.checkpoint.restore(small, layout_map=plain_rules())
+        restore(small)
 
 
 def test_orbaxs_own_context_does_not_leak_in(small: Path, tmp_path: Path) -> None:
@@ -1178,7 +1123,7 @@ def test_orbaxs_own_context_does_not_leak_in(small: Path, tmp_path: Path) -> Non
     context.pytree.loading.partial_load = True
     context.array.loading.enable_padding_and_truncation = True
     with context:
-        restored = flm.checkpoint.restore(small, layout_map=plain_rules())
+        restored = restore(small)
         flm.checkpoint.save(tmp_path / "a", restored)
     assert_same(restored, small_tree())
 
@@ -1186,7 +1131,7 @@ def test_orbaxs_own_context_does_not_leak_in(small: Path, tmp_path: Path) -> Non
 def test_nothing_is_said_when_all_is_well(
     small: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    flm.checkpoint.restore(small, layout_map=plain_rules())
-    flm.checkpoint.restore(small, jax.eval_shape(small_tree), layout_map=plain_rules())
+    restore(small)
+    restore(small, jax.eval_shape(small_tree))
     said = [str(warning.message) for warning in recwarn]
     assert [text for text in said if re.search("shard|layout|orbax", text, re.I)] == []

@@ -1,7 +1,5 @@
 """Checkpoints written by plain Orbax, and options that join any two trees."""
 
-import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,26 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from same import assert_same, by_path
+from same import assert_same, by_path, refused
 from shards import assert_lies
 
 import flax_layoutmap as flm
 
 v1: Any = ocp.v1
-restore, inspect, plan = (
-    flm.checkpoint.restore,
-    flm.checkpoint.inspect,
-    flm.checkpoint.plan,
-)
+inspect = flm.checkpoint.inspect
+MESH = flm.DeviceMesh((2, 4), ("data", "model"))
+
+
+def restore(path: Path | str, target: Any = None, **options: Any) -> Any:
+    """By the rules below, unless others or a mesh are given."""
+    if "mesh" not in options:
+        options.setdefault("layout_map", rules(MESH))
+    return flm.checkpoint.restore(path, target, **options)
+
+
+def plan(path: Path, target: Any = None, **options: Any) -> flm.checkpoint.RestorePlan:
+    options.setdefault("layout_map", rules(MESH))
+    return flm.checkpoint.plan(path, target, **options)
 
 
 class Net(nnx.Module):
@@ -52,11 +59,6 @@ def rules(mesh: Any) -> flm.LayoutMap:
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = (None, "model")
     return layout_map
-
-
-@pytest.fixture(scope="module")
-def mesh() -> flm.DeviceMesh:
-    return flm.DeviceMesh((2, 4), ("data", "model"))
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +91,19 @@ def pure(node: Any) -> Any:
 
 
 @pytest.mark.parametrize("boxed", [True, False])
-def test_a_train_state_of_linen_boxed_and_unboxed(
-    boxed: bool, mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_a_train_state_of_linen_boxed_and_unboxed(boxed: bool, tmp_path: Path) -> None:
     state = train_state()
     path = written(tmp_path / "a", state if boxed else nn.meta.unbox(state))
     for target in (state, nn.meta.unbox(state), train_state):
-        result = restore(path, target, layout_map=rules(mesh))
+        result = restore(path, target)
         assert type(result) is TrainState
         assert int(result.step) == 0
         assert_same((result.params, result.opt_state), (state.params, state.opt_state))
         mu = by_path(result)["opt_state/0/mu/up/kernel"]
-        assert_lies(mu, ((), ("model",)), mesh)
+        assert_lies(mu, ((), ("model",)), MESH)
 
 
-def test_lists_tuples_numbers_and_holes(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_lists_tuples_numbers_and_holes(tmp_path: Path) -> None:
     a, b = jnp.arange(8.0), jnp.arange(4)
     path = written(tmp_path / "a", {"t": (a, [b, None]), "e": {}, "n": 3, "s": "x"})
     for target in (
@@ -111,71 +111,63 @@ def test_lists_tuples_numbers_and_holes(mesh: flm.DeviceMesh, tmp_path: Path) ->
         {"t": [a, (b,)], "n": 0, "s": ""},
         {"t": {0: a, 1: {"0": b}}, "n": 0, "s": ""},
     ):
-        result = restore(path, target, layout_map=rules(mesh))
+        result = restore(path, target)
         assert jax.tree.structure(result) == jax.tree.structure(target)
         assert_same(
             jax.tree.leaves(result), jax.tree.leaves({**target, "n": 3, "s": "x"})
         )
 
 
-def test_without_a_target(
-    training: dict[str, Any], mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_without_a_target(training: dict[str, Any], tmp_path: Path) -> None:
     states = {name: nnx.state(node) for name, node in training.items()}
     path = written(tmp_path / "a", states)
-    result = restore(path, layout_map=rules(mesh))
+    result = restore(path)
     kernel = result["model"]["layers"]["1"]["kernel"]
     assert np.array_equal(kernel, training["model"].layers[1].kernel[...])
-    assert_lies(kernel, ((), ("model",)), mesh)
+    assert_lies(kernel, ((), ("model",)), MESH)
     mu = result["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
-    assert_lies(mu, ((), ("model",)), mesh)
+    assert_lies(mu, ((), ("model",)), MESH)
     key = result["model"]["dropout"]["rngs"]["key"]
     assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
-def test_rules_see_the_paths_of_the_parameters(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_rules_see_the_paths_of_the_parameters(tmp_path: Path) -> None:
     """As in the live tree: below `params`, and a state's leaf as its parameter."""
     path = written(tmp_path / "a", nn.meta.unbox(train_state()))
-    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map = flm.LayoutMap(MESH, match="fullmatch", strict=False)
     layout_map["up/kernel"] = (None, "model")
     result = restore(path, layout_map=layout_map)
-    assert_lies(result["params"]["up"]["kernel"], ((), ("model",)), mesh)
-    assert_lies(result["opt_state"]["0"]["nu"]["up"]["kernel"], ((), ("model",)), mesh)
+    assert_lies(result["params"]["up"]["kernel"], ((), ("model",)), MESH)
+    assert_lies(result["opt_state"]["0"]["nu"]["up"]["kernel"], ((), ("model",)), MESH)
 
 
-def test_adafactor_without_its_transformation(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_adafactor_without_its_transformation(tmp_path: Path) -> None:
     params = {"up": {"kernel": jnp.ones((256, 128))}}
     state = optax.adafactor(1e-3).init(params)
     path = written(tmp_path / "a", {"params": params, "opt_state": state})
-    result = by_path(restore(path, layout_map=rules(mesh)))
+    result = by_path(restore(path))
     rows = [p for p in result if p.endswith("v_row/up/kernel")]
     columns = [p for p in result if p.endswith("v_col/up/kernel")]
     sizes = {result[rows[0]].size, result[columns[0]].size}
     assert sizes == {256, 128}
     for path in (*rows, *columns):
         assert_lies(
-            result[path], (("model",) if result[path].size == 128 else (),), mesh
+            result[path], (("model",) if result[path].size == 128 else (),), MESH
         )
 
 
-def test_a_parameter_that_is_called_value(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_a_parameter_that_is_called_value(tmp_path: Path) -> None:
     tree = {"params": {"head": {"value": jnp.arange(4.0)}}}
     path = written(tmp_path / "a", tree)
-    result = restore(path, tree, layout_map=rules(mesh))
+    result = restore(path, tree)
     assert_same(result, tree)
     assert [leaf.path for leaf in inspect(path).leaves] == ["params/head"]
 
 
-def test_numbers_of_keys_become_the_keys_of_the_target(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_numbers_of_keys_become_the_keys_of_the_target(tmp_path: Path) -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     path = written(tmp_path / "a", {"keys": keys, "raw": jax.random.key_data(keys)})
-    result = restore(path, {"keys": keys, "raw": keys}, layout_map=rules(mesh))
+    result = restore(path, {"keys": keys, "raw": keys})
     for name in ("keys", "raw"):
         assert np.array_equal(
             jax.random.key_data(result[name]), jax.random.key_data(keys)
@@ -186,11 +178,9 @@ def test_numbers_of_keys_become_the_keys_of_the_target(
 
 
 @pytest.fixture(scope="module")
-def saved(
-    training: dict[str, Any], mesh: flm.DeviceMesh, tmp_path_factory: Any
-) -> Path:
+def saved(training: dict[str, Any], tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("saved") / "a"
-    flm.checkpoint.save(path, training, layout_map=rules(mesh))
+    flm.checkpoint.save(path, training, layout_map=rules(MESH))
     return path
 
 
@@ -215,21 +205,20 @@ def test_the_rules_of_the_checkpoint_on_another_mesh(
         restore(saved, mesh="x=8")
 
 
-def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> None:
+def test_rename(saved: Path, training: dict[str, Any]) -> None:
     renamed = {"net": {"first": pure(training["model"])["up"]}}
     result = restore(
         saved,
         renamed,
-        layout_map=rules(mesh),
         rename=[(r"^model/up/(.*)", r"net/first/\1"), ("^model/", "old/")],
         unexpected="ignore",
     )
     assert_same(result, renamed)
-    assert_lies(result["net"]["first"]["kernel"], ((), ("model",)), mesh)
-    whole = restore(saved, layout_map=rules(mesh), rename={"model/": "model/net/"})
+    assert_lies(result["net"]["first"]["kernel"], ((), ("model",)), MESH)
+    whole = restore(saved, rename={"model/": "model/net/"})
     assert_same(whole["model"]["net"]["up"], pure(training["model"])["up"])
     mu = whole["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
-    assert_lies(mu, ((), ("model",)), mesh)
+    assert_lies(mu, ((), ("model",)), MESH)
 
 
 @pytest.mark.parametrize(
@@ -247,27 +236,21 @@ def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> 
         ({"^model/up/bias$": "model/up"}, "has 'model/up/kernel'; a leaf has nothing"),
     ],
 )
-def test_rename_that_cannot_be(
-    rename: Any, text: str, saved: Path, mesh: flm.DeviceMesh
-) -> None:
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(saved, layout_map=rules(mesh), rename=rename)
-    assert text in str(caught.value)
+def test_rename_that_cannot_be(rename: Any, text: str, saved: Path) -> None:
+    with refused(text):
+        restore(saved, rename=rename)
 
 
-def test_rename_of_a_checkpoint_without_a_record(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
+def test_rename_of_a_checkpoint_without_a_record(tmp_path: Path) -> None:
     tree = {"student": jnp.zeros(2), "teacher": jnp.ones(2)}
     path = written(tmp_path / "a", tree)
     swap = [("^student", "teacher"), ("^teacher", "student")]
-    result = restore(path, tree, layout_map=rules(mesh), rename=swap)
+    result = restore(path, tree, rename=swap)
     assert_same(result, {"student": tree["teacher"], "teacher": tree["student"]})
     away = {"teacher": jnp.full(2, 7.0), "other": jnp.zeros(2)}
     result = restore(
         path,
         away,
-        layout_map=rules(mesh),
         rename=[("^teacher", "other"), ("^student", "gone")],
         missing="keep",
         unexpected="ignore",
@@ -275,47 +258,39 @@ def test_rename_of_a_checkpoint_without_a_record(
     assert_same(result, {"teacher": away["teacher"], "other": tree["teacher"]})
 
 
-def test_keys_that_hold_slashes(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_keys_that_hold_slashes(tmp_path: Path) -> None:
     tree = {"a/b": jnp.zeros(2), "a": {"b": jnp.ones(2)}, "c%d": jnp.full(2, 2.0)}
     path = written(tmp_path / "a", tree)
-    assert_same(restore(path, tree, layout_map=rules(mesh)), tree)
+    assert_same(restore(path, tree), tree)
 
 
-def test_two_directories_of_one_step(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_two_directories_of_one_step(tmp_path: Path) -> None:
     for name in ("ema_100", "model_100", "model_7"):
         written(tmp_path / name, {"w": jnp.ones(2)})
     for step in (100, "latest"):
-        with pytest.raises(
-            flm.errors.CheckpointError, match="ema_100 and model_100; pass"
-        ):
-            restore(tmp_path, layout_map=rules(mesh), step=step)
+        with refused("ema_100 and model_100; pass"):
+            restore(tmp_path, step=step)
 
 
-def test_a_single_array(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_a_single_array(tmp_path: Path) -> None:
     path = written(tmp_path / "a", jnp.ones(4))
-    with pytest.raises(
-        flm.errors.CheckpointError, match="is a single array, which has no"
-    ):
-        restore(path, layout_map=rules(mesh))
+    with refused("is a single array, which has no"):
+        restore(path)
 
 
-def test_urls(mesh: flm.DeviceMesh, saved: Path) -> None:
-    with pytest.raises(flm.errors.CheckpointError, match="name the step"):
-        restore("gs://bucket/run", layout_map=rules(mesh), step="latest")
+def test_urls(saved: Path) -> None:
+    with refused("name the step"):
+        restore("gs://bucket/run", step="latest")
     assert inspect(f"file://{saved}").path == str(saved)
 
 
-def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
+def test_missing_leaves(saved: Path) -> None:
     class Larger(Net):
         def __init__(self, rngs: nnx.Rngs) -> None:
             super().__init__(rngs)
             self.head = nnx.Linear(16, 8, rngs=rngs)
 
-    options: dict[str, Any] = {
-        "layout_map": rules(mesh),
-        "include": "^model/",
-        "unexpected": "ignore",
-    }
+    options: dict[str, Any] = {"include": "^model/", "unexpected": "ignore"}
     target = {"model": Larger(nnx.Rngs(7))}
     before = target["model"].head.kernel[...]
     with pytest.raises(
@@ -328,73 +303,62 @@ def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
     assert_same(kept["model"].up, make().up)
 
     made = restore(
-        saved,
-        lambda: {"model": Larger(nnx.Rngs(7))},
-        missing="init",
-        **options,
+        saved, lambda: {"model": Larger(nnx.Rngs(7))}, missing="init", **options
     )
     assert_same(made["model"].up, make().up)
     assert np.array_equal(made["model"].head.kernel[...], before)
-    assert_lies(made["model"].head.kernel[...], ((), ("model",)), mesh)
-    with pytest.raises(flm.errors.CheckpointError, match="needs a function as target"):
+    assert_lies(made["model"].head.kernel[...], ((), ("model",)), MESH)
+    with refused("needs a function as target"):
         restore(saved, target, missing="init", **options)
     abstract = nnx.eval_shape(lambda: Larger(nnx.Rngs(7)))
-    with pytest.raises(flm.errors.CheckpointError, match="there is no value to keep"):
+    with refused("there is no value to keep"):
         restore(saved, {"model": abstract}, missing="keep", **options)
 
 
-def test_unexpected_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
+def test_unexpected_leaves(saved: Path) -> None:
     target = {"model": {"up": pure(make())["up"]}}
-    with pytest.raises(
-        flm.errors.CheckpointError, match="is in the checkpoint, not in the"
-    ):
-        restore(saved, target, layout_map=rules(mesh))
-    result = restore(saved, target, layout_map=rules(mesh), unexpected="ignore")
+    with refused("is in the checkpoint, not in the"):
+        restore(saved, target)
+    result = restore(saved, target, unexpected="ignore")
     assert_same(result, target)
-    found = plan(saved, target, layout_map=rules(mesh), unexpected="ignore")
+    found = plan(saved, target, unexpected="ignore")
     assert {leaf.path for leaf in found.leaves} == set(by_path(target))
     assert "optimizer/step" in found.ignored
 
 
-def test_dtypes_by_rule(saved: Path, mesh: flm.DeviceMesh) -> None:
+def test_dtypes_by_rule(saved: Path) -> None:
     dtypes = [("^optimizer/", None), ("kernel$", jnp.bfloat16)]
-    found = by_path(restore(saved, layout_map=rules(mesh), dtype=dtypes))
+    found = by_path(restore(saved, dtype=dtypes))
     assert found["model/up/kernel"].dtype == jnp.bfloat16
     assert found["model/up/bias"].dtype == jnp.float32
     assert found["optimizer/opt_state/0/mu/up/kernel"].dtype == jnp.float32
     assert found["optimizer/step"].dtype == jnp.uint32
     for bad in ({"(": jnp.bfloat16}, {"kernel": jnp.int8}, {"kernel": "no"}):
-        with pytest.raises(flm.errors.CheckpointError, match="dtype="):
-            restore(saved, layout_map=rules(mesh), dtype=bad)
+        with refused("dtype="):
+            restore(saved, dtype=bad)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"missing": "kep"},
-            "missing='kep' is none of the choices; did you mean 'keep'",
-        ),
+        ({"missing": "kep"}, "missing='kep' is not a choice; did you mean 'keep'"),
         ({"unexpected": "drop"}, "use unexpected='error' or unexpected='ignore'"),
         ({"missing": "keep"}, "needs a target, which says what could be missing"),
-        ({"strategy": "fast"}, "strategy='fast' is none of the choices"),
+        ({"strategy": "fast"}, "strategy='fast' is not a choice"),
         ({"host_memory": 100}, "more than host_memory=100"),
         ({"host_memory": 100}, "raise the limit, or shard the leaf further"),
         ({"item": "params"}, "has no tree 'params'; it has state"),
         ({"step": 3}, "is one checkpoint and no directory of steps"),
     ],
 )
-def test_options_that_cannot_be(
-    options: Any, text: str, saved: Path, mesh: flm.DeviceMesh
-) -> None:
+def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
     for function in (restore, plan):
-        with pytest.raises(flm.errors.CheckpointError) as caught:
-            function(saved, layout_map=rules(mesh), **options)
-        assert text in str(caught.value)
+        with refused(text):
+            function(saved, **options)
 
 
 def test_portions_within_a_limit(
-    saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh, monkeypatch: Any
+    saved: Path, training: dict[str, Any], monkeypatch: Any
 ) -> None:
     from flax_layoutmap.checkpoint import _orbax
 
@@ -406,31 +370,27 @@ def test_portions_within_a_limit(
         return plain(path, wanted, *args, **kwargs)
 
     monkeypatch.setattr(_orbax, "read_arrays", counted)
-    result = restore(saved, layout_map=rules(mesh), host_memory=2048)
+    result = restore(saved, host_memory=2048)
     assert len(portions) > 2
     assert np.array_equal(result["model"]["up"]["kernel"], training["model"].up.kernel)
-    found = plan(saved, layout_map=rules(mesh), host_memory=2048)
+    found = plan(saved, host_memory=2048)
     assert found.host_bytes == 2048
 
 
 @pytest.mark.parametrize("strategy", ["direct", "aligned", "broadcast"])
 def test_every_strategy_gives_the_same(
-    strategy: str,
-    saved: Path,
-    training: dict[str, Any],
-    mesh: flm.DeviceMesh,
-    tmp_path: Path,
+    strategy: str, saved: Path, training: dict[str, Any], tmp_path: Path
 ) -> None:
     keys = jax.random.split(jax.random.key(0), 8)
     path = written(tmp_path / "a", {"keys": keys, "w": jnp.ones((8, 8))})
     several: list[dict[str, Any]] = [{}, {"verify": True}, {"dtype": jnp.bfloat16}]
     for options in [*several, {"dtype": jnp.bfloat16, "verify": True}]:
-        result = restore(saved, layout_map=rules(mesh), strategy=strategy, **options)
+        result = restore(saved, strategy=strategy, **options)
         if not options.get("dtype"):
             assert_same(result, {k: pure(v) for k, v in training.items()})
-        assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), mesh)
+        assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), MESH)
     target = {"keys": keys, "w": jnp.zeros((8, 8))}
-    result = restore(path, target, layout_map=rules(mesh), strategy=strategy)
+    result = restore(path, target, strategy=strategy)
     assert np.array_equal(
         jax.random.key_data(result["keys"]), jax.random.key_data(keys)
     )
@@ -438,11 +398,11 @@ def test_every_strategy_gives_the_same(
 
 
 def test_progress_is_shown_where_it_is_asked_for(
-    saved: Path, mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
+    saved: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    restore(saved, layout_map=rules(mesh))
+    restore(saved)
     assert capfd.readouterr().err == ""  # no terminal
-    restore(saved, layout_map=rules(mesh), progress=True)
+    restore(saved, progress=True)
     shown = capfd.readouterr().err
     assert "restoring" in shown and ("iB" in shown or "bytes" in shown)
 
@@ -494,8 +454,8 @@ def test_inspect_ours(saved: Path, training: dict[str, Any]) -> None:
     assert "model/up/kernel" in text and "with 1 rule" in text
 
 
-def test_inspect_orbax(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
-    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec("data", "model"))
+def test_inspect_orbax(tmp_path: Path) -> None:
+    sharding = NamedSharding(MESH.jax_mesh, PartitionSpec("data", "model"))
     array = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), sharding)
     v1.save(
         tmp_path / "a",
@@ -513,15 +473,15 @@ def test_inspect_orbax(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     assert leaves["x%2Fy"].dtype == "float64" and info.total_bytes == 256 + 16
 
 
-def test_inspect_safetensors(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_inspect_safetensors(tmp_path: Path) -> None:
     tree = {"up": {"kernel": jnp.ones((4, 8), jnp.bfloat16)}}
     flm.checkpoint.save_safetensors(tmp_path / "a", tree)
     info = inspect(tmp_path / "a")
     assert info.kind == "safetensors" and "safetensors" in str(info)
     found = [(leaf.shape, leaf.dtype, leaf.bytes) for leaf in info.leaves]
     assert found == [((4, 8), "bfloat16", 64)]
-    with pytest.raises(flm.errors.CheckpointError, match="use flm.checkpoint.restore_"):
-        restore(tmp_path / "a", layout_map=rules(mesh))
+    with refused("use flm.checkpoint.restore_"):
+        restore(tmp_path / "a")
     (file,) = (tmp_path / "a").glob("*.safetensors")
     assert inspect(file).leaves == info.leaves
     file.write_bytes(file.read_bytes()[:-1])
@@ -529,7 +489,7 @@ def test_inspect_safetensors(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
         inspect(tmp_path / "a")
 
 
-def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_steps_of_a_checkpoint_manager(tmp_path: Path) -> None:
     manager = ocp.CheckpointManager(tmp_path / "runs")
     for step in (1, 2, 10):
         value = {"params": {"kernel": jnp.full((2, 4), step)}}
@@ -542,7 +502,7 @@ def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> 
     assert (info.kind, info.step, info.steps) == ("orbax-v0", 10, (1, 2, 10))
     assert "step 10 (3 of 3)" in str(info)
     assert inspect(tmp_path / "runs", step=2).step == 2
-    options: dict[str, Any] = {"layout_map": rules(mesh)}
+    options: dict[str, Any] = {"layout_map": rules(MESH)}
     for step, value in ((2, 2), ("latest", 10)):
         result = restore(tmp_path / "runs", step=step, **options)
         assert (np.asarray(result["params"]["kernel"]) == value).all()
@@ -550,12 +510,12 @@ def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> 
     text = '1, 10, 2; name one: step=10 or step="latest"'
     with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(tmp_path / "runs", **options)
-    with pytest.raises(flm.errors.CheckpointError, match="no step 3; it has 1, 2, 10"):
+    with refused("no step 3; it has 1, 2, 10"):
         restore(tmp_path / "runs", step=3, **options)
 
 
-def test_ten_thousand_steps(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
-    layout_map = rules(mesh)
+def test_ten_thousand_steps(tmp_path: Path) -> None:
+    layout_map = rules(MESH)
     for step in (3, 10_000):
         tree = {"params": {"kernel": np.full((2, 4), step, np.float32)}}
         flm.checkpoint.save(tmp_path / str(step), tree, layout_map=layout_map)
@@ -573,7 +533,7 @@ def test_ten_thousand_steps(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
         restore(tmp_path, step=20_000, layout_map=layout_map)
 
 
-def test_several_trees_in_one_checkpoint(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_several_trees_in_one_checkpoint(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "runs") as manager:
         manager.save(
             1,
@@ -583,19 +543,17 @@ def test_several_trees_in_one_checkpoint(mesh: flm.DeviceMesh, tmp_path: Path) -
                 data=ocp.args.JsonSave({"at": 3}),
             ),
         )
-    with pytest.raises(
-        flm.errors.CheckpointError, match="item='params' or item='state'"
-    ):
+    with refused("item='params' or item='state'"):
         inspect(tmp_path / "runs")
     for item, value in (("params", 0), ("state", 1)):
         assert inspect(tmp_path / "runs", item=item).items == ("params", "state")
-        result = restore(tmp_path / "runs", layout_map=rules(mesh), step=1, item=item)
+        result = restore(tmp_path / "runs", step=1, item=item)
         assert (np.asarray(result["w"]) == value).all()
-        found = plan(tmp_path / "runs", layout_map=rules(mesh), step=1, item=item)
+        found = plan(tmp_path / "runs", step=1, item=item)
         assert [leaf.path for leaf in found.leaves] == ["w"]
 
 
-def test_a_tree_of_orbax_v0(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_a_tree_of_orbax_v0(tmp_path: Path) -> None:
     tree = {"params": {"params": {"decoder": {"kernel": jnp.ones((4, 8))}}}, "step": 5}
     ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
     info = inspect(tmp_path / "a")
@@ -604,32 +562,25 @@ def test_a_tree_of_orbax_v0(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
         "params/params/decoder/kernel",
         "step",
     ]
-    layout_map = flm.LayoutMap(mesh, match="fullmatch")
+    layout_map = flm.LayoutMap(MESH, match="fullmatch")
     layout_map["decoder/kernel"] = (None, "model")
     result = restore(tmp_path / "a", layout_map=layout_map)
     kernel = result["params"]["params"]["decoder"]["kernel"]
-    assert_lies(kernel, ((), ("model",)), mesh)
+    assert_lies(kernel, ((), ("model",)), MESH)
 
 
-def test_a_plan_says_what_will_happen(saved: Path, mesh: flm.DeviceMesh) -> None:
-    found = plan(
-        saved, layout_map=rules(mesh), dtype=jnp.bfloat16, exclude="^optimizer"
-    )
+def test_a_plan_says_what_will_happen(saved: Path) -> None:
+    found = plan(saved, dtype=jnp.bfloat16, exclude="^optimizer")
     leaves = {leaf.path: leaf for leaf in found.leaves}
     kernel = leaves["model/up/kernel"]
     assert kernel.rule == "1 kernel" and kernel.spec == PartitionSpec(None, "model")
     assert (kernel.stored_dtype, kernel.dtype) == ("float32", "bfloat16")
     assert kernel.bytes_per_device == 8 * 16 * 2 // 4
     text = str(found)
-    assert "float32 → bfloat16" in text and "passed over" in text
+    assert "float32 → bfloat16" in text and "not read: " in text
     assert found.fits and found.device_available is None
     assert f"{len(found.leaves)} leaves to read" in text
-    renamed = plan(
-        saved,
-        layout_map=rules(mesh),
-        include="^net/",
-        rename={"^model/": "net/"},
-    )
+    renamed = plan(saved, include="^net/", rename={"^model/": "net/"})
     assert "net/up/kernel ← model/up/kernel" in str(renamed)
 
 
@@ -648,12 +599,10 @@ def test_a_plan_for_a_pod_that_is_not_there(tmp_path: Path) -> None:
         restore(tmp_path / "a", layout_map=layout_map)
 
 
-def test_a_rank_that_does_not_fit_is_told_by_the_plan(
-    saved: Path, mesh: flm.DeviceMesh
-) -> None:
-    layout_map = flm.LayoutMap(mesh)
+def test_a_rank_that_does_not_fit_is_told_by_the_plan(saved: Path) -> None:
+    layout_map = flm.LayoutMap(MESH)
     layout_map["up/kernel"] = ("data", None, "model")
-    with pytest.raises(flm.errors.CheckpointError, match="model/up/kernel"):
+    with refused("model/up/kernel"):
         plan(saved, layout_map=layout_map)
 
 
@@ -687,7 +636,7 @@ def test_the_step_of_a_train_state_is_of_no_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_restore_finds_a_flipped_bit(
-    dtype: Any, saved: Path, mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In what Orbax gives, as it does where a file has changed."""
     from flax_layoutmap.checkpoint import _orbax
@@ -695,7 +644,6 @@ def test_restore_finds_a_flipped_bit(
     target = {"model": make()}
     before = target["model"].up.kernel[...]
     options: dict[str, Any] = {
-        "layout_map": rules(mesh),
         "include": "^model/",
         "unexpected": "ignore",
         "dtype": dtype,
@@ -703,7 +651,7 @@ def test_restore_finds_a_flipped_bit(
     right = restore(saved, verify=True, **options)
     kernel = right["model"]["up"]["kernel"]
     assert np.array_equal(kernel, before.astype(dtype or jnp.float32))
-    assert_lies(kernel, ((), ("model",)), mesh)
+    assert_lies(kernel, ((), ("model",)), MESH)
 
     plain = _orbax.read_arrays
 
@@ -727,44 +675,24 @@ def test_restore_finds_a_flipped_bit(
         restore(saved, verify=False, **options)
 
 
-def test_a_checksum_that_is_missing_is_told(
-    saved: Path, mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
-    copy = shutil.copytree(saved, tmp_path / "a")
-    file = copy / "_CHECKPOINT_METADATA"
-    data = json.loads(file.read_text("utf-8"))
-    record = data["custom_metadata"]["flax_layoutmap"]
-    del record["digest"]  # which older versions did not write
-    del record["checksums"]["model/up/bias"]
-    file.write_text(json.dumps(data), "utf-8")
-    with pytest.raises(
-        flm.errors.CheckpointError, match="model/up/bias .* no checksum of it"
-    ):
-        restore(copy, layout_map=rules(mesh))
-
-
-def test_the_mesh_in_context_does_not_matter(saved: Path, mesh: flm.DeviceMesh) -> None:
+def test_the_mesh_in_context_does_not_matter(saved: Path) -> None:
     with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))):
         result = restore(
-            saved,
-            layout_map=rules(mesh),
-            strategy="aligned",
-            dtype={"kernel": jnp.bfloat16},
-            verify=True,
+            saved, strategy="aligned", dtype={"kernel": jnp.bfloat16}, verify=True
         )
-    assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), mesh)
+    assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), MESH)
 
 
-def test_nothing_to_verify_with(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+def test_nothing_to_verify_with(tmp_path: Path) -> None:
     path = written(tmp_path / "a", {"w": jnp.ones(4)})
-    with pytest.raises(flm.errors.CheckpointError, match="saved by Orbax alone"):
-        restore(path, layout_map=rules(mesh), verify=True)
+    with refused("saved by Orbax alone"):
+        restore(path, verify=True)
     flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
-    with pytest.raises(flm.errors.CheckpointError, match="saved with checksums=False"):
-        restore(tmp_path / "b", layout_map=rules(mesh), verify=True)
+    with refused("saved with checksums=False"):
+        restore(tmp_path / "b", verify=True)
     # By default nothing is said of it.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for place in (path, tmp_path / "b"):
-            found = restore(place, layout_map=rules(mesh), include="w")
+            found = restore(place, include="w")
             assert np.array_equal(found["w"], np.ones(4))

@@ -141,7 +141,7 @@ def test_bytes_in_a_database_of_several_levels(tmp_path: Path) -> None:
     """A tree of nodes: names are cut where a node's keys begin alike."""
     import tensorstore
 
-    from flax_layoutmap.checkpoint._ocdbt import stored_bytes
+    from flax_layoutmap.checkpoint._orbax import stored_bytes
 
     spec = {
         "driver": "ocdbt",

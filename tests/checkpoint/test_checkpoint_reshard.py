@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from same import refused
 
 import flax_layoutmap as flm
 
@@ -126,7 +127,7 @@ def test_nothing_is_written_where_something_is_wrong(
     saved: Path, tmp_path: Path
 ) -> None:
     mesh = flm.DeviceMesh("data=2,model=4")
-    with pytest.raises(flm.errors.CheckpointError, match="the path exists"):
+    with refused("the path exists"):
         flm.checkpoint.reshard(saved, tmp_path, mesh=mesh)
     with pytest.raises(flm.errors.MeshError, match="needs a mesh of devices"):
         abstract = flm.DeviceMesh.abstract("data=2,model=4")
@@ -141,6 +142,6 @@ def test_nothing_is_written_where_something_is_wrong(
     sums = record["checksums"]
     sums["model/up/kernel"] = "0" * len(sums["model/up/kernel"])
     file.write_text(json.dumps(data))
-    with pytest.raises(flm.errors.CheckpointError, match="model/up/kernel"):
+    with refused("model/up/kernel"):
         flm.checkpoint.reshard(tmp_path / "damaged", tmp_path / "new", mesh=mesh)
     assert not (tmp_path / "new").exists()

@@ -1,5 +1,6 @@
 """Resolve the leaves of a checkpoint without the code of its model."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from same import refused
 
 import flax_layoutmap as flm
+from flax_layoutmap.checkpoint._options import LayoutOptions, RestoreOptions
 
 ABSTRACT = flm.DeviceMesh.abstract("data=2,model=8")
 
@@ -64,27 +67,39 @@ def test_what_does_not_fit_is_listed(saved: Path) -> None:
     rules["kernel|bias"] = ("data",)
     with pytest.raises(flm.errors.ResolveError, match="2 leaves do not fit the rules"):
         flm.checkpoint.resolve(saved, layout_map=rules)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="include='ears' finds no leaf"
-    ):
+    with refused("include='ears' finds no leaf"):
         flm.checkpoint.resolve(saved, include="ears")
 
 
 def test_without_rules(tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "plain", {"w": np.ones((4, 4), np.float32)})
-    with pytest.raises(
-        flm.errors.CheckpointError, match="saved without rules; pass layout_map"
-    ):
+    with refused("saved without rules; pass layout_map"):
         flm.checkpoint.resolve(tmp_path / "plain")
     rules = flm.LayoutMap()
     rules["w"] = ("data", None)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="saved without a mesh; pass mesh="
-    ):
+    with refused("saved without a mesh; pass mesh="):
         flm.checkpoint.resolve(tmp_path / "plain", layout_map=rules)
     found = flm.checkpoint.resolve(
         tmp_path / "plain", layout_map=rules, mesh=flm.DeviceMesh.abstract("data=4")
     )
     assert found["w"].shard_shape == (1, 4)
     assert jnp.dtype(found["w"].dtype) == jnp.float32
+
+
+def test_options_are_those_of_restore() -> None:
+    own = ("path", "target", "verify", "progress")
+    names = inspect.signature(flm.checkpoint.restore).parameters.keys() - own
+    assert names == RestoreOptions.__annotations__.keys()
+    assert names > LayoutOptions.__annotations__.keys()
+    for function, *arguments in (
+        ("plan", "a"),
+        ("resolve", "a"),
+        ("reshard", "a", "b"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^{function}\(\) has no .*mean 'include'"
+        ):
+            getattr(flm.checkpoint, function)(*arguments, inclode="x")
+    with pytest.raises(TypeError, match="resolve.. has no argument 'missing'"):
+        flm.checkpoint.resolve("a", missing="keep")  # pyright: ignore

@@ -22,9 +22,9 @@ from multiprocess import launch
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _checksums, _orbax
-from flax_layoutmap.checkpoint._checksums import block_sum, checksums, mismatches
+from flax_layoutmap.checkpoint._checksums import block_sum, checksums
 from flax_layoutmap.checkpoint._leaves import _STORABLE
-from flax_layoutmap.checkpoint._verify import verify
+from flax_layoutmap.checkpoint._read import verify
 
 # Orbax abandons its other reads when one fails, and Python says so.
 pytestmark = [
@@ -183,7 +183,8 @@ def test_programs_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_add_up(what: str, data: st.DataObject) -> None:
     if what == "large":
         # Across the ends of the tables of multipliers, in one dim or in two.
-        shape = data.draw(st.sampled_from([(70_001,), (40_000, 3), (5, 20_001)]))
+        shapes = [(70_001,), (40_000, 3), (5, 20_001), (3, 140_000), (3, 2, 70_001)]
+        shape = data.draw(st.sampled_from([*shapes, (20_000, 40)]))
         dtype = "float32"
     else:
         shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
@@ -207,19 +208,6 @@ def test_indices_are_not_cut(start: int) -> None:
     assert block_sum(value, (start,)) != block_sum(value, (start % 2**32 + 1,))
     rows = random("uint64", (2, 3))
     assert block_sum(rows, (start, 1)) == by_definition(rows, (start, 1))
-
-
-def test_wide_rows_and_many_rows() -> None:
-    for shape in [(3, 140_000), (3, 2, 70_001), (20_000, 40)]:
-        value = random("float32", shape)
-        halves = [value[:, :35], value[:, 35:]] if len(shape) == 2 else [value]
-        starts = [(0, 0), (0, 35)] if len(shape) == 2 else [(0, 0, 0)]
-        parts = [block_sum(h, s) for h, s in zip(halves, starts, strict=True)]
-        rows = [
-            block_sum(value[i : i + 1], (i, *(0,) * (value.ndim - 1)))
-            for i in range(shape[0])
-        ]
-        assert sum(parts) & MASK == sum(rows) & MASK == block_sum(value, starts[0])
 
 
 def test_strides_and_byte_order_do_not_matter() -> None:
@@ -308,20 +296,6 @@ def test_keys_python_values_and_empty_arrays() -> None:
     assert len(set(found)) == len(found)
     assert of(12345678901) == of(12345678901)
     assert checksums({}) == {}
-
-
-def test_mismatches_are_named() -> None:
-    values: dict[str, Any] = {
-        "a": jnp.arange(4.0),
-        "b": np.arange(3),
-        "c": 5,
-        "d": "not recorded",
-    }
-    recorded = {path: of(values[path]) for path in "abc"}
-    assert mismatches(values, recorded) == []
-    changed = {**values, "a": values["a"].at[2].set(2.5), "c": 6}
-    assert mismatches(changed, recorded) == ["a", "c"]
-    assert mismatches({}, recorded) == []
 
 
 # ------------------------------------------------------------------ in checkpoints
@@ -424,17 +398,6 @@ def test_an_intact_checkpoint(compressed: Path, plain: Path) -> None:
     }
 
 
-def test_the_record_is_that_of_other_layouts(plain: Path, tmp_path: Path) -> None:
-    for number, (spec, *axes) in enumerate(
-        [("x=8", "x", None), ("x=4,y=2", None, ("x", "y")), ("x=8", None, None)]
-    ):
-        rules = layout_map(spec, *axes)
-        flm.checkpoint.save(
-            tmp_path / str(number), rules.place({"large": tree()["large"]})
-        )
-        assert recorded(tmp_path / str(number))["large/w"] == recorded(plain)["large/w"]
-
-
 @pytest.mark.parametrize("bit", [0, 3, 7])
 @pytest.mark.parametrize("at", [0, 1, 1000, 2047])
 def test_one_flipped_bit_in_the_data(
@@ -455,7 +418,9 @@ def test_one_flipped_bit_in_the_data(
     read = flm.checkpoint.restore(copy, layout_map=rules, **part)
     assert not np.array_equal(read["large"]["w"], w, equal_nan=True)
     flat = {"large/w": read["large"]["w"], "other": read["other"]}
-    assert mismatches(flat, recorded(copy)) == ["large/w"]
+    found = checksums(flat)
+    saved = recorded(copy)
+    assert [path for path in found if found[path] != saved[path]] == ["large/w"]
 
 
 def test_flipped_bits_in_compressed_data(compressed: Path, tmp_path: Path) -> None:
@@ -558,10 +523,6 @@ def test_checkpoints_without_checksums(plain: Path, tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "orbax", {"w": jnp.ones(8)})
     assert "it was saved by Orbax alone" in text_of_error(tmp_path / "orbax")
-
-
-def test_a_place_without_a_checkpoint(tmp_path: Path) -> None:
-    assert "there is no checkpoint at" in text_of_error(tmp_path / "no")
 
 
 # ------------------------------------------------------------- in several processes

@@ -12,6 +12,7 @@ import shards
 from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
+from same import refused
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_read
@@ -303,9 +304,7 @@ def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
     assert found["norm"]["scale"].get_value().dtype == jnp.float16
     whole = {"mlp": {"up": {"weight": jnp.zeros((16, 8), jnp.int32)}}}
     for dtype in (None, "target"):
-        with pytest.raises(
-            flm.errors.CheckpointError, match="another dtype: the checkpoint"
-        ):
+        with refused("another dtype: the checkpoint"):
             restore(folder, whole, layout_map=rules, dtype=dtype, unexpected="ignore")
 
 
@@ -329,9 +328,7 @@ def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> 
     head = concrete.head.kernel[...]
     kept = restore(folder, concrete, **options, missing="keep")
     assert kept.head.kernel[...] is head
-    with pytest.raises(
-        flm.errors.CheckpointError, match="abstract, so there is no value"
-    ):
+    with refused("abstract, so there is no value"):
         restore(folder, nnx.eval_shape(Larger), **options, missing="keep")
     with pytest.raises(
         flm.errors.CheckpointError, match='"init" needs a function as target'
@@ -367,7 +364,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     tensors = {"model.embed_tokens.weight": UP, "lm_head.weight": UP + 1}
     save_file(tensors, tmp_path / "model.safetensors")
     target = {"embed": {"embedding": jnp.zeros((16, 8))}}
-    with pytest.raises(flm.errors.CheckpointError, match="pass tied=True"):
+    with refused("pass tied=True"):
         restore(tmp_path, target, layout_map=rules, mapping=m.llama())
     restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
     both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
@@ -431,8 +428,8 @@ ENTRIES: dict[str, tuple[Any, str]] = {
         [("norm", "norm", m.stack())],
         r"have no \{layer\} for stack to fill in",
     ),
-    "hostile": ([("(a+)+$", "norm")], "could take for ever"),
-    "hostile name": ([(None, "(a|aa)+$")], "could take for ever"),
+    "hostile": ([("(a+)+$", "norm")], "could take very long"),
+    "hostile name": ([(None, "(a|aa)+$")], "could take very long"),
     "verbose": ([("(?x) a b", "norm")], "has the flag x"),
 }
 
@@ -493,7 +490,7 @@ def test_steps_that_do_not_make_the_leaf(
         (lambda: m.rearrange("a a -> a a"), "has a name twice"),
         (lambda: m.rearrange("a -> a", b=2), "or sizes for others"),
         (lambda: m.linear(inputs=1, outputs=1), "takes inputs= or outputs="),
-        (lambda: m.split(0, 3, 3), "split has 3 parts, so index=3 is none"),
+        (lambda: m.split(0, 3, 3), "split has 3 parts, so index=3 is out of range"),
         (lambda: m.merge(0, ()), "merge needs parts"),
         (lambda: m.merge(0, "ab", (1,)), "as many sizes"),
         (lambda: m.cast("floaty"), "it is no dtype"),
@@ -510,7 +507,7 @@ def test_a_pattern_that_could_take_long_is_not_tried(
 ) -> None:
     target = {"a" * 400: jnp.zeros(8)}
     for pattern, length in ((".*a.*a.*a.*a.*a.*b", 100), (".*a.*a.*a.*b", 512)):
-        text = f"could take for ever: more than .* on a path of {length} characters"
+        text = f"could take very long: more than .* on a path of {length} characters"
         with pytest.raises(flm.errors.CheckpointError, match=text):
             mapping = [(pattern, "norm")]
             restore(folder, target, layout_map=rules, mapping=mapping)
@@ -520,32 +517,26 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
     for options, text in (
         ({"mapping": MAPPING}, "a mapping says what the leaves of a target"),
         ({"dtype": "target"}, 'dtype="target" needs a target'),
-        ({"unexpected": "keep"}, "unexpected='keep' is none of the choices"),
+        ({"unexpected": "keep"}, "unexpected='keep' is not a choice"),
         ({"include": "nothing"}, "include='nothing' finds no leaf"),
     ):
         with pytest.raises(flm.errors.CheckpointError, match=text):
             restore(folder, layout_map=rules, **options)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="without layouts: pass layout_map="
-    ):
+    with refused("without layouts: pass layout_map="):
         restore(folder)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="mesh= is the mesh for the rules"
-    ):
+    with refused("mesh= is the mesh for the rules"):
         restore(folder, mesh=rules.device_mesh)
     with pytest.raises(
         flm.errors.MeshError, match="needs a mesh of devices, .* no mesh"
     ):
         restore(folder, layout_map=flm.LayoutMap())
     abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
-    with pytest.raises(
-        flm.errors.CheckpointError, match="no sharding for it; pass layout_map"
-    ):
+    with refused("no sharding for it; pass layout_map"):
         restore(folder, abstract, unexpected="ignore")
     odd = NamedSharding(jax_mesh(rules), P(("data", "model")))
     save_file({"norm": np.zeros(6, np.float32)}, folder / "model.safetensors")
     abstract = {"norm": jax.ShapeDtypeStruct((6,), "float32", sharding=odd)}
-    with pytest.raises(flm.errors.CheckpointError, match="sharding does not fit it"):
+    with refused("sharding does not fit it"):
         restore(folder, abstract)
     found = restore(
         folder, layout_map=flm.LayoutMap(strict=False), mesh=rules.device_mesh
@@ -556,9 +547,7 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
 def test_names_that_make_no_tree(tmp_path: Path, rules: flm.LayoutMap) -> None:
     tensors = {"a": UP, "a.b": UP}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        flm.errors.CheckpointError, match="'a' and 'a.b', which make no nested"
-    ):
+    with refused("'a' and 'a.b', which make no nested"):
         restore(tmp_path, layout_map=rules)
     found = restore(
         tmp_path, {"x": jnp.zeros((16, 8))}, layout_map=rules, mapping=[("x", "a.b")]

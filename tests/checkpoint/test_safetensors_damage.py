@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from same import refused
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_restore, mappings
@@ -146,10 +147,8 @@ def test_a_damaged_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> 
     file.write_bytes(data)
     into = target()
     before = dict(into)
-    with pytest.raises(flm.errors.CheckpointError) as caught:
+    with refused(str(file), *texts):
         flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
-    for text in (str(file), *texts):
-        assert text in str(caught.value)
     assert all(into[key] is before[key] for key in before)
 
 
@@ -199,9 +198,7 @@ def test_a_file_that_is_cut_after_its_header_was_read(
         return found
 
     monkeypatch.setattr(_safetensors_restore, "open_safetensors", gone)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="cannot be read: No such file"
-    ):
+    with refused("cannot be read: No such file"):
         flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
 
 
@@ -294,25 +291,17 @@ BAD_FOLDERS: dict[
 def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
     prepare, texts = BAD_FOLDERS[name]
     prepare(tmp_path, two_files(tmp_path))
-    with pytest.raises(flm.errors.CheckpointError) as caught:
+    with refused(str(tmp_path), *texts):
         open_safetensors(tmp_path)
-    for text in (str(tmp_path), *texts):
-        assert text in str(caught.value)
 
 
 def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        flm.errors.CheckpointError, match="/nowhere; a model of the Hugging Face"
-    ):
+    with refused("/nowhere; a model of the Hugging Face"):
         open_safetensors(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(
-        flm.errors.CheckpointError, match=r"no .safetensors files; it holds"
-    ):
+    with refused("no .safetensors files; it holds"):
         open_safetensors(tmp_path)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="local files only, not at gs://"
-    ):
+    with refused("local files only, not at gs://"):
         open_safetensors("gs://bucket/model")
     file = tmp_path / "model.safetensors"
     file.mkdir()
@@ -596,7 +585,5 @@ def test_a_name_that_occurs_twice_among_many(tmp_path: Path) -> None:
     names = [f'"t{at}": 1' for at in range(200_000)]
     names.append(names[-1])
     file.write_bytes(written(f"{{{', '.join(names)}}}".encode(), b""))
-    with pytest.raises(
-        flm.errors.CheckpointError, match="the name 't199999' occurs twice"
-    ):
+    with refused("the name 't199999' occurs twice"):
         open_safetensors(file)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,7 @@ from safetensors.numpy import save_file
 from flax_layoutmap.checkpoint import _safetensors_read, mappings
 from flax_layoutmap.checkpoint._mapping import Source
 from flax_layoutmap.checkpoint._mapping_blocks import pieces_of, range_boxes
-from flax_layoutmap.checkpoint._mapping_steps import (
-    Merge,
-    Rearrange,
-    Split,
-    Stack,
-    Transpose,
-)
+from flax_layoutmap.checkpoint._mapping_steps import Merge, Regroup, Split, Stack
 from flax_layoutmap.checkpoint._safetensors_header import read_header
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
 
@@ -34,6 +29,18 @@ Shape = tuple[int, ...]
 def inner_shapes(step: Any, shape: Shape) -> Shape:
     """Shape of the first input of a step, whose others have the same."""
     return step.inputs(shape)[0].shape
+
+
+class Regrouped(Regroup):
+    """A step that knows what NumPy does in its place."""
+
+    by_numpy: Callable[[np.ndarray], np.ndarray]
+
+
+def regrouped(step: Regroup, by_numpy: Callable[[np.ndarray], np.ndarray]) -> Regrouped:
+    new = Regrouped(step.axes)
+    object.__setattr__(new, "by_numpy", by_numpy)
+    return new
 
 
 def evaluate(name: str, steps: tuple[Any, ...], tensors: dict[str, np.ndarray]) -> Any:
@@ -54,27 +61,19 @@ def evaluate(name: str, steps: tuple[Any, ...], tensors: dict[str, np.ndarray]) 
     if isinstance(last, Merge):
         return np.concatenate([inner({last.field: n}) for n in last.over], last.axis)
     value = inner({})
-    if isinstance(last, Transpose):
-        return value.transpose(last.axes or None)
-    if isinstance(last, Split):
-        if isinstance(last.of, int):
-            return np.split(value, last.of, last.axis)[last.index]
-        cuts = np.cumsum(last.of)[:-1]
-        return np.split(value, cuts, last.axis)[last.index]
-    assert isinstance(last, Rearrange)
-    sizes = dict(last.given)
-    flat = [n for group in last.left for n in group]
-    value = value.reshape([sizes[n] for n in flat])
-    value = value.transpose([flat.index(n) for group in last.right for n in group])
-    return value.reshape([math.prod(sizes[n] for n in group) for group in last.right])
+    if isinstance(last, Regrouped):
+        return last.by_numpy(value)
+    assert isinstance(last, Split)
+    cuts = np.cumsum(last.of)[:-1]
+    return np.split(value, cuts, last.axis)[last.index]
 
 
 # -------------------------------------------------------------------- random pipelines
 
 
 @st.composite
-def rearrangements(draw: st.DrawFn, shape: Shape) -> Any:
-    """Splits dims, puts the axes into another order, and joins some."""
+def rearrangements(draw: st.DrawFn, shape: Shape) -> tuple[Regrouped, Shape]:
+    """Splits dims, puts the axes into another order, joins some; the new shape."""
     letters = iter("abcdefghijkl")
     left, sizes = [], {}
     for size in shape:
@@ -91,7 +90,14 @@ def rearrangements(draw: st.DrawFn, shape: Shape) -> Any:
         else:
             right.append([name])
     sides = [" ".join(f"({' '.join(g)})" for g in side) for side in (left, right)]
-    return mappings.rearrange(" -> ".join(sides), **sizes)
+    made = tuple(math.prod(sizes[n] for n in group) for group in right)
+    flat = [n for group in left for n in group]
+
+    def by_numpy(value: np.ndarray) -> np.ndarray:
+        value = value.reshape([sizes[n] for n in flat])
+        return value.transpose([flat.index(n) for n in order]).reshape(made)
+
+    return regrouped(mappings.rearrange(" -> ".join(sides), **sizes), by_numpy), made
 
 
 @st.composite
@@ -106,7 +112,9 @@ def pipelines(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], Shape, Shape]:
         axis = draw(st.integers(0, len(shape) - 1))
         if kind == "transpose":
             axes = tuple(draw(st.permutations(range(len(shape)))))
-            steps.append(mappings.transpose(*axes))
+            steps.append(
+                regrouped(mappings.transpose(*axes), lambda v, a=axes: v.transpose(a))
+            )
             shape = tuple(shape[at] for at in axes)
         elif kind == "split":
             cuts = draw(st.lists(st.integers(0, shape[axis]), max_size=2).map(sorted))
@@ -126,9 +134,8 @@ def pipelines(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], Shape, Shape]:
             shape = (*shape[:axis], shape[axis] * len(over), *shape[axis + 1 :])
             name += f".{{f{number}}}"
         elif kind == "split_up" and 0 not in shape and len(shape) < 5:
-            steps.append(draw(rearrangements(shape)))
-            sizes = dict(steps[-1].given)
-            shape = tuple(math.prod(sizes[n] for n in g) for g in steps[-1].right)
+            step, shape = draw(rearrangements(shape))
+            steps.append(step)
     return name, tuple(steps), first, shape
 
 
@@ -226,74 +233,67 @@ def reads(
     return [(at - tensor.offset, count) for at, count in seen]
 
 
-@pytest.fixture
-def matrix(tmp_path: Path) -> tuple[str, np.ndarray]:
+def quarters(dtype: str) -> list[tuple[Any, ...]]:
+    """The columns of a matrix (64,32) in four pieces."""
+    return [(8 * at, (32, 1), (64, 8), dtype) for at in range(4)]
+
+
+# Name → sizes, pieces (first element, strides, shape, dtype), the reads of a matrix
+# (64,32) of float32, first byte and length each, and what the pieces are.
+READS: dict[str, tuple[dict[str, int], list[Any], list[Any], Callable[..., Any]]] = {
+    "rows are one read": (
+        {},
+        [(16 * 32, (32, 1), (16, 32), "f4")],
+        [(2048, 2048)],
+        lambda values: values[16:32],
+    ),
+    "narrow columns are cut from whole rows": (
+        {},
+        [(8, (32, 1), (64, 8), "f4")],
+        [(32, 64 * 128 - 96)],  # from the first number to the last
+        lambda values: values[:, 8:16],
+    ),
+    "all columns come from one read of each block": (
+        {"BLOCK_BYTES": 16 * 128},
+        quarters("f4"),
+        [(at * 2048, 2048) for at in range(4)],
+        lambda values: values,
+    ),
+    "a row that is longer than the buffer is read in parts": (
+        {"BLOCK_BYTES": 64},
+        quarters("f8"),
+        [(at * 64, 64) for at in range(128)],
+        lambda values: values,
+    ),
+    "wide gaps are skipped": (
+        {"GAP_BYTES": 96},
+        [(0, (32, 1), (64, 8), "f4")],
+        [(row * 128, 32) for row in range(64)],
+        lambda values: values[:, :8],
+    ),
+    "transposed and cast on the way": (
+        {},
+        [(0, (1, 32), (32, 64), "f8")],
+        [(0, 8192)],
+        lambda values: values.T,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_which_bytes_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, pieces, expected, part = READS[name]
+    for size, value in sizes.items():
+        monkeypatch.setattr(_safetensors_read, size, value)
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    save_file({"w": values}, tmp_path / "model.safetensors")
-    return str(tmp_path / "model.safetensors"), values
-
-
-def test_rows_are_one_read(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((16, 32), np.float32)
-    assert reads(file, [Piece(16 * 32, (32, 1), out)], monkeypatch) == [(2048, 2048)]
-    np.testing.assert_array_equal(out, values[16:32])
-
-
-def test_narrow_columns_are_cut_from_whole_rows(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((64, 8), np.float32)
-    found = reads(file, [Piece(8, (32, 1), out)], monkeypatch)
-    assert found == [(32, 64 * 128 - 96)]  # from the first number to the last
-    np.testing.assert_array_equal(out, values[:, 8:16])
-
-
-def test_all_columns_of_a_process_come_from_one_read_of_each_block(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 16 * 128)
-    outs = [np.empty((64, 8), np.float32) for _ in range(4)]
-    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
-    found = reads(file, pieces, monkeypatch)
-    assert found == [(at * 2048, 2048) for at in range(4)]
-    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
-
-
-def test_a_row_that_is_longer_than_the_buffer_is_read_in_parts(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 64)
-    outs = [np.empty((64, 8), np.float64) for _ in range(4)]
-    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
-    found = reads(file, pieces, monkeypatch)
-    assert found == [(at * 64, 64) for at in range(128)]
-    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
-
-
-def test_wide_gaps_are_skipped(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", 96)
-    out = np.empty((64, 8), np.float32)
-    found = reads(file, [Piece(0, (32, 1), out)], monkeypatch)
-    assert found == [(row * 128, 32) for row in range(64)]
-    np.testing.assert_array_equal(out, values[:, :8])
-
-
-def test_transposed_and_cast_on_the_way(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((32, 64), np.float64)
-    assert reads(file, [Piece(0, (1, 32), out)], monkeypatch) == [(0, 8192)]
-    np.testing.assert_array_equal(out, values.T)
+    file = str(tmp_path / "model.safetensors")
+    save_file({"w": values}, file)
+    made = [Piece(at, strides, np.empty(*out)) for at, strides, *out in pieces]
+    assert reads(file, made, monkeypatch) == expected
+    found = np.concatenate([piece.out for piece in made], 1)
+    np.testing.assert_array_equal(found, part(values))
 
 
 def test_few_files_are_open_at_once(

@@ -17,6 +17,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from same import refused
 from test_safetensors_reading import evaluate, pipelines
 
 import flax_layoutmap as flm
@@ -228,15 +229,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
     make, options, texts = REFUSED[name]
-    with pytest.raises(flm.errors.CheckpointError) as caught:
+    with refused(*texts):
         save(tmp_path / "new", make(), **options)
-    for text in texts:
-        assert text in str(caught.value)
     assert names(tmp_path) == []
 
 
 def test_inside_of_jit(tmp_path: Path) -> None:
-    with pytest.raises(flm.errors.CheckpointError, match="w: it is traced"):
+    with refused("w: it is traced"):
         jax.jit(lambda x: save(tmp_path, {"w": x}))(A)
 
 
@@ -247,13 +246,9 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path: Path) -> None:
     save_file = tmp_path / "adapter.safetensors"
     save(save_file, {"adapter": A})
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(
-        flm.errors.CheckpointError, match="00001-of-00003.safetensors exists"
-    ):
+    with refused("00001-of-00003.safetensors exists"):
         save(tmp_path, {"w": A})
-    with pytest.raises(
-        flm.errors.CheckpointError, match="adapter.safetensors exists; save to"
-    ):
+    with refused("adapter.safetensors exists; save to"):
         save(save_file, {"w": A})
     assert {n: (tmp_path / n).read_bytes() for n in names(tmp_path)} == before
     save(tmp_path, {"w": A}, overwrite=True)
@@ -268,16 +263,14 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path: Path) -> None:
 
 def test_places_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(flm.errors.CheckpointError, match="is a file, not a directory"):
+    with refused("is a file, not a directory"):
         save(tmp_path / "file", {"w": A})
     monkeypatch.setattr(_safetensors_write.os, "access", lambda path, mode: False)
     with pytest.raises(
         flm.errors.CheckpointError, match=f"{tmp_path} cannot be written to"
     ):
         save(tmp_path / "a" / "b", {"w": A})
-    with pytest.raises(
-        flm.errors.CheckpointError, match="local files only, not at gs://"
-    ):
+    with refused("local files only, not at gs://"):
         save("gs://bucket/model", {"w": A})
 
 
@@ -304,10 +297,8 @@ def test_a_full_disk_leaves_nothing_behind(
         plain(descriptor)
 
     monkeypatch.setattr(_safetensors_write.os, "fsync", full)
-    with pytest.raises(flm.errors.CheckpointError) as caught:
+    with refused(str(folder), "No space left on device", "nothing was left behind"):
         save(folder, tree, max_file_bytes=600, overwrite=True)
-    for text in (str(folder), "No space left on device", "nothing was left behind"):
-        assert text in str(caught.value)
     assert len(calls) == at
     if existing:
         assert {n: (folder / n).read_bytes() for n in names(folder)} == before

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _checksums
-from flax_layoutmap.checkpoint._verify import verify
+from flax_layoutmap.checkpoint._read import verify
 
 MESH = "data=2,model=4"
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._progress import bytes_read
 from multiprocess import launch
 
 # Path → shape and dtype; `big` is larger than what is always read directly.
@@ -95,11 +95,11 @@ def restore(path: Path, strategies: list[str]) -> dict[str, Any]:
         layout_map.update(wanted["rules"])
         for strategy in strategies:
             plan = flm.checkpoint.plan(path, layout_map=layout_map, strategy=strategy)
-            before = _orbax.bytes_read()
+            before = bytes_read()
             tree = flm.checkpoint.restore(
                 path, layout_map=layout_map, strategy=strategy
             )
-            read = _orbax.bytes_read() - before
+            read = bytes_read() - before
             wrong = []
             for leaf in LEAVES:
                 array = tree
