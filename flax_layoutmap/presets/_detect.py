@@ -123,10 +123,25 @@ def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
         path = _first(pattern, paths)
         if path is not None:
             return f"{path} matches {pattern!r}"
+    for one, dim, other, other_dim in known.get("equal", ()):
+        sizes = _size(one, dim, resolution), _size(other, other_dim, resolution)
+        if None not in sizes and sizes[0] != sizes[1]:
+            return (
+                f"dim {dim} of {one!r} has size {sizes[0]}, dim {other_dim} of "
+                f"{other!r} {sizes[1]}"
+            )
     unmatched = set(resolution.unmatched)
     for leaf in resolution:
         if leaf.path in unmatched and len(leaf.shape) > 1:
             return f"no rule for {leaf.path} {show_shape(leaf.shape)}"
+    return None
+
+
+def _size(pattern: str, dim: int, resolution: Resolution) -> int | None:
+    """The size of a dim of the first leaf of two dims or more that matches a pattern."""
+    for leaf in resolution:
+        if len(leaf.shape) >= 2 and re.search(pattern, leaf.path):
+            return leaf.shape[dim]
     return None
 
 

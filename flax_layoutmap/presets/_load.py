@@ -1,6 +1,7 @@
 """Load a preset: the rule file of a model family, on the axes that a mesh has."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,14 @@ def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layo
     target = as_mesh(mesh)
     if target is None:
         raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
-    rules = read_rules(_FOLDER / f"{name}.toml")
-    return LayoutMap.from_rule_set(on_axes(rules, target, own_names(axes, target)))
+    own = own_names(axes, target)
+    return LayoutMap.from_rule_set(on_axes(_table(name), target, own))
+
+
+@functools.cache
+def _table(name: str) -> RuleSet:
+    """The rules of a family, without a mesh; reading judges the cost of each pattern."""
+    return read_rules(_FOLDER / f"{name}.toml")
 
 
 def own_names(axes: Mapping[str, str] | None, mesh: DeviceMesh) -> dict[str, str]:

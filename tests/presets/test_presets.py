@@ -11,7 +11,11 @@ from shapes import nested, struct
 
 import flax_layoutmap as flm
 
-FAMILIES = [module.name for module in pkgutil.iter_modules(models.__path__)]
+FAMILIES = [
+    module.name
+    for module in pkgutil.iter_modules(models.__path__)
+    if not module.name.startswith("_")
+]
 SPELLINGS = [
     (family, spelling, shapes)
     for family in FAMILIES

@@ -1,0 +1,111 @@
+"""presets.recognise and presets.detect on the dense families."""
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+from presets.test_dense import FAMILIES, MESH, spellings, tree_of
+
+import flax_layoutmap as flm
+
+
+def spelled(family: str, name: str) -> dict[str, tuple[int, ...]]:
+    return importlib.import_module(f"presets.models.{family}").SPELLINGS[name]
+
+
+@pytest.mark.parametrize(("family", "shapes"), spellings(*FAMILIES))
+def test_each_spelling_is_of_its_family(
+    family: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Or of one whose rules give every leaf the same layout."""
+    tree = tree_of(shapes)
+    found = flm.presets.detect(tree, MESH).resolve(tree)
+    wanted = flm.presets.load(family, MESH).resolve(tree)
+    assert [leaf.layout for leaf in found] == [leaf.layout for leaf in wanted]
+
+
+# The names of Llama tell neither Mistral nor Gemma 1 from it.
+@pytest.mark.parametrize(
+    ("family", "shapes"), spellings(*(set(FAMILIES) - {"mistral"}))
+)
+def test_families_of_other_rules_do_not_fit(
+    family: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    found = flm.presets.recognise(tree_of(shapes))
+    assert found.agree
+    if found.families != (family,):
+        assert set(found.families) == {"llama", "mistral"} or family == "llama"
+        assert family in ("llama", "gemma")
+    assert set(found.rejected) == {*flm.presets.names()} - {*found.families}
+
+
+def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tree = tree_of(spelled("llama", "tunix"))
+    with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
+        flm.presets.detect(tree, MESH)
+    assert caplog.messages == [
+        "preset llama (the same rules as mistral): gated feed-forward layers, no "
+        "biases, no norms of queries and keys"
+    ]
+
+
+def test_a_model_of_no_family() -> None:
+    tree = tree_of({"encoder/conv/kernel": (3, 3, 8, 16), "head/kernel": (16, 8)})
+    with pytest.raises(flm.errors.RuleError) as caught:
+        flm.presets.detect(tree, MESH)
+    message = str(caught.value)
+    assert message.startswith(
+        "the model is of no family that has a preset; for any model there is "
+        "flm.presets.fsdp(model, mesh):\n"
+    )
+    for family in flm.presets.names():
+        assert f"- {family}: no path matches " in message
+
+
+def test_a_layer_that_no_rule_is_for() -> None:
+    tree = tree_of(
+        spelled("llama", "flax") | {"layers/0/adapter/mixer/kernel": (64, 64)}
+    )
+    found = flm.presets.recognise(tree)
+    assert not found.families
+    assert (
+        found.rejected["llama"] == "no rule for layers/0/adapter/mixer/kernel (64,64)"
+    )
+    assert "not llama: no rule for layers/0/adapter/mixer/kernel" in str(found)
+
+
+def test_a_model_that_fits_several_families_with_other_rules() -> None:
+    """Of as many hidden units as dims of the model, nothing says which is which."""
+    shapes = {
+        path: tuple(64 if dim == 96 else int(dim) for dim in shape)
+        for path, shape in spelled("gemma", "gemma, 2").items()
+    }
+    tree = tree_of(shapes)
+    with pytest.raises(flm.errors.RuleError) as caught:
+        flm.presets.detect(tree, MESH)
+    message = str(caught.value)
+    assert message.startswith(
+        "the paths fit several families whose rules differ; name one, such as "
+        "flm.presets.gemma1(mesh):\n"
+    )
+    assert "- gemma: " in message and "- gemma1: gate and up are (2, model" in message
+
+
+def test_sizes_tell_what_paths_do_not() -> None:
+    transposed = flm.presets.recognise(tree_of(spelled("gpt2_transposed", "linen")))
+    assert transposed.families == ("gpt2_transposed",)
+    assert transposed.rejected["gpt2"] == (
+        "dim -2 of 'c_attn[/.](kernel|weight)$' has size 384, dim -1 of "
+        "'wpe[/.](embedding|weight)$' 128"
+    )
+
+
+def test_optimizer_state_is_no_feature_of_a_family() -> None:
+    """A TrainState has each path again, below `opt_state`."""
+    shapes = spelled("llama", "linen")
+    tree: Any = {
+        "params": tree_of(shapes),
+        "opt_state": {"mu": tree_of(shapes), "nu": tree_of(shapes)},
+    }
+    assert flm.presets.recognise(tree).families == ("llama", "mistral")
