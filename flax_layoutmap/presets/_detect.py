@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.errors import ResolveError, RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
@@ -59,8 +59,13 @@ def recognise(model: Any) -> Recognition:
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
-        resolution = resolve(model, load(name, mesh).freeze())
-        reason = _against(known, resolution)
+        try:
+            resolution, problem = resolve(model, load(name, mesh).freeze()), None
+        except ResolveError as error:  # the rules are for arrays of other ranks
+            if error.resolution is None:
+                raise
+            resolution, problem = error.resolution, error.problems[0]
+        reason = _against(known, resolution) or problem
         if reason is None:
             features[name] = known["about"]
             layouts[name] = tuple(leaf.layout for leaf in resolution)
