@@ -1,10 +1,12 @@
 """flm.checkpoint.restore_safetensors."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 from flax_layoutmap._core.processes import Agreement
@@ -160,6 +162,8 @@ def _parts(planned: TensorPlan) -> dict[str, list[str]]:
 # ---------------------------------------------------------------------- plan
 
 
+# What a float8 tensor counts as, times its scales.
+BFLOAT16 = np.dtype(jnp.bfloat16)
 # Similar names are searched for among so many in all; more would take too long.
 _COMPARISONS = 500_000
 
@@ -241,11 +245,13 @@ def _with_target(
                 )
             continue
         recipe = _present(choices, stored)
+        scales = {} if recipe is None else _scales(recipe, stored)
         used.update(() if recipe is None else recipe.shapes)
+        used.update(scales)
         if path not in selection:
             continue
         if recipe is not None:
-            wrong = _wrong_shapes(name, recipe, stored)
+            wrong = _wrong_shapes(name, {**recipe.shapes, **scales}, stored)
             problems += wrong
             recipes |= {} if wrong else {path: recipe}
         elif choices:
@@ -285,6 +291,16 @@ def _first(recipe: Recipe, stored: Stored) -> Tensor:
     return stored.tensors[next(iter(recipe.shapes))]
 
 
+def _scales(recipe: Recipe, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Name → required shape of the scales of a recipe's tensors."""
+    found = {}
+    for name in recipe.shapes:
+        scaled = recipe.scales(name, stored.tensors[name].dtype)
+        if scaled is not None:
+            found[scaled.name] = scaled.shape
+    return found
+
+
 def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
     """Describe a leaf made of tensors, by the dtype that fits the target least.
 
@@ -292,20 +308,34 @@ def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
     """
     dtype = recipe.dtype
     if dtype is None:
-        kinds = {stored.tensors[name].dtype for name in recipe.shapes}
+        held = {name: stored.tensors[name].dtype for name in recipe.shapes}
+        kinds = {
+            BFLOAT16 if recipe.scales(name, kind) else kind
+            for name, kind in held.items()
+        }
         wanted = getattr(value, "dtype", None)
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
     return Leaf(path, "array", _shape(value), dtype)
 
 
-def _wrong_shapes(name: str, recipe: Recipe, stored: Stored) -> list[str]:
-    wrong = [
-        f"{name}: needs {stored.tensors[tensor]} to have the shape "
-        f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
-        "change the steps of the mapping"
-        for tensor, needed in recipe.shapes.items()
-        if stored.tensors[tensor].shape != needed
-    ]
+def _wrong_shapes(
+    name: str, needed: Mapping[str, tuple[int, ...]], stored: Stored
+) -> list[str]:
+    wrong = []
+    for tensor, shape in needed.items():
+        found = stored.tensors.get(tensor)
+        if found is None:
+            wrong.append(
+                f"{name}: is made of a float8 tensor, whose scales {tensor!r} are not "
+                f"in {stored.where}; leave dequantize() out of the entry to restore it "
+                "without"
+            )
+        elif found.shape != shape:
+            wrong.append(
+                f"{name}: needs {found} to have the shape {show_shape(shape)}; build "
+                "the target with the sizes of the checkpoint, or change the steps of "
+                "the mapping"
+            )
     return wrong[:3]  # the layers of a stack are all alike
 
 
@@ -323,11 +353,19 @@ def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
 
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
     """A problem for each tensor that no leaf uses."""
-    tied = "; where the model ties its output to the embedding, pass tied=True"
+
+    def hint(name: str) -> str:
+        if name == "lm_head.weight":
+            return "; where the model ties its output to the embedding, pass tied=True"
+        scaled = name.removesuffix("_scale_inv")
+        if scaled in used:
+            return f"; to multiply {scaled!r} by it, add dequantize() to its steps"
+        return ""
+
     return [
         f"{tensor}: no leaf of the target is made of it; to leave it out, add "
         f"(None, {_as_pattern(name)}) to the mapping, or pass unexpected='ignore'"
-        f"{tied if name == 'lm_head.weight' else ''}"
+        f"{hint(name)}"
         for name, tensor in stored.tensors.items()
         if name not in used and not names.ignores(name)
     ]
