@@ -26,8 +26,8 @@ Sizes = dict[str, int]
 class Family:
     """A family, or a variant of one.
 
-    `published` has the sizes of a model, and `parameters` how many it has, where that is
-    known. `left_out` is a pattern of the tensors that no leaf needs.
+    `published` has the sizes of a model, and `parameters` how many it has, where that
+    is known. `left_out` is a pattern of the tensors that no leaf needs.
     """
 
     preset: str
@@ -38,6 +38,11 @@ class Family:
     tiny: Sizes
     parameters: int | None = None
     left_out: str = "(?!)"
+
+    def entries(self, sizes: Sizes, scanned: bool) -> list[Any]:
+        """The mapping."""
+        own = {"dense_layers": sizes["D"]} if "D" in sizes else {}
+        return self.mapping(scanned=scanned, **own)
 
     def stored(self, sizes: Sizes) -> Shapes:
         """Name → shape of the tensors."""
@@ -125,9 +130,7 @@ HEAD_NORMS = {f"{LAYER}.self_attn.{x}_norm.weight": "s" for x in "qk"}
 HEAD_NORM_LEAVES = {
     f"layers/{{n}}/attention/{x}_norm/scale": "s" for x in ("query", "key")
 }
-POST_NORMS = {
-    f"{LAYER}.{x}_feedforward_layernorm.weight": "d" for x in ("pre", "post")
-}
+POST_NORMS = {f"{LAYER}.{x}_feedforward_layernorm.weight": "d" for x in ("pre", "post")}
 POST_NORM_LEAVES = {
     f"layers/{{n}}/{x}_post_norm/scale": "d" for x in ("attention", "mlp")
 }
@@ -646,9 +649,9 @@ FAMILIES = {
         OTHER_LEAVES | HEAD_NORM_LEAVES | expert_leaves("layers/{n}"),
         *(QWEN_MOE_SIZES, TINY_EXPERTS, 30_532_122_624),
     ),
-    "deepseek_v3": Family(  # in bfloat16
+    "deepseek_v3": Family(  # in bfloat16, the first layers
         *("deepseek_v3", mappings.deepseek_v3, DEEPSEEK, DEEPSEEK_LEAVES),
-        *(DEEPSEEK_SIZES, TINY_DEEPSEEK, 671_026_419_200),
+        *(DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2}, TINY_DEEPSEEK),
     ),
     "deepseek_v3, float8": Family(  # as published
         *("deepseek_v3", mappings.deepseek_v3),
@@ -659,7 +662,7 @@ FAMILIES = {
     "deepseek_v3, float8 kept": Family(
         *("deepseek_v3", partial(mappings.deepseek_v3, keep_float8=True)),
         *(with_scales(DEEPSEEK), with_scale_leaves(DEEPSEEK_LEAVES)),
-        *(DEEPSEEK_SIZES, TINY_DEEPSEEK),
+        *(DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2}, TINY_DEEPSEEK),
     ),
     "gpt_oss": Family(  # 20B, in bfloat16
         *("gpt_oss", partial(mappings.gpt_oss, mxfp4=False)),

@@ -191,8 +191,8 @@ SHARED_EXPERTS = [
     for name in ("gate", "up", "down")
     for row in dense(f"mlp/shared_experts/{name}", f"mlp.shared_experts.{name}_proj")
 ]
-DEEPSEEK_ROUTER = [
-    *router("mlp.gate"),
+DEEPSEEK_ROUTER: list[Row] = [
+    ("mlp/router/kernel", "mlp.gate.weight", (linear(),)),
     ("mlp/router/bias", "mlp.gate.e_score_correction_bias", ()),
 ]
 
@@ -235,7 +235,7 @@ def _own(leaf: str) -> str:
 # -------------------------------------------------------------------------- float8
 
 
-def float8(rows: Sequence[Row], keep: bool) -> list[Row]:
+def float8(rows: Sequence[Row], keep: bool = False) -> list[Row]:
     """The same for matrices in float8, with the scales of their blocks.
 
     Args:

@@ -11,6 +11,7 @@ file ends the process, and a column of a matrix loads all of it from the disk.
 
 import dataclasses
 import functools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
@@ -36,6 +37,8 @@ GAP_BYTES = 32 << 10
 # Size of the buffer for reads that do not go straight into the result.
 BLOCK_BYTES = 8 << 20
 MOST_OPEN = 16
+# Bytes; XLA copies arrays on the host that begin elsewhere.
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -390,8 +393,16 @@ def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
         dtype = read.stored.dtype if read.result.is_python else read.result.dtype
         return np.empty(shape, dtype)
     order = recipe.order
-    made = np.empty([shape[dim] for dim in order], read.result.dtype)
+    made = _aligned([shape[dim] for dim in order], read.result.dtype)
     return made.transpose(np.argsort(order))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """An empty array at an address that JAX takes over without a copy, on CPUs."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    held = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -held.ctypes.data % _ALIGNMENT
+    return held[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _is_empty(read: Read) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, meant
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
@@ -31,6 +31,7 @@ from flax_layoutmap.checkpoint._options import (
     checked_options,
 )
 from flax_layoutmap.checkpoint._safetensors_header import (
+    NUMBER,
     Stored,
     Tensor,
     local,
@@ -255,7 +256,7 @@ def _with_target(
             problems += wrong
             recipes |= {} if wrong else {path: recipe}
         elif choices:
-            few = len(absent) * len(stored.tensors) < _COMPARISONS
+            few = len(absent) * len(stored.forms) < _COMPARISONS
             absent[path] = _absent(stored, choices[0], hint=few)
         else:
             absent[path] = (
@@ -342,12 +343,27 @@ def _wrong_shapes(
 def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
     """The message that tensors are missing."""
     absent = [name for name in recipe.shapes if name not in stored.tensors]
-    meant = did_you_mean(absent[0], stored.tensors) if hint else ""
+    near = _near(absent[0], stored) if hint else ""
     if len(absent) == 1:
-        return f"there is no tensor {absent[0]!r} in {stored.where}{meant}"
+        return f"there is no tensor {absent[0]!r} in {stored.where}{near}"
     return (
         f"there are no tensors {absent[0]!r} and {len(absent) - 1} more in "
-        f"{stored.where}{meant}"
+        f"{stored.where}{near}"
+    )
+
+
+def _near(name: str, stored: Stored) -> str:
+    """A hint to the tensor that a name most likely misspells.
+
+    Numbers are not compared: the names of all layers are alike, and are too many.
+    """
+    form = meant(NUMBER.sub("0", name), stored.forms)
+    if form is None or form == NUMBER.sub("0", name):
+        return ""
+    numbers = iter(NUMBER.findall(name))
+    found = NUMBER.sub(lambda _: next(numbers, "0"), form)
+    return (
+        f"; did you mean {found if found in stored.tensors else stored.forms[form]!r}?"
     )
 
 

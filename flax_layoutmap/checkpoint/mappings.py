@@ -78,18 +78,16 @@ def qwen2(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     return llama(scanned=scanned, tied=tied)
 
 
-def qwen3(
-    *, scanned: bool = False, tied: bool = False, keep_float8: bool = False
-) -> list[Entry]:
+def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Qwen 3: that of `llama`, with norms of queries and keys.
+
+    Weights in float8 are multiplied by their scales; see `dequantize`.
 
     Args:
         scanned: as for `llama`.
         tied: as for `llama`; true of the models up to 4B.
-        keep_float8: as for `deepseek_v3`.
     """
-    rows = [*_of.NORMS, *_of.ATTENTION, *_of.GATED]
-    rows = _of.float8(rows, keep_float8)
+    rows = _of.float8([*_of.NORMS, *_of.ATTENTION, *_of.GATED])
     return _of.decoder(rows, scanned=scanned, tied=tied)
 
 
@@ -127,23 +125,26 @@ def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     """
     block = "mlp" if fused else "block_sparse_moe"
     experts = _of.experts(f"{block}.experts", "w1", "w3", "w2")
-    return _with_experts(_of.router(f"{block}.gate"), experts, scanned, fused)
+    rows = [
+        *(*_of.NORMS, *_of.ATTENTION, *_of.router(f"{block}.gate")),
+        *(_of.fused_experts("mlp.experts") if fused else experts),
+    ]
+    return _of.decoder(rows, scanned=scanned, tied=False)
 
 
-def qwen3_moe(
-    *, scanned: bool = False, fused: bool = False, keep_float8: bool = False
-) -> list[Entry]:
+def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     """Mapping for Qwen 3 with experts.
+
+    Weights in float8 are multiplied by their scales; see `dequantize`.
 
     Args:
         scanned: as for `mixtral`.
         fused: as for `mixtral`.
-        keep_float8: as for `deepseek_v3`.
     """
-    experts = _of.float8(_of.QWEN_EXPERTS, keep_float8)
-    return _with_experts(
-        _of.router("mlp.gate"), experts, scanned, fused, keep_float8=keep_float8
-    )
+    experts = _of.fused_experts("mlp.experts") if fused else _of.QWEN_EXPERTS
+    shared = [*_of.NORMS, *_of.ATTENTION, *_of.GATED]
+    rows = [*_of.float8([*shared, *experts]), *_of.router("mlp.gate")]
+    return _of.decoder(rows, scanned=scanned, tied=False)
 
 
 def deepseek_v3(
@@ -359,22 +360,6 @@ def clip(*, scanned: bool = False) -> list[Entry]:
             ),
         ]
     return entries
-
-
-def _with_experts(
-    router: Sequence[Any],
-    experts: Sequence[Any],
-    scanned: bool,
-    fused: bool,
-    *,
-    keep_float8: bool | None = None,
-) -> list[Entry]:
-    """A decoder with experts; `keep_float8` is None where nothing is in float8."""
-    shared = [*_of.NORMS, *_of.ATTENTION, *_of.GATED]
-    if keep_float8 is not None:
-        shared = _of.float8(shared, keep_float8)
-    own = _of.fused_experts("mlp.experts") if fused else experts
-    return _of.decoder([*shared, *router, *own], scanned=scanned, tied=False)
 
 
 def _whole(rows: Sequence[Any], prefixes: str | Sequence[str]) -> list[Entry]:

@@ -36,7 +36,9 @@ def hugging_face(dense: tuple[int, ...] = (), as_modules: bool = False) -> Shape
 
 def tunix_with_experts() -> Shapes:
     """NNX modules of google-tunix: the experts' arrays are in the layer itself."""
-    found = {path: shape for path, shape in shapes(TUNIX).items() if "/mlp/" not in path}
+    found = {
+        path: shape for path, shape in shapes(TUNIX).items() if "/mlp/" not in path
+    }
     for layer in range(LAYERS):
         prefix = f"layers/{layer}"
         found[f"{prefix}/attn/q_norm/w"] = (SIZE,)
