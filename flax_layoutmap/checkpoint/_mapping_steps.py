@@ -182,7 +182,7 @@ class Stack:
     axis: int
     over: tuple[str, ...] | None
     field: str
-    start: int
+    start: int = 0
 
     def inputs(self, shape: Shape) -> list[Input]:
         axis = _axis(self.axis, shape)
