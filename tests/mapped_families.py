@@ -374,6 +374,30 @@ TINY_DEEPSEEK = {
 }
 
 
+def without(table: Table, pattern: str) -> Table:
+    return {name: dims for name, dims in table.items() if not re.search(pattern, name)}
+
+
+def lite(table: Table) -> Table:
+    """DeepSeek V2 Lite: queries of full rank, two shared experts, no router bias."""
+    found = without(table, "q_a|q_b|router/bias|e_score")
+    for name, dims in found.items():
+        if "shared_experts" in name:
+            found[name] = dims.replace("m", "2*m")
+    for kind in ("dense", "moe"):
+        if "embed/embedding" in table:
+            found[f"layers/{{{kind}}}/attention/query/kernel"] = "d H nr"
+        else:
+            found[f"model.layers.{{{kind}}}.self_attn.q_proj.weight"] = "H*nr d"
+    return found
+
+
+LITE_SIZES = {
+    **{"L": 27, "D": 1, "Lmoe": 26, "V": 102400, "d": 2048, "H": 16, "f": 10944},
+    **{"nr": 192, "nv": 256, "v": 128, "kr": 512, "kr_r": 576, "m": 1408, "E": 64},
+}
+
+
 def with_scales(table: Table) -> Table:
     """With the scales of the matrices that are in float8."""
     found = dict(table)
@@ -602,6 +626,11 @@ FAMILIES = {
         *("qwen3", mappings.qwen3, HUGGING_FACE | HEAD_NORMS, FLAX | HEAD_NORM_LEAVES),
         *(heads(36, 151936, 4096, 32, 8, 128, 12288), TINY, 8_190_735_360),
     ),
+    "qwen3, float8": Family(
+        *("qwen3", mappings.qwen3, with_scales(HUGGING_FACE | HEAD_NORMS)),
+        FLAX | HEAD_NORM_LEAVES,
+        *(heads(36, 151936, 4096, 32, 8, 128, 12288), TINY, 8_190_735_360),
+    ),
     "gemma": Family(  # 2B
         *("gemma", mappings.gemma, tied(HUGGING_FACE), tied(FLAX)),
         *(heads(18, 256000, 2048, 8, 1, 256, 16384), TINY, 2_506_172_416),
@@ -652,6 +681,19 @@ FAMILIES = {
     "deepseek_v3": Family(  # in bfloat16, the first layers
         *("deepseek_v3", mappings.deepseek_v3, DEEPSEEK, DEEPSEEK_LEAVES),
         *(DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2}, TINY_DEEPSEEK),
+    ),
+    "deepseek_v3, fused": Family(
+        *("deepseek_v3", partial(mappings.deepseek_v3, fused=True)),
+        without(DEEPSEEK, r"\.experts\.")
+        | {
+            "model.layers.{moe}.mlp.experts.gate_up_proj": "E 2*m d",
+            "model.layers.{moe}.mlp.experts.down_proj": "E d m",
+        },
+        *(DEEPSEEK_LEAVES, DEEPSEEK_SIZES, TINY_DEEPSEEK, 671_026_419_200),
+    ),
+    "deepseek_v3, V2 Lite": Family(
+        *("deepseek_v3", mappings.deepseek_v3, lite(DEEPSEEK), lite(DEEPSEEK_LEAVES)),
+        *(LITE_SIZES, TINY_DEEPSEEK, 15_706_484_224),
     ),
     "deepseek_v3, float8": Family(  # as published
         *("deepseek_v3", mappings.deepseek_v3),

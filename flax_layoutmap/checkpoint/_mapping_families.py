@@ -205,31 +205,28 @@ def gpt_oss_experts(mxfp4: bool) -> list[Row]:
     tensor, leaf = "mlp.experts", "mlp/experts"
     rows: list[Row] = []
     for part, name in enumerate(("gate", "up")):
-
-        def apart(axis: int, pattern: str, at: int = part) -> tuple[Any, ...]:
-            return rearrange(pattern, two=2), split(axis, at, 2)
-
-        weights = {
-            "blocks": apart(1, "e (f two) b n -> e (two f) b n"),
-            "scales": apart(1, "e (f two) b -> e (two f) b"),
-        }
-        if not mxfp4:
-            weights = {"kernel": apart(2, "e d (f two) -> e d (two f)")}
+        own: list[Row] = [("kernel", "", _every_other(part, "e i"))]
+        if mxfp4:
+            own = [
+                ("blocks", "_blocks", _every_other(part, "e", "block byte")),
+                ("scales", "_scales", _every_other(part, "e", "block")),
+            ]
+        own.append(("bias", "_bias", _every_other(part, "e")))
         rows += [
-            (f"{leaf}/{name}/{own}", f"{tensor}.gate_up_proj{_own(own)}", steps)
-            for own, steps in weights.items()
+            (f"{leaf}/{name}/{last}", f"{tensor}.gate_up_proj{end}", steps)
+            for last, end, steps in own
         ]
-        bias = apart(1, "e (f two) -> e (two f)")
-        rows.append((f"{leaf}/{name}/bias", f"{tensor}.gate_up_proj_bias", bias))
-    rows += [
-        (f"{leaf}/down/{own}", f"{tensor}.down_proj{_own(own)}", ())
-        for own in (("blocks", "scales") if mxfp4 else ("kernel",))
+    down = {"blocks": "_blocks", "scales": "_scales"} if mxfp4 else {"kernel": ""}
+    return rows + [
+        (f"{leaf}/down/{last}", f"{tensor}.down_proj{end}", ())
+        for last, end in {**down, "bias": "_bias"}.items()
     ]
-    return [*rows, (f"{leaf}/down/bias", f"{tensor}.down_proj_bias", ())]
 
 
-def _own(leaf: str) -> str:
-    return "" if leaf == "kernel" else f"_{leaf}"
+def _every_other(part: int, before: str, after: str = "") -> tuple[Any, ...]:
+    """Every other entry of a dim, with the names of the dims before and after it."""
+    pattern = f"{before} (out two) {after} -> {before} (two out) {after}"
+    return rearrange(pattern, two=2), split(len(before.split()), part, 2)
 
 
 # -------------------------------------------------------------------------- float8

@@ -34,7 +34,7 @@ What other families have besides is said at each.
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.checkpoint import _mapping_families as _of
+from flax_layoutmap.checkpoint import _mapping_families as _families
 from flax_layoutmap.checkpoint._mapping_steps import cast as cast
 from flax_layoutmap.checkpoint._mapping_steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._mapping_steps import linear as linear
@@ -59,8 +59,8 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
         tied: whether the model's output is its embedding; a `lm_head.weight` in the
             checkpoint is then ignored.
     """
-    rows = [*_of.NORMS, *_of.ATTENTION, *_of.GATED]
-    return _of.decoder(rows, scanned=scanned, tied=tied)
+    rows = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
+    return _families.decoder(rows, scanned=scanned, tied=tied)
 
 
 def mistral(*, scanned: bool = False) -> list[Entry]:
@@ -87,8 +87,8 @@ def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
         scanned: as for `llama`.
         tied: as for `llama`; true of the models up to 4B.
     """
-    rows = _of.float8([*_of.NORMS, *_of.ATTENTION, *_of.GATED])
-    return _of.decoder(rows, scanned=scanned, tied=tied)
+    rows = _families.float8([*_families.NORMS, *_families.ATTENTION, *_families.GATED])
+    return _families.decoder(rows, scanned=scanned, tied=tied)
 
 
 def gemma(
@@ -106,11 +106,11 @@ def gemma(
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding.
     """
-    rows = _of.FOUR_NORMS if post_norms else _of.NORMS
-    rows = [*rows, *_of.ATTENTION, *_of.GATED]
+    rows = _families.FOUR_NORMS if post_norms else _families.NORMS
+    rows = [*rows, *_families.ATTENTION, *_families.GATED]
     prefixes = ("model.", "language_model.model.", "model.language_model.")
     return [
-        *_of.decoder(rows, scanned=scanned, tied=tied, prefixes=prefixes),
+        *_families.decoder(rows, scanned=scanned, tied=tied, prefixes=prefixes),
         (None, r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"),
     ]
 
@@ -124,12 +124,12 @@ def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
             `transformers` 5; the published files have one for each.
     """
     block = "mlp" if fused else "block_sparse_moe"
-    experts = _of.experts(f"{block}.experts", "w1", "w3", "w2")
+    experts = _families.experts(f"{block}.experts", "w1", "w3", "w2")
     rows = [
-        *(*_of.NORMS, *_of.ATTENTION, *_of.router(f"{block}.gate")),
-        *(_of.fused_experts("mlp.experts") if fused else experts),
+        *(*_families.NORMS, *_families.ATTENTION, *_families.router(f"{block}.gate")),
+        *(_families.fused_experts("mlp.experts") if fused else experts),
     ]
-    return _of.decoder(rows, scanned=scanned, tied=False)
+    return _families.decoder(rows, scanned=scanned, tied=False)
 
 
 def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
@@ -141,10 +141,12 @@ def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
         scanned: as for `mixtral`.
         fused: as for `mixtral`.
     """
-    experts = _of.fused_experts("mlp.experts") if fused else _of.QWEN_EXPERTS
-    shared = [*_of.NORMS, *_of.ATTENTION, *_of.GATED]
-    rows = [*_of.float8([*shared, *experts]), *_of.router("mlp.gate")]
-    return _of.decoder(rows, scanned=scanned, tied=False)
+    experts = (
+        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
+    )
+    shared = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
+    rows = [*_families.float8([*shared, *experts]), *_families.router("mlp.gate")]
+    return _families.decoder(rows, scanned=scanned, tied=False)
 
 
 def deepseek_v3(
@@ -159,10 +161,9 @@ def deepseek_v3(
 
     Attention has `q_a/kernel`, `q_a_norm/scale`, `q_b/kernel` (or `query/kernel`,
     without a low rank), `kv_a/kernel`, `kv_a_norm/scale`, `kv_b/kernel` and
-    `out/kernel`. The
-    router has a bias, `mlp/router/bias`, and besides the experts there are
-    `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers are
-    `dense_layers/…`, and those with experts `moe_layers/…`.
+    `out/kernel`. The router has a bias, `mlp/router/bias`, and besides the experts
+    there are `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers
+    are `dense_layers/…`, and those with experts `moe_layers/…`.
 
     Args:
         scanned: whether the model has its layers stacked along dim 0, in two stacks.
@@ -174,17 +175,24 @@ def deepseek_v3(
         layers: how many layers there are; the tensors of one more, which predicts the
             next token but one, are left out.
     """
-    latent = _of.float8([*_of.NORMS, *_of.LATENT_ATTENTION], keep_float8)
-    dense = _of.float8(_of.GATED, keep_float8)
-    experts = _of.fused_experts("mlp.experts") if fused else _of.QWEN_EXPERTS
-    own = _of.float8([*experts, *_of.SHARED_EXPERTS], keep_float8)
-    moe = [*_of.DEEPSEEK_ROUTER, *own]
-    entries = [*_of.around(tied=False), (None, rf"model\.layers\.{layers}\..*")]
+    latent = _families.float8(
+        [*_families.NORMS, *_families.LATENT_ATTENTION], keep_float8
+    )
+    dense = _families.float8(_families.GATED, keep_float8)
+    experts = (
+        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
+    )
+    own = _families.float8([*experts, *_families.SHARED_EXPERTS], keep_float8)
+    moe = [*_families.DEEPSEEK_ROUTER, *own]
+    entries = [*_families.around(tied=False), (None, rf"model\.layers\.{layers}\..*")]
     if not scanned:
         rows = [*latent, *dense, *moe]
-        return [*entries, *_of.layers(rows, "layers", "model.layers", scanned=False)]
+        return [
+            *entries,
+            *_families.layers(rows, "layers", "model.layers", scanned=False),
+        ]
     for stack_of, rows, start in (("dense", dense, 0), ("moe", moe, dense_layers)):
-        entries += _of.layers(
+        entries += _families.layers(
             [*latent, *rows],
             f"{stack_of}_layers",
             "model.layers",
@@ -207,9 +215,9 @@ def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
             byte, and `scales`, uint8 (experts, out, in / 32); otherwise `kernel`.
     """
     sinks: list[Any] = [("attention/sinks", "self_attn.sinks", ())]
-    experts = [*_of.router("mlp.router"), *_of.gpt_oss_experts(mxfp4)]
-    rows = [*_of.NORMS, *_of.ATTENTION, *sinks, *experts]
-    return _of.decoder(rows, scanned=scanned, tied=False)
+    experts = [*_families.router("mlp.router"), *_families.gpt_oss_experts(mxfp4)]
+    rows = [*_families.NORMS, *_families.ATTENTION, *sinks, *experts]
+    return _families.decoder(rows, scanned=scanned, tied=False)
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
@@ -222,17 +230,20 @@ def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
         tied: whether the model's output is its embedding.
     """
     prefixes = ("transformer.", "")
-    embed = _of.names(prefixes, "wte.weight")
+    embed = _families.names(prefixes, "wte.weight")
     return [
         ("embed/embedding", embed),
-        ("positions/embedding", _of.names(prefixes, "wpe.weight")),
-        *_whole(_of.norm("norm", "ln_f"), prefixes),
+        ("positions/embedding", _families.names(prefixes, "wpe.weight")),
+        *_whole(_families.norm("norm", "ln_f"), prefixes),
         ("lm_head/kernel", ("lm_head.weight", *embed), linear()),
         # Masks, which old checkpoints hold.
         (None, r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"),
         *([(None, r"lm_head\.weight")] if tied else []),
-        *_of.layers(
-            _of.gpt2_layer(), "layers", _of.names(prefixes, "h"), scanned=scanned
+        *_families.layers(
+            _families.gpt2_layer(),
+            "layers",
+            _families.names(prefixes, "h"),
+            scanned=scanned,
         ),
     ]
 
@@ -260,11 +271,11 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
     ]
     for side in ("encoder", "decoder"):
         first = f"{side}.block.0.layer.0.SelfAttention.{bias}.weight"
-        rows = _of.t5_layer(is_decoder=side == "decoder", gated=gated)
+        rows = _families.t5_layer(is_decoder=side == "decoder", gated=gated)
         entries += [
             (f"{side}/{bias}/embedding", first),
             (f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
-            *_of.layers(rows, f"{side}/layers", f"{side}.block", scanned=scanned),
+            *_families.layers(rows, f"{side}/layers", f"{side}.block", scanned=scanned),
         ]
     return entries
 
@@ -282,17 +293,19 @@ def whisper(*, scanned: bool = False) -> list[Entry]:
     """
     entries: list[Entry] = [
         ("decoder/embed/embedding", "model.decoder.embed_tokens.weight"),
-        *_whole(_of.convolution("encoder/conv1", "encoder.conv1", 1), "model."),
-        *_whole(_of.convolution("encoder/conv2", "encoder.conv2", 1), "model."),
+        *_whole(_families.convolution("encoder/conv1", "encoder.conv1", 1), "model."),
+        *_whole(_families.convolution("encoder/conv2", "encoder.conv2", 1), "model."),
         (None, r"proj_out\.weight"),
     ]
     for side in ("encoder", "decoder"):
-        rows = _of.whisper_layer(is_decoder=side == "decoder")
+        rows = _families.whisper_layer(is_decoder=side == "decoder")
         tensor = f"model.{side}"
         entries += [
             (f"{side}/positions/embedding", f"{tensor}.embed_positions.weight"),
-            *_of.norm(f"{side}/norm", f"{tensor}.layer_norm"),
-            *_of.layers(rows, f"{side}/layers", f"{tensor}.layers", scanned=scanned),
+            *_families.norm(f"{side}/norm", f"{tensor}.layer_norm"),
+            *_families.layers(
+                rows, f"{side}/layers", f"{tensor}.layers", scanned=scanned
+            ),
         ]
     return entries
 
@@ -308,16 +321,19 @@ def vit(*, scanned: bool = False) -> list[Entry]:
     """
     prefixes, patches = ("vit.", ""), "embeddings.patch_embeddings.projection"
     return [
-        ("cls_token", _of.names(prefixes, "embeddings.cls_token")),
-        ("position_embeddings", _of.names(prefixes, "embeddings.position_embeddings")),
-        *_whole(_of.convolution("patch_embedding", patches, 2), prefixes),
-        *_whole(_of.norm("norm", "layernorm"), prefixes),
-        *_of.dense("classifier", "classifier"),
+        ("cls_token", _families.names(prefixes, "embeddings.cls_token")),
+        (
+            "position_embeddings",
+            _families.names(prefixes, "embeddings.position_embeddings"),
+        ),
+        *_whole(_families.convolution("patch_embedding", patches, 2), prefixes),
+        *_whole(_families.norm("norm", "layernorm"), prefixes),
+        *_families.dense("classifier", "classifier"),
         (None, r"(?:vit\.)?pooler\.dense\.(?:weight|bias)"),
-        *_of.layers(
-            _of.VIT_LAYER,
+        *_families.layers(
+            _families.VIT_LAYER,
             "layers",
-            _of.names(prefixes, "encoder.layer"),
+            _families.names(prefixes, "encoder.layer"),
             scanned=scanned,
         ),
     ]
@@ -337,13 +353,15 @@ def clip(*, scanned: bool = False) -> list[Entry]:
     text, vision = "text_model.embeddings", "vision_model.embeddings"
     entries: list[Entry] = [
         ("text/embed/embedding", f"{text}.token_embedding.weight"),
-        *_of.norm("text/norm", "text_model.final_layer_norm"),
+        *_families.norm("text/norm", "text_model.final_layer_norm"),
         ("vision/class_embedding", f"{vision}.class_embedding"),
-        *_of.convolution("vision/patch_embedding", f"{vision}.patch_embedding", 2),
-        *_of.norm("vision/pre_norm", "vision_model.pre_layrnorm"),
-        *_of.norm("vision/norm", "vision_model.post_layernorm"),
-        *_of.dense("text_projection", "text_projection"),
-        *_of.dense("visual_projection", "visual_projection"),
+        *_families.convolution(
+            "vision/patch_embedding", f"{vision}.patch_embedding", 2
+        ),
+        *_families.norm("vision/pre_norm", "vision_model.pre_layrnorm"),
+        *_families.norm("vision/norm", "vision_model.post_layernorm"),
+        *_families.dense("text_projection", "text_projection"),
+        *_families.dense("visual_projection", "visual_projection"),
         ("logit_scale", "logit_scale"),
         (None, r"(?:text|vision)_model\.embeddings\.position_ids"),
     ]
@@ -352,8 +370,8 @@ def clip(*, scanned: bool = False) -> list[Entry]:
         positions = f"{tensor}.embeddings.position_embedding.weight"
         entries += [
             (f"{side}/positions/embedding", positions),
-            *_of.layers(
-                _of.CLIP_LAYER,
+            *_families.layers(
+                _families.CLIP_LAYER,
                 f"{side}/layers",
                 f"{tensor}.encoder.layers",
                 scanned=scanned,
@@ -364,4 +382,6 @@ def clip(*, scanned: bool = False) -> list[Entry]:
 
 def _whole(rows: Sequence[Any], prefixes: str | Sequence[str]) -> list[Entry]:
     """Rows about the model, with what is before the names of their tensors."""
-    return [(path, _of.names(prefixes, name), steps) for path, name, steps in rows]
+    return [
+        (path, _families.names(prefixes, name), steps) for path, name, steps in rows
+    ]
