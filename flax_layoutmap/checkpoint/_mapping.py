@@ -27,6 +27,8 @@ from flax_layoutmap.checkpoint._mapping_steps import (
 )
 
 _FIELD = re.compile(r"\{\w+\}")
+# Layers that are stacked in one leaf, and those of a list.
+_STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/")
 
 
 class Scaled(NamedTuple):
@@ -233,6 +235,21 @@ class NameMapping:
                     ) from error
                 return Source(names, entry.steps)
         return None
+
+    def unmatched(self, path: str) -> str:
+        """The message that no entry matches a leaf."""
+        numbered = _STACKED.sub("layers/0/", path)
+        stacked = _NUMBERED.sub("layers/", path)
+        for other, fix in ((numbered, "scanned=True"), (stacked, "scanned=False")):
+            if other != path and self.source(other, other) is not None:
+                return (
+                    f"no entry of the mapping matches, but one would match {other}; "
+                    f"pass {fix} to the function that makes the mapping"
+                )
+        return (
+            "no entry of the mapping matches; add (path, name of the tensor), or leave "
+            "it out with exclude="
+        )
 
     def ignores(self, name: str) -> bool:
         """Whether an entry lists this tensor as unused."""

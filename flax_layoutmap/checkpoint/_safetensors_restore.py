@@ -259,10 +259,7 @@ def _with_target(
             few = len(absent) * len(stored.forms) < _COMPARISONS
             absent[path] = _absent(stored, choices[0], hint=few)
         else:
-            absent[path] = (
-                "no entry of the mapping matches; add (path, name of the tensor), or "
-                "leave it out with exclude="
-            )
+            absent[path] = names.unmatched(own)
     if options.unexpected == "error":
         problems += _unexpected(stored, used, names)
     held = Held(

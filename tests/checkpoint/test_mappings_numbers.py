@@ -418,3 +418,21 @@ def test_a_hint_has_the_layer_of_the_leaf(tmp_path: Path) -> None:
                 mapping=[(r"h/(\d+)", name)],
                 unexpected="ignore",
             )
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_mapping_for_other_layers(scanned: bool, tmp_path: Path) -> None:
+    """Stacked layers with a mapping for numbered ones, and the reverse."""
+    save_file(numbered("llama"), tmp_path / "model.safetensors")
+    layer = {"mlp_norm": {"scale": np.zeros((2, 32) if scanned else 32)}}
+    target = {"layers": layer if scanned else [layer, layer]}
+    mapping = m.llama(scanned=not scanned)
+    path = "layers/mlp_norm/scale" if scanned else "layers/0/mlp_norm/scale"
+    other = "layers/0/mlp_norm/scale" if scanned else "layers/mlp_norm/scale"
+    fix = f"no entry of the mapping matches, but one would match {other}; pass scanned="
+    with refused(path, f"{fix}{scanned} to the function"):
+        flm.checkpoint.restore_safetensors(
+            tmp_path, target, mapping=mapping, unexpected="ignore"
+        )
+    with refused(path, f"{fix}{scanned} to the function"):
+        flm.checkpoint.save_safetensors(tmp_path / "saved", target, mapping=mapping)
