@@ -77,7 +77,11 @@ def recognise(model: Any) -> Recognition:
 
 
 def detect(
-    model: Any, mesh: Any, *, axes: Mapping[str, str] | None = None
+    model: Any,
+    mesh: Any,
+    *,
+    variant: str | None = None,
+    axes: Mapping[str, str] | None = None,
 ) -> LayoutMap:
     """Return the preset of the family that a model is of.
 
@@ -88,6 +92,8 @@ def detect(
     Args:
         model: as for `recognise`.
         mesh: as for `flm.presets.load`.
+        variant: as for `flm.presets.load`: paths do not say whether a head is tied, as
+            some libraries keep the weights of one that they do not use.
         axes: as for `flm.presets.load`.
 
     Raises:
@@ -109,7 +115,7 @@ def detect(
     family, *others = found.families
     also = f" (the same rules as {', '.join(others)})" if others else ""
     _LOG.info("preset %s%s: %s", family, also, found.features[family])
-    return load(family, mesh, axes=axes)
+    return load(family, mesh, variant=variant, axes=axes)
 
 
 @functools.cache
@@ -143,7 +149,7 @@ def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
 
 
 def _size(pattern: str, dim: int, resolution: Resolution) -> int | None:
-    """The size of a dim of the first leaf of two dims or more that matches a pattern."""
+    """The size of a dim of the first matching leaf of two dims or more."""
     for leaf in resolution:
         if len(leaf.shape) >= 2 and re.search(pattern, leaf.path):
             return leaf.shape[dim]

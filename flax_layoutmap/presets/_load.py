@@ -31,7 +31,13 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
-def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> LayoutMap:
+def load(
+    name: str,
+    mesh: Any,
+    *,
+    variant: str | None = None,
+    axes: Mapping[str, str] | None = None,
+) -> LayoutMap:
     """Return the rules of a model family on a mesh.
 
     The axes of the mesh decide what is sharded: an axis that the mesh does not have is
@@ -46,10 +52,12 @@ def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layo
         name: one of `flm.presets.names()`.
         mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
             (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
+        variant: `"untied"`, of decoders whose head is not their embedding: they send
+            less with other layouts, which would be wrong for a tied head.
         axes: the mesh's own names for these, `{"tensor": "model"}`.
 
     Raises:
-        RuleError: there is no such family, or the mesh has other axes.
+        RuleError: there is no such family or variant, or the mesh has other axes.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -67,13 +75,13 @@ def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layo
     if target is None:
         raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
     own = own_names(axes, target)
-    return LayoutMap.from_rule_set(on_axes(_table(name), target, own))
+    return LayoutMap.from_rule_set(on_axes(_table(name, variant), target, own))
 
 
 @functools.cache
-def _table(name: str) -> RuleSet:
-    """The rules of a family, without a mesh; reading judges the cost of each pattern."""
-    return read_rules(_FOLDER / f"{name}.toml")
+def _table(name: str, variant: str | None) -> RuleSet:
+    """The rules without a mesh; kept, as reading judges the cost of each pattern."""
+    return read_rules(_FOLDER / f"{name}.toml", variant=variant)
 
 
 def own_names(axes: Mapping[str, str] | None, mesh: DeviceMesh) -> dict[str, str]:

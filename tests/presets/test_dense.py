@@ -1,6 +1,8 @@
 """Presets of dense families: which axis each dim is on, in each spelling."""
 
 import importlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ MESH = flm.DeviceMesh.abstract("fsdp=2,tensor=4")
 AXES = {"d": "fsdp"} | dict.fromkeys(["V", "H", "K", "Hs", "Ks", "f", "ddd"], "tensor")
 
 
-def tree_of(shapes: dict[str, tuple[int, ...]]) -> Any:
+def tree_of(shapes: Mapping[str, tuple[int, ...]]) -> Any:
     return nested({path: struct(*shape) for path, shape in shapes.items()})
 
 
@@ -116,3 +118,53 @@ def test_a_rule_of_ones_own_wins() -> None:
     shapes = shapes | {"wte/embedding": (512, 128)}
     leaf = layout_map.resolve(tree_of(shapes))["wte/embedding"]
     assert axes_of(leaf) == ("tensor", "fsdp")
+
+
+def test_a_head_of_its_own() -> None:
+    """The variant has the embedding, and activations, by the model's dim."""
+    shapes = importlib.import_module("presets.models.llama").SPELLINGS["flax"]
+    plain = flm.presets.load("llama", MESH)
+    untied = flm.presets.load("llama", MESH, variant="untied")
+    before, after = (one.resolve(tree_of(shapes)) for one in (plain, untied))
+    assert [leaf.path for leaf in after if leaf.layout != before[leaf.path].layout] == [
+        "embed/embedding"
+    ]
+    assert axes_of(after["embed/embedding"]) == (None, ("tensor", "fsdp"))
+    (residual,) = (key for key in plain.activations if "layers" in key)
+    assert str(plain.activations[residual]) == "('fsdp', None, None)"
+    assert str(untied.activations[residual]) == "('fsdp', None, 'tensor')"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "t5"])
+def test_which_outputs_are_the_residual_stream(family: str) -> None:
+    rules = flm.presets.load(family, MESH).freeze()
+    (pattern,) = (
+        rule.pattern for rule in rules.activations if "layers|blocks" in rule.pattern
+    )
+
+    def matched(path: str) -> bool:
+        return re.search(f"(?:{pattern})\\Z", path) is not None
+
+    for path in ("layers/3", "layers", "layers/0/0", "h/11", "layer_0", "layers_7"):
+        assert matched(path) and matched(f"model/{path}"), path
+        assert matched(f"language_model/decoder/{path}"), path
+    # A feed-forward layer may be an `nnx.Sequential`, whose children are `layers`.
+    for path in ("layers/0/mlp/layers/0", "layers/0/mlp", "mlp/layer_norm", "mesh/7"):
+        assert not matched(path), path
+
+
+def test_a_variant_that_does_not_exist() -> None:
+    with pytest.raises(flm.errors.RuleError, match=r"did you mean 'untied'\?"):
+        flm.presets.load("llama", MESH, variant="untide")
+
+
+def test_numbered_layers_of_a_decoder_are_not_stacked() -> None:
+    """Paths close to those of MaxText's stacked layers."""
+    layer = "decoder/layers/0/self_attention"
+    shapes = {f"{layer}/query/kernel": (64, 128), f"{layer}/out/kernel": (128, 64)}
+    shapes |= {"decoder/layers/self_attention/key/kernel": (2, 64, 128)}
+    resolution = flm.presets.load("llama", MESH).resolve(tree_of(shapes))
+    assert axes_of(resolution[f"{layer}/query/kernel"]) == ("fsdp", "tensor")
+    assert axes_of(resolution[f"{layer}/out/kernel"]) == ("tensor", "fsdp")
+    key = resolution["decoder/layers/self_attention/key/kernel"]
+    assert axes_of(key) == (None, "fsdp", "tensor")  # along dim 0, as by Linen

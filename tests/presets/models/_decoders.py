@@ -129,9 +129,9 @@ FLAX: Table = {
 }
 
 
-def shapes(table: Table, more: Table | None = None, **sizes: int) -> Shapes:
-    """The shapes of a spelling, with leaves that a family has besides, and its sizes."""
-    return written_out(table | (more or {}), SIZES | sizes)
+def shapes(table: Table, **sizes: int) -> Shapes:
+    """The shapes of a spelling; a family may have other sizes."""
+    return written_out(table, SIZES | sizes)
 
 
 def as_flax(table: Table, norm: str) -> Table:

@@ -1,0 +1,320 @@
+"""Presets on published models: their leaves, and a train step on eight devices."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from presets.models._decoders import HUGGING_FACE, SIZES, as_flax, shapes
+from shapes import axes_of
+from shards import assert_lies
+
+import flax_layoutmap as flm
+from third_party.published import TOKENS, leaves_of, next_token_loss
+
+pytestmark = [
+    pytest.mark.slow,
+    # Tunix writes `sharding=`, which Flax has renamed, and reads `.value`.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"]
+ADAMW = optax.adamw(1e-2, eps=1e-3)
+
+
+def package(name: str) -> Any:
+    """A module of a library."""
+    top = name.partition(".")[0]
+    if top == "transformers":
+        pytest.importorskip(
+            "transformers.modeling_flax_utils",
+            reason="The package transformers is not installed, or has no Flax models: "
+            "they were removed in 5.0.",
+        )
+    return pytest.importorskip(
+        name, reason=f"The package {top} is not installed, or not all that it imports."
+    )
+
+
+# ------------------------------------------------------------------------- Tunix
+
+
+def of_tunix(name: str, *, tied: bool | None = None, **more: Any) -> Any:
+    """A model of Tunix with the sizes of `presets.models`."""
+    module = package(f"tunix.models.{name}.model")
+    sizes: dict[str, Any] = {
+        "num_layers": SIZES["L"],
+        "embed_dim": SIZES["d"],
+        "hidden_dim": SIZES["f"],
+        "num_heads": SIZES["H"],
+        "num_kv_heads": SIZES["K"],
+        "head_dim": SIZES["s"],
+    }
+    if name.startswith("gemma"):
+        sizes["num_embed"] = SIZES["V"]
+    else:
+        sizes |= {"vocab_size": SIZES["V"], "rope_theta": 10_000, "norm_eps": 1e-6}
+        key = "weight_tying" if name == "llama3" else "use_tied_embedding"
+        sizes[key] = bool(tied)
+    config = module.ModelConfig(**sizes | more)
+    classes = {"llama3": "Llama3", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    classes |= {"gemma": "Gemma", "gemma3": "Gemma3"}
+    return getattr(module, classes[name])(config, rngs=nnx.Rngs(0))
+
+
+def gemma(generation: int, **more: Any) -> Any:
+    if generation == 3:
+        kind = {"param_dtype": jnp.float32}  # not bfloat16
+        return of_tunix("gemma3", sliding_window_size=8, **kind, **more)
+    kinds = package("tunix.models.gemma.model").AttentionType
+    return of_tunix(
+        "gemma",
+        final_logit_softcap=None,
+        use_post_attn_norm=generation == 2,
+        use_post_ffw_norm=generation == 2,
+        attention_types=(kinds.GLOBAL,) * SIZES["L"],
+        **more,
+    )
+
+
+TUNIX: dict[tuple[str, str], Callable[[], Any]] = {
+    ("llama", "tunix"): lambda: of_tunix("llama3"),
+    ("llama", "tunix, tied"): lambda: of_tunix("llama3", tied=True),
+    ("qwen2", "tunix"): lambda: of_tunix("qwen2"),
+    ("qwen3", "tunix"): lambda: of_tunix("qwen3", head_dim=32),
+    ("gemma", "tunix, 1"): lambda: gemma(1),
+    ("gemma", "tunix, 1, without groups"): lambda: gemma(1, num_kv_heads=SIZES["H"]),
+    ("gemma", "tunix, 2"): lambda: gemma(2),
+    ("gemma", "tunix, 3"): lambda: gemma(3),
+}
+
+
+def loss_of_tunix(model: Any, tokens: Any) -> Any:
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    mask = jnp.broadcast_to(causal, (rows, length, length))
+    logits, _ = model(tokens, positions, None, mask)
+    return next_token_loss(logits, tokens)
+
+
+# ------------------------------------------------------------------ transformers
+
+
+def of_transformers(name: str, **sizes: Any) -> Any:
+    """A Flax class of transformers 4, without weights."""
+    module = package("transformers")
+    config = getattr(module, f"{name}Config")(**sizes)
+    head = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}
+    model = getattr(module, f"Flax{name}{head.get(name, 'ForCausalLM')}")
+    return model(config, _do_init=False)
+
+
+LLAMA_SIZES = {
+    "hidden_size": SIZES["d"],
+    "intermediate_size": SIZES["f"],
+    "num_hidden_layers": SIZES["L"],
+    "num_attention_heads": SIZES["H"],
+    "num_key_value_heads": SIZES["K"],
+    "head_dim": SIZES["s"],  # of Gemma
+    "vocab_size": SIZES["V"],
+    "max_position_embeddings": 32,
+}
+GPT2_SIZES = {"n_embd": 128, "n_layer": 2, "n_head": 8, "vocab_size": 259}
+LINEN: dict[tuple[str, str], Callable[[], Any]] = {
+    ("llama", "linen"): lambda: of_transformers("Llama", **LLAMA_SIZES),
+    ("mistral", "linen"): lambda: of_transformers("Mistral", **LLAMA_SIZES),
+    ("gemma", "linen, 1"): lambda: of_transformers("Gemma", **LLAMA_SIZES),
+    ("gpt2_transposed", "linen"): lambda: of_transformers(
+        "GPT2", n_positions=32, **GPT2_SIZES
+    ),
+}
+
+
+def t5(monkeypatch: pytest.MonkeyPatch, gated: bool) -> Any:
+    """T5 names an argument of `jnp.clip` by what is no longer its name."""
+    clip = jnp.clip
+    monkeypatch.setattr(
+        jnp, "clip", lambda x, a_min=None, a_max=None: clip(x, a_min, a_max)
+    )
+    return of_transformers(
+        "T5",
+        d_model=128,
+        d_kv=32,
+        d_ff=192,
+        num_layers=2,
+        num_heads=8,
+        vocab_size=512,
+        relative_attention_num_buckets=32,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        tie_word_embeddings=not gated,
+    )
+
+
+# ------------------------------------------------------------------------- tests
+
+
+def spelled(family: str, spelling: str) -> dict[str, tuple[int, ...]]:
+    module = importlib.import_module(f"presets.models.{family}")
+    return module.SPELLINGS[spelling]
+
+
+def ids(models: dict[tuple[str, str], Any]) -> list[Any]:
+    return [pytest.param(*key, id="-".join(key)) for key in models]
+
+
+def shapes_of(weights: Any) -> dict[str, tuple[int, ...]]:
+    flat: dict[str, Any] = flatten_dict(weights, sep="/")
+    return {path: leaf.shape for path, leaf in flat.items()}
+
+
+@pytest.mark.parametrize(("family", "spelling"), ids(TUNIX))
+def test_leaves_of_tunix(family: str, spelling: str) -> None:
+    model = nnx.eval_shape(TUNIX[family, spelling])
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    found = {"/".join(map(str, path)): leaf.get_value().shape for path, leaf in state}
+    assert found == spelled(family, spelling)
+
+
+@pytest.mark.parametrize(("family", "spelling"), ids(LINEN))
+def test_leaves_of_transformers(family: str, spelling: str) -> None:
+    weights = LINEN[family, spelling]().params_shape_tree
+    wanted = spelled(family, spelling)
+    if family in ("llama", "mistral"):  # whose heads are together as wide as the model
+        wide = {"Hs": SIZES["d"], "Ks": SIZES["d"] // SIZES["H"] * SIZES["K"]}
+        wanted = shapes(as_flax(HUGGING_FACE, "weight"), **wide)
+    assert shapes_of(weights) == wanted
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_leaves_of_t5(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = t5(monkeypatch, gated).params_shape_tree
+    assert shapes_of(weights) == spelled("t5", "linen, 1.1" if gated else "linen, 1.0")
+
+
+def assert_as_the_preset_says(arrays: dict[str, Any], resolution: Any) -> None:
+    """Each shard is where the Resolution has it."""
+    assert arrays
+    for path, array in arrays.items():
+        leaf = resolution[path]
+        dims = tuple(
+            axes if isinstance(axes, tuple) else (axes,) if axes else ()
+            for axes in axes_of(leaf)
+        )
+        assert_lies(array, dims, resolution.mesh)
+
+
+def assert_close(
+    found: dict[str, Any], wanted: dict[str, Any], atol: float = 5e-6
+) -> None:
+    assert found.keys() == wanted.keys()
+    for path, array in found.items():
+        np.testing.assert_allclose(
+            np.asarray(array, np.float32),
+            np.asarray(wanted[path], np.float32),
+            atol=atol,
+            rtol=5e-5,
+            err_msg=path,
+        )
+
+
+def tunix_step(model: Any, optimizer: Any, tokens: Any) -> Any:
+    loss, gradients = nnx.value_and_grad(loss_of_tunix)(model, tokens)
+    optimizer.update(model, gradients)
+    return loss
+
+
+@functools.cache
+def tunix_on_one_device(family: str, spelling: str) -> tuple[Any, float]:
+    model = TUNIX[family, spelling]()
+    optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
+    loss = float(nnx.jit(tunix_step)(model, optimizer, TOKENS))
+    return jax.tree.map(np.asarray, leaves_of(model)), loss
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize(
+    ("family", "spelling"),
+    [
+        ("llama", "tunix"),
+        ("qwen2", "tunix"),
+        ("qwen3", "tunix"),
+        ("gemma", "tunix, 2"),
+        ("gemma", "tunix, 3"),
+    ],
+)
+def test_a_step_of_tunix(family: str, spelling: str, axes: str) -> None:
+    make = TUNIX[family, spelling]
+    wanted, wanted_loss = tunix_on_one_device(family, spelling)
+    layout_map = flm.presets.load(family, flm.DeviceMesh(axes))
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
+    loss = flm.jit(tunix_step, layout_map=layout_map)(model, optimizer, TOKENS)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    found = leaves_of(model)
+    assert_as_the_preset_says(found, layout_map.resolve(model))
+    assert_close(found, wanted)
+
+
+def assert_a_step_is_that_of_one_device(
+    family: str, axes: str, model: Any, logits_of: Callable[..., Any], atol: float
+) -> None:
+    """Of a Flax model of transformers, by `flm.jit` and by `jax.jit`."""
+
+    def make(key: Any) -> Any:
+        params = model.init_weights(key, (1, 1))
+        return params, ADAMW.init(params)
+
+    def step(params: Any, state: Any, tokens: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return next_token_loss(logits_of(tokens, params), tokens)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = ADAMW.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    key = jax.random.key(0)
+    wanted, _, wanted_loss = jax.jit(step)(*jax.jit(make)(key), TOKENS)
+    layout_map = flm.presets.load(family, flm.DeviceMesh(axes))
+    params, state = flm.create(make, layout_map, key)
+    sharded = flm.jit(step, layout_map=layout_map)
+    params, state, loss = sharded(params, state, TOKENS)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    found = flatten_dict(params, sep="/")
+    assert_as_the_preset_says(found, layout_map.resolve(params))
+    assert_close(found, flatten_dict(wanted, sep="/"), atol)
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize(("family", "spelling"), ids(LINEN))
+def test_a_step_of_transformers(family: str, spelling: str, axes: str) -> None:
+    model = LINEN[family, spelling]()
+    assert_a_step_is_that_of_one_device(
+        family,
+        axes,
+        model,
+        lambda tokens, params: model(tokens, params=params).logits,
+        atol=5e-6,
+    )
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_a_step_of_t5(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are larger, and their last bits with them."""
+    model = t5(monkeypatch, gated=True)
+    assert_a_step_is_that_of_one_device(
+        "t5",
+        axes,
+        model,
+        lambda tokens, params: (
+            model(tokens, decoder_input_ids=tokens, params=params).logits
+        ),
+        atol=3e-5,
+    )
