@@ -5,8 +5,9 @@
 Eight tensors of bfloat16, 512 MiB together in one file that `safetensors` writes, are
 loaded onto eight devices of one process: by rows, by columns, and transposed into rows
 and columns. Each cell runs in a process of its own, in turn, several rounds. The file
-is in the page cache. Prints a Markdown table of medians. Last comes what each of four
-processes would read, as planned.
+is in the page cache. Prints a Markdown table of medians. Then come what each of four
+processes would read, as planned, and the memory that whole models take, by their
+mappings and presets.
 """
 
 import argparse
@@ -155,6 +156,115 @@ def run_row(row: str, kind: str, folder: str) -> None:
     print(json.dumps({**result, "sum": round(total, 3)}))
 
 
+# ------------------------------------------------------------------------- models
+
+D, HEADS, HIDDEN, VOCAB, LAYERS = 1024, 16, 4096, 8192, 10
+# Name → family, whether its layers are stacked, whether the file is in float8.
+MODELS = {
+    "Llama": ("llama", False, False),
+    "Llama, layers stacked": ("llama", True, False),
+    "Qwen 3, float8 to bfloat16": ("qwen3", False, True),
+}
+
+
+def write_model(folder: str, float8: bool) -> None:
+    """A file with the names of Llama, in bfloat16, or float8 with scales."""
+    from safetensors.numpy import save_file
+
+    rng, found = np.random.default_rng(0), {}
+
+    def add(name: str, *shape: int, scaled: bool = False) -> None:
+        value = rng.random(shape, np.float32)
+        found[name] = value.astype(jnp.float8_e4m3fn if scaled else jnp.bfloat16)
+        if scaled:
+            blocks = [-(-size // 128) for size in shape]
+            found[f"{name}_scale_inv"] = rng.random(blocks, np.float32)
+
+    add("model.embed_tokens.weight", VOCAB, D)
+    add("lm_head.weight", VOCAB, D)
+    add("model.norm.weight", D)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for name in "qkvo":
+            add(f"{at}.self_attn.{name}_proj.weight", D, D, scaled=float8)
+        for name in ("gate", "up"):
+            add(f"{at}.mlp.{name}_proj.weight", HIDDEN, D, scaled=float8)
+        add(f"{at}.mlp.down_proj.weight", D, HIDDEN, scaled=float8)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            add(f"{at}.{name}.weight", D)
+    save_file(found, f"{folder}/model.safetensors")
+
+
+def model_target(stacked: bool) -> Any:
+    """The leaves of that model."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def layer(*lead: int) -> dict[str, Any]:
+        heads = (HEADS, D // HEADS)
+        wide = {"kernel": leaf(*lead, D, HIDDEN)}
+        attention: dict[str, Any] = {
+            name: {"kernel": leaf(*lead, D, *heads)}
+            for name in ("query", "key", "value")
+        }
+        return {
+            "attention": attention | {"out": {"kernel": leaf(*lead, *heads, D)}},
+            "mlp": {
+                **{"gate": wide, "up": wide},
+                "down": {"kernel": leaf(*lead, HIDDEN, D)},
+            },
+            "attention_norm": {"scale": leaf(*lead, D)},
+            "mlp_norm": {"scale": leaf(*lead, D)},
+        }
+
+    return {
+        "embed": {"embedding": leaf(VOCAB, D)},
+        "lm_head": {"kernel": leaf(D, VOCAB)},
+        "norm": {"scale": leaf(D)},
+        "layers": layer(LAYERS) if stacked else [layer() for _ in range(LAYERS)],
+    }
+
+
+def load_model(name: str, folder: str) -> dict[str, float]:
+    """The memory that a load in this process takes."""
+    family, stacked, _ = MODELS[name]
+    rules = flm.presets.load(family, "fsdp=2,tensor=4")
+    mapping = getattr(mappings, family)(scanned=stacked)
+    target = model_target(stacked)
+    jax.block_until_ready(jnp.zeros(8) + 1)  # the backend is up
+    before = resident("VmRSS")
+    made = jax.block_until_ready(
+        flm.checkpoint.restore_safetensors(
+            folder, target, layout_map=rules, mapping=mapping
+        )
+    )
+    leaves = jax.tree.leaves(made)
+    return {
+        "grown": resident("VmHWM") - before,
+        "shards": sum(s.data.nbytes for x in leaves for s in x.addressable_shards),
+        "largest": max(x.nbytes for x in leaves),
+    }
+
+
+def print_models() -> None:
+    """Print the table of models."""
+    print("\n| model | its shards, MiB | largest leaf | peak RSS, MiB more |", end="")
+    print(" ÷ shards | ÷ (1.1 × shards + a leaf) |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, (_, _, float8) in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder, float8)
+            command = [sys.executable, __file__, "--row", name, "--folder", folder]
+            done = subprocess.run(command, stdout=-1, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        shards, largest, grown = (
+            found[key] / 2**20 for key in ("shards", "largest", "grown")
+        )
+        print(f"| {name} | {shards:.0f} | {largest:.0f} | {grown:.0f} |", end="")
+        print(f" {grown / shards:.2f} | {grown / (1.1 * shards + largest):.2f} |")
+
+
 def write(folder: str) -> None:
     """The file, as `safetensors` writes it."""
     from safetensors.numpy import save_file
@@ -198,6 +308,9 @@ def main() -> int:
     for name in ("--row", "--kind", "--folder"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.row in MODELS:
+        print(json.dumps(load_model(given.row, given.folder)))
+        return 0
     if given.row:
         run_row(given.row, given.kind, given.folder)
         return 0
@@ -243,6 +356,7 @@ def main() -> int:
         "\nBytes that each of four processes reads ÷ bytes that it needs, as planned: "
     )
     print(", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
+    print_models()
     sums = {kind: {c["sum"] for (_, k), f in cells.items() if k == kind for c in f}
             for kind in KINDS}  # fmt: skip
     return 0 if all(len(found) == 1 for found in sums.values()) else 1

@@ -10,16 +10,33 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.pattern_cost import QUICKER, USUAL_PATH, slow_because
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
+from flax_layoutmap.checkpoint._leaves import is_floating
 from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
-from flax_layoutmap.checkpoint._mapping_steps import STEPS, Cast, Stack, Step
+from flax_layoutmap.checkpoint._mapping_steps import (
+    STEPS,
+    Cast,
+    Dequantize,
+    Stack,
+    Step,
+)
 
 _FIELD = re.compile(r"\{\w+\}")
+# Layers that are stacked in one leaf, and those of a list.
+_STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/")
+
+
+class Scaled(NamedTuple):
+    """The scales of a tensor: their name and shape, and the size of a block."""
+
+    name: str
+    shape: Shape
+    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +44,21 @@ class Recipe:
     """How to make a leaf of tensors.
 
     `shapes` has the required shape of each tensor, `dtype` what they are cast to (None:
-    not at all).
+    not at all), and `dequantize` the step for those in float8.
     """
 
     blocks: tuple[Block, ...]
     shapes: dict[str, Shape]
     dtype: Any = None
+    dequantize: Dequantize | None = None
+
+    def scales(self, tensor: str, dtype: Any) -> Scaled | None:
+        """The scales of a tensor that is stored in a dtype; None without any."""
+        step = self.dequantize
+        if step is None or dtype.itemsize > 1 or not is_floating(dtype):
+            return None
+        shape = step.scales_shape(self.shapes[tensor])
+        return Scaled(tensor + step.suffix, shape, step.block)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -53,13 +79,34 @@ class Source:
 
     def recipes(self, shape: Shape) -> list[Recipe]:
         """The recipe for each name; a ValueError if the steps cannot make the shape."""
-        cast = [step.dtype for step in self.steps if isinstance(step, Cast)]
+        dtype, dequantize = None, None
+        for step in self.steps:
+            dtype = step.dtype if isinstance(step, Cast) else dtype
+            dequantize = step if isinstance(step, Dequantize) else dequantize
         found = []
         for name in self.names:
             shapes: dict[str, Shape] = {}
             blocks = tuple(_blocks(name, self.steps, shape, shapes))
-            found.append(Recipe(blocks, shapes, cast[-1] if cast else None))
+            if dequantize is not None:
+                _check_matrices(dequantize, blocks, shapes)
+            found.append(Recipe(blocks, shapes, dtype, dequantize))
         return found
+
+
+def _check_matrices(
+    step: Dequantize, blocks: Iterable[Block], shapes: Mapping[str, Shape]
+) -> None:
+    """Raise ValueError where a dim of the leaf runs over both dims of a tensor."""
+    for shape in shapes.values():
+        step.scales_shape(shape)  # raises for other ranks
+    for block in blocks:
+        columns = shapes[block.tensor][1]
+        factors = (factor for dim in block.dims for factor in dim)
+        if any(step % columns and size * step > columns for size, step in factors):
+            raise ValueError(
+                "dequantize needs the rows and the columns of a tensor in dims of "
+                "their own"
+            )
 
 
 def _blocks(
@@ -189,6 +236,21 @@ class NameMapping:
                 return Source(names, entry.steps)
         return None
 
+    def unmatched(self, path: str) -> str:
+        """The message that no entry matches a leaf."""
+        numbered = _STACKED.sub("layers/0/", path)
+        stacked = _NUMBERED.sub("layers/", path)
+        for other, fix in ((numbered, "scanned=True"), (stacked, "scanned=False")):
+            if other != path and self.source(other, other) is not None:
+                return (
+                    f"no entry of the mapping matches, but one would match {other}; "
+                    f"pass {fix} to the function that makes the mapping"
+                )
+        return (
+            "no entry of the mapping matches; add (path, name of the tensor), or leave "
+            "it out with exclude="
+        )
+
     def ignores(self, name: str) -> bool:
         """Whether an entry lists this tensor as unused."""
         return any(pattern.fullmatch(name) for pattern in self._ignored)
@@ -213,7 +275,8 @@ def _entry(number: int, entry: Any) -> _Entry:
         if not isinstance(step, STEPS):
             raise CheckpointError(
                 f"mapping[{number}]: {step!r} is no step; take transpose(), linear(), "
-                "rearrange(…), unflatten(), stack(), merge(…), split(…) or cast(…)"
+                "rearrange(…), unflatten(), stack(), merge(…), split(…), cast(…) or "
+                "dequantize()"
             )
     if pattern is None:
         return _Entry(None, several, ())

@@ -182,10 +182,12 @@ class Stack:
     axis: int
     over: tuple[str, ...] | None
     field: str
+    start: int = 0
 
     def inputs(self, shape: Shape) -> list[Input]:
         axis = _axis(self.axis, shape)
-        names = self.over or tuple(str(number) for number in range(shape[axis]))
+        numbers = range(self.start, self.start + shape[axis])
+        names = self.over or tuple(map(str, numbers))
         if len(names) != shape[axis]:
             raise ValueError(
                 f"it has {shape[axis]} entries in dim {axis}, and {len(names)} tensors "
@@ -204,17 +206,23 @@ class Stack:
 
 
 def stack(
-    axis: int = 0, over: Sequence[Any] | None = None, *, field: str = "layer"
+    axis: int = 0,
+    over: Sequence[Any] | None = None,
+    *,
+    field: str = "layer",
+    start: int = 0,
 ) -> Stack:
     """Stack tensors along a new dim, as in a model that scans over its layers.
 
     Args:
         axis: the dim of the result.
         over: what to fill in for `{layer}` in the name of the tensor, one for each
-            entry of the dim. None: 0, 1, 2, … as many as the leaf has.
+            entry of the dim. None: consecutive numbers, as many as the leaf has.
         field: another name for `layer`, to stack experts within layers.
+        start: the first of the consecutive numbers.
     """
-    return Stack(axis, None if over is None else tuple(map(str, over)), field)
+    names = None if over is None else tuple(map(str, over))
+    return Stack(axis, names, field, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,8 +352,47 @@ def cast(dtype: Any) -> Cast:
     return Cast(found)
 
 
-Step = Regroup | Stack | Merge | Split | Cast
-STEPS = (Regroup, Stack, Merge, Split, Cast)
+@dataclasses.dataclass(frozen=True)
+class Dequantize:
+    """The step of `dequantize`."""
+
+    block: int
+    suffix: str
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        return [Input({}, shape)]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        yield block
+
+    def scales_shape(self, shape: Shape) -> Shape:
+        """The shape of the scales of a tensor."""
+        if len(shape) != 2:
+            raise ValueError(
+                f"dequantize is for tensors of two dims, not {show_shape(shape)}"
+            )
+        return tuple(-(-size // self.block) for size in shape)
+
+
+def dequantize(*, block: int = 128, suffix: str = "_scale_inv") -> Dequantize:
+    """Multiply a float8 tensor by the scale of each of its blocks.
+
+    The tensor `name` has its scales in the tensor `name + suffix`, one for each block
+    of `block` rows and as many columns, as in DeepSeek-V3. The product is computed in
+    float32 and counts as bfloat16; for another dtype, pass `dtype=`. A tensor that is
+    not in float8 is taken as it is. Saving writes the product, without scales.
+
+    Args:
+        block: rows and columns of a block; those at the ends may have fewer.
+        suffix: what follows the tensor's name in that of its scales.
+    """
+    if block < 1:
+        raise CheckpointError(f"dequantize(block={block}): a block has at least 1 row")
+    return Dequantize(block, suffix)
+
+
+Step = Regroup | Stack | Merge | Split | Cast | Dequantize
+STEPS = (Regroup, Stack, Merge, Split, Cast, Dequantize)
 
 
 def _axis(axis: int, shape: Shape) -> int:

@@ -11,9 +11,11 @@ more package. The tests compare with it.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +50,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+NUMBER = re.compile(r"\d+")
+
 # The limits of the format's own library, and NumPy's largest array.
 _HEADER_BYTES = 100_000_000
 _MOST_BYTES = 2**63 - 1
@@ -80,6 +84,14 @@ class Stored:
     where: str
     files: tuple[str, ...]
     tensors: dict[str, Tensor]
+
+    @functools.cached_property
+    def forms(self) -> dict[str, str]:
+        """Name of a tensor with 0 for each number → the first such name."""
+        found: dict[str, str] = {}
+        for name in self.tensors:
+            found.setdefault(NUMBER.sub("0", name), name)
+        return found
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> Stored:

@@ -11,6 +11,7 @@ file ends the process, and a column of a matrix loads all of it from the disk.
 
 import dataclasses
 import functools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
@@ -26,7 +27,7 @@ from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import TYPES
-from flax_layoutmap.checkpoint._mapping import Recipe
+from flax_layoutmap.checkpoint._mapping import Recipe, Scaled
 from flax_layoutmap.checkpoint._mapping_blocks import Piece, Range, pieces_of
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
@@ -36,6 +37,8 @@ GAP_BYTES = 32 << 10
 # Size of the buffer for reads that do not go straight into the result.
 BLOCK_BYTES = 8 << 20
 MOST_OPEN = 16
+# Bytes; XLA copies arrays on the host that begin elsewhere.
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +124,47 @@ def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
 
 # ----------------------------------------------------------------------- reading
 
+# Elements that are multiplied at once, in float32.
+_PRODUCTS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scale of each block of a tensor with so many columns."""
+
+    values: np.ndarray
+    block: int
+    columns: int
+
+    def multiply(self, piece: Piece, found: np.ndarray) -> None:
+        """Fill a piece with the products of its elements and their scales.
+
+        `found` has the elements, in the shape of the piece.
+        """
+        if found.size > _PRODUCTS and found.ndim:
+            rows = max(1, _PRODUCTS * len(found) // found.size)
+            if rows < len(found):
+                for start in range(0, len(found), rows):
+                    stop = min(start + rows, len(found))
+                    self.multiply(piece.rows(start, stop), found[start:stop])
+                return
+        scale = self.values[self._blocks(piece)]
+        product = np.multiply(found.astype(np.float32), scale)
+        np.copyto(piece.out, product, casting="unsafe")
+
+    def _blocks(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        """Row and column of the scale of each element."""
+        row, column = map(np.asarray, divmod(piece.offset, self.columns))
+        for dim, (size, stride) in enumerate(
+            zip(piece.out.shape, piece.strides, strict=True)
+        ):
+            along = np.arange(size).reshape(-1, *[1] * (piece.out.ndim - dim - 1))
+            if stride % self.columns == 0:
+                row = row + along * (stride // self.columns)
+            else:
+                column = column + along * stride
+        return row // self.block, column // self.block
+
 
 class Files:
     """A context manager that reads from files, a few of them open at a time."""
@@ -143,13 +187,15 @@ class Files:
             stream.close()
         self._open.clear()
 
-    def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Fill the arrays of some pieces of a tensor."""
+    def read(
+        self, tensor: Tensor, pieces: Sequence[Piece], scales: Scales | None = None
+    ) -> None:
+        """Fill the arrays of some pieces of a tensor, multiplied by its scales."""
         dtype = tensor.dtype
         for fetch in _fetches(pieces, dtype):
             only = fetch.pieces[0]
             alone = len(fetch.pieces) == 1 and only.strides
-            is_direct = alone and _is_direct(only, dtype)
+            is_direct = alone and scales is None and _is_direct(only, dtype)
             if is_direct:
                 buffer = only.out.reshape(-1).view(np.uint8)
             else:
@@ -162,7 +208,10 @@ class Files:
                 steps = [stride * dtype.itemsize for stride in piece.strides]
                 begin = (piece.offset - fetch.start) * dtype.itemsize
                 found = np.ndarray(piece.out.shape, dtype, buffer, begin, steps)
-                np.copyto(piece.out, found, casting="unsafe")
+                if scales is None:
+                    np.copyto(piece.out, found, casting="unsafe")
+                else:
+                    scales.multiply(piece, found)
 
     def _block(self, nbytes: int) -> Any:
         if nbytes > self._buffer.size:
@@ -256,11 +305,12 @@ def read_tensors(
 
 def _together(planned: TensorPlan) -> list[list[str]]:
     """Group the paths of leaves that use the same tensors, which are read together."""
-    groups: dict[frozenset[str], list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for path, read in planned.plan.reads.items():
         if not _is_empty(read):
-            tensors = frozenset(planned.recipes[path].shapes)
-            groups.setdefault(tensors, []).append(path)
+            recipe = planned.recipes[path]
+            key = frozenset(recipe.shapes), recipe.dequantize
+            groups.setdefault(key, []).append(path)
     return list(groups.values())
 
 
@@ -269,11 +319,12 @@ class _Buffers:
     """The reads of this process for some leaves.
 
     `arrays` maps path → box of the leaf → host array to fill; `pieces` maps tensor name
-    → its parts that go into these arrays.
+    → its parts that go into these arrays; `scales` has those of float8 tensors.
     """
 
     arrays: Mapping[str, Mapping[Index, np.ndarray]]
     pieces: Mapping[str, Sequence[Piece]]
+    scales: Mapping[str, Scaled]
 
 
 def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
@@ -287,23 +338,31 @@ def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
             arrays[path][box] = out
             for name, piece in pieces_of(recipe.blocks, box, out):
                 pieces.setdefault(name, []).append(piece)
-    return _Buffers(arrays, pieces)
+    tensors, recipe = planned.stored.tensors, planned.recipes[paths[0]]
+    scales = {name: recipe.scales(name, tensors[name].dtype) for name in pieces}
+    return _Buffers(
+        arrays, pieces, {name: found for name, found in scales.items() if found}
+    )
 
 
 def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
     """Bytes that this process reads to fill some buffers."""
     parts = buffers.pieces.items()
-    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts)
+    scales = (stored.tensors[scaled.name] for scaled in buffers.scales.values())
+    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts) + sum(
+        tensor.nbytes for tensor in scales
+    )
 
 
 def _read_group(
     files: Files, planned: TensorPlan, paths: Sequence[str]
 ) -> dict[str, Any]:
     """Read leaves that share tensors; return path → value."""
-    buffers = _buffers(planned, paths)
+    stored, buffers = planned.stored, _buffers(planned, paths)
     for name, parts in buffers.pieces.items():
         try:
-            files.read(planned.stored.tensors[name], parts)
+            scales = _scales(files, stored, buffers.scales.get(name), name)
+            files.read(stored.tensors[name], parts, scales)
         except CheckpointError as error:
             users = [path for path in paths if name in planned.recipes[path].shapes]
             raise CheckpointError(f"{', '.join(users)}: {error}") from error
@@ -311,6 +370,17 @@ def _read_group(
         path: _made(planned.plan.reads[path], arrays)
         for path, arrays in buffers.arrays.items()
     }
+
+
+def _scales(
+    files: Files, stored: Stored, scaled: Scaled | None, name: str
+) -> Scales | None:
+    """Read the scales of a tensor, if it has any."""
+    if scaled is None:
+        return None
+    values = np.empty(scaled.shape, np.float32)
+    files.read(stored.tensors[scaled.name], [Piece(0, (scaled.shape[1], 1), values)])
+    return Scales(values, scaled.block, stored.tensors[name].shape[1])
 
 
 def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
@@ -323,8 +393,16 @@ def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
         dtype = read.stored.dtype if read.result.is_python else read.result.dtype
         return np.empty(shape, dtype)
     order = recipe.order
-    made = np.empty([shape[dim] for dim in order], read.result.dtype)
+    made = _aligned([shape[dim] for dim in order], read.result.dtype)
     return made.transpose(np.argsort(order))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """An empty array at an address that JAX takes over without a copy, on CPUs."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    held = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -held.ctypes.data % _ALIGNMENT
+    return held[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _is_empty(read: Read) -> bool:

@@ -1,12 +1,14 @@
 """flm.checkpoint.restore_safetensors."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, meant
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
@@ -29,6 +31,7 @@ from flax_layoutmap.checkpoint._options import (
     checked_options,
 )
 from flax_layoutmap.checkpoint._safetensors_header import (
+    NUMBER,
     Stored,
     Tensor,
     local,
@@ -160,6 +163,8 @@ def _parts(planned: TensorPlan) -> dict[str, list[str]]:
 # ---------------------------------------------------------------------- plan
 
 
+# What a float8 tensor counts as, times its scales.
+BFLOAT16 = np.dtype(jnp.bfloat16)
 # Similar names are searched for among so many in all; more would take too long.
 _COMPARISONS = 500_000
 
@@ -241,21 +246,20 @@ def _with_target(
                 )
             continue
         recipe = _present(choices, stored)
+        scales = {} if recipe is None else _scales(recipe, stored)
         used.update(() if recipe is None else recipe.shapes)
+        used.update(scales)
         if path not in selection:
             continue
         if recipe is not None:
-            wrong = _wrong_shapes(name, recipe, stored)
+            wrong = _wrong_shapes(name, {**recipe.shapes, **scales}, stored)
             problems += wrong
             recipes |= {} if wrong else {path: recipe}
         elif choices:
-            few = len(absent) * len(stored.tensors) < _COMPARISONS
+            few = len(absent) * len(stored.forms) < _COMPARISONS
             absent[path] = _absent(stored, choices[0], hint=few)
         else:
-            absent[path] = (
-                "no entry of the mapping matches; add (path, name of the tensor), or "
-                "leave it out with exclude="
-            )
+            absent[path] = names.unmatched(own)
     if options.unexpected == "error":
         problems += _unexpected(stored, used, names)
     held = Held(
@@ -285,6 +289,16 @@ def _first(recipe: Recipe, stored: Stored) -> Tensor:
     return stored.tensors[next(iter(recipe.shapes))]
 
 
+def _scales(recipe: Recipe, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Name → required shape of the scales of a recipe's tensors."""
+    found = {}
+    for name in recipe.shapes:
+        scaled = recipe.scales(name, stored.tensors[name].dtype)
+        if scaled is not None:
+            found[scaled.name] = scaled.shape
+    return found
+
+
 def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
     """Describe a leaf made of tensors, by the dtype that fits the target least.
 
@@ -292,42 +306,79 @@ def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
     """
     dtype = recipe.dtype
     if dtype is None:
-        kinds = {stored.tensors[name].dtype for name in recipe.shapes}
+        held = {name: stored.tensors[name].dtype for name in recipe.shapes}
+        kinds = {
+            BFLOAT16 if recipe.scales(name, kind) else kind
+            for name, kind in held.items()
+        }
         wanted = getattr(value, "dtype", None)
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
     return Leaf(path, "array", _shape(value), dtype)
 
 
-def _wrong_shapes(name: str, recipe: Recipe, stored: Stored) -> list[str]:
-    wrong = [
-        f"{name}: needs {stored.tensors[tensor]} to have the shape "
-        f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
-        "change the steps of the mapping"
-        for tensor, needed in recipe.shapes.items()
-        if stored.tensors[tensor].shape != needed
-    ]
+def _wrong_shapes(
+    name: str, needed: Mapping[str, tuple[int, ...]], stored: Stored
+) -> list[str]:
+    wrong = []
+    for tensor, shape in needed.items():
+        found = stored.tensors.get(tensor)
+        if found is None:
+            wrong.append(
+                f"{name}: is made of a float8 tensor, whose scales {tensor!r} are not "
+                f"in {stored.where}; leave dequantize() out of the entry to restore it "
+                "without"
+            )
+        elif found.shape != shape:
+            wrong.append(
+                f"{name}: needs {found} to have the shape {show_shape(shape)}; build "
+                "the target with the sizes of the checkpoint, or change the steps of "
+                "the mapping"
+            )
     return wrong[:3]  # the layers of a stack are all alike
 
 
 def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
     """The message that tensors are missing."""
     absent = [name for name in recipe.shapes if name not in stored.tensors]
-    meant = did_you_mean(absent[0], stored.tensors) if hint else ""
+    near = _near(absent[0], stored) if hint else ""
     if len(absent) == 1:
-        return f"there is no tensor {absent[0]!r} in {stored.where}{meant}"
+        return f"there is no tensor {absent[0]!r} in {stored.where}{near}"
     return (
         f"there are no tensors {absent[0]!r} and {len(absent) - 1} more in "
-        f"{stored.where}{meant}"
+        f"{stored.where}{near}"
+    )
+
+
+def _near(name: str, stored: Stored) -> str:
+    """A hint to the tensor that a name most likely misspells.
+
+    Numbers are not compared: the names of all layers are alike, and are too many.
+    """
+    form = meant(NUMBER.sub("0", name), stored.forms)
+    if form is None or form == NUMBER.sub("0", name):
+        return ""
+    numbers = iter(NUMBER.findall(name))
+    found = NUMBER.sub(lambda _: next(numbers, "0"), form)
+    return (
+        f"; did you mean {found if found in stored.tensors else stored.forms[form]!r}?"
     )
 
 
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
     """A problem for each tensor that no leaf uses."""
-    tied = "; where the model ties its output to the embedding, pass tied=True"
+
+    def hint(name: str) -> str:
+        if name == "lm_head.weight":
+            return "; where the model ties its output to the embedding, pass tied=True"
+        scaled = name.removesuffix("_scale_inv")
+        if scaled in used:
+            return f"; to multiply {scaled!r} by it, add dequantize() to its steps"
+        return ""
+
     return [
         f"{tensor}: no leaf of the target is made of it; to leave it out, add "
         f"(None, {_as_pattern(name)}) to the mapping, or pass unexpected='ignore'"
-        f"{tied if name == 'lm_head.weight' else ''}"
+        f"{hint(name)}"
         for name, tensor in stored.tensors.items()
         if name not in used and not names.ignores(name)
     ]

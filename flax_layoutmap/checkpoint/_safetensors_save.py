@@ -157,8 +157,7 @@ def _plan(
         source = names.source(own_path, path)
         if source is None:
             problems.append(
-                f"{path} {show_shape(value.shape)}: no entry of the mapping matches; "
-                "add (path, name of the tensor), or leave it out with exclude="
+                f"{path} {show_shape(value.shape)}: {names.unmatched(own_path)}"
             )
             continue
         try:

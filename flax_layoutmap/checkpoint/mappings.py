@@ -10,27 +10,33 @@ them, since the first that matches counts.
         *mappings.llama(),
     ]
 
-The paths that they expect, for layers in a list (`layers/0/…`) or, with
-`scanned=True`, stacked along dim 0 of each leaf (`layers/…`); `mlp/` may be absent.
-Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`) or not
+The paths that they expect are those that the presets of the same names lay out
+(`flm.presets.load("llama", mesh)`). Layers are numbered (`layers/0/…`) or, with
+`scanned=True`, stacked along dim 0 of each leaf (`layers/…`); in decoders, `mlp/` may
+be absent. Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`) or not
 (`nnx.Linear`).
 
-| leaf | Llama, Gemma | GPT-2 |
-|---|---|---|
-| embed/embedding | model.embed_tokens | wte |
-| positions/embedding | | wpe |
-| layers/N/attention_norm/scale (and bias) | input_layernorm | ln_1 |
-| layers/N/attention/(query, key, value)/kernel (and bias) | q_proj … | c_attn, split |
-| layers/N/attention/out/kernel (and bias) | o_proj | attn.c_proj |
-| layers/N/mlp_norm/scale (and bias) | post_attention_layernorm | ln_2 |
-| layers/N/mlp/(gate, up, down)/kernel (and bias) | gate_proj … | up c_fc, down c_proj |
-| norm/scale (and bias) | model.norm | ln_f |
-| lm_head/kernel | lm_head, else the embedding | lm_head, else wte |
+| leaf | tensor |
+|---|---|
+| embed/embedding, norm/scale | model.embed_tokens, model.norm |
+| lm_head/kernel | lm_head, else the embedding |
+| layers/N/attention_norm/scale | input_layernorm |
+| layers/N/mlp_norm/scale | post_attention_layernorm |
+| layers/N/attention/(query, key, value, out)/(kernel, bias) | (q, k, v, o)_proj |
+| layers/N/attention/(query, key)_norm/scale | (q, k)_norm |
+| layers/N/mlp/(gate, up, down)/kernel | (gate, up, down)_proj |
+| layers/N/mlp/router/kernel | the router |
+| layers/N/mlp/experts/(gate, up, down)/kernel | all experts: (experts, in, out) |
+
+What other families have besides is said at each.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from flax_layoutmap.checkpoint import _mapping_families as _families
 from flax_layoutmap.checkpoint._mapping_steps import cast as cast
+from flax_layoutmap.checkpoint._mapping_steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._mapping_steps import linear as linear
 from flax_layoutmap.checkpoint._mapping_steps import merge as merge
 from flax_layoutmap.checkpoint._mapping_steps import rearrange as rearrange
@@ -41,18 +47,9 @@ from flax_layoutmap.checkpoint._mapping_steps import unflatten as unflatten
 
 Entry = tuple[Any, ...]
 
-# Norm of a layer → its name in the checkpoint.
-_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_POST_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """Mapping for Llama, Mistral, Qwen 2 and others with the same names.
+    """Mapping for Llama 2 and 3, and others with the same names.
 
     Rotary positions turn the first half of a head against the second, as in
     `transformers`.
@@ -62,16 +59,46 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
         tied: whether the model's output is its embedding; a `lm_head.weight` in the
             checkpoint is then ignored.
     """
-    return _decoder(_NORMS, scanned, tied)
+    rows = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
+    return _families.decoder(rows, scanned=scanned, tied=tied)
+
+
+def mistral(*, scanned: bool = False) -> list[Entry]:
+    """Mapping for Mistral: that of `llama`."""
+    return llama(scanned=scanned)
+
+
+def qwen2(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
+    """Mapping for Qwen 2 and 2.5: that of `llama`, with biases of query, key and value.
+
+    Args:
+        scanned: as for `llama`.
+        tied: as for `llama`; true of the models up to 3B.
+    """
+    return llama(scanned=scanned, tied=tied)
+
+
+def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
+    """Mapping for Qwen 3: that of `llama`, with norms of queries and keys.
+
+    Weights in float8 are multiplied by their scales; see `dequantize`.
+
+    Args:
+        scanned: as for `llama`.
+        tied: as for `llama`; true of the models up to 4B.
+    """
+    rows = _families.float8([*_families.NORMS, *_families.ATTENTION, *_families.GATED])
+    return _families.decoder(rows, scanned=scanned, tied=tied)
 
 
 def gemma(
     *, post_norms: bool = False, scanned: bool = False, tied: bool = True
 ) -> list[Entry]:
-    """Mapping for Gemma; with `post_norms`, for Gemma 2 and Gemma 3 text models.
+    """Mapping for Gemma; with `post_norms`, for Gemma 2 and the text of Gemma 3.
 
     The norms of these models multiply by 1 + scale, and the embedding is multiplied by
-    the square root of the width; that is the model's to do.
+    the square root of the width; that is the model's to do. Tensors of Gemma 3's vision
+    are left out.
 
     Args:
         post_norms: whether what attention and mlp return is normed, too, by
@@ -79,99 +106,282 @@ def gemma(
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding.
     """
-    return _decoder(_POST_NORMS if post_norms else _NORMS, scanned, tied)
+    rows = _families.FOUR_NORMS if post_norms else _families.NORMS
+    rows = [*rows, *_families.ATTENTION, *_families.GATED]
+    prefixes = ("model.", "language_model.model.", "model.language_model.")
+    return [
+        *_families.decoder(rows, scanned=scanned, tied=tied, prefixes=prefixes),
+        (None, r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"),
+    ]
+
+
+def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
+    """Mapping for Mixtral.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0.
+        fused: whether the experts of a layer are one tensor, as in the modules of
+            `transformers` 5; the published files have one for each.
+    """
+    block = "mlp" if fused else "block_sparse_moe"
+    experts = _families.experts(f"{block}.experts", "w1", "w3", "w2")
+    rows = [
+        *(*_families.NORMS, *_families.ATTENTION, *_families.router(f"{block}.gate")),
+        *(_families.fused_experts("mlp.experts") if fused else experts),
+    ]
+    return _families.decoder(rows, scanned=scanned, tied=False)
+
+
+def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
+    """Mapping for Qwen 3 with experts.
+
+    Weights in float8 are multiplied by their scales; see `dequantize`.
+
+    Args:
+        scanned: as for `mixtral`.
+        fused: as for `mixtral`.
+    """
+    experts = (
+        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
+    )
+    shared = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
+    rows = [*_families.float8([*shared, *experts]), *_families.router("mlp.gate")]
+    return _families.decoder(rows, scanned=scanned, tied=False)
+
+
+def deepseek_v3(
+    *,
+    scanned: bool = False,
+    fused: bool = False,
+    keep_float8: bool = False,
+    dense_layers: int = 3,
+    layers: int = 61,
+) -> list[Entry]:
+    """Mapping for DeepSeek V2, V3 and R1, and Kimi K2.
+
+    Attention has `q_a/kernel`, `q_a_norm/scale`, `q_b/kernel` (or `query/kernel`,
+    without a low rank), `kv_a/kernel`, `kv_a_norm/scale`, `kv_b/kernel` and
+    `out/kernel`. The router has a bias, `mlp/router/bias`, and besides the experts
+    there are `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers
+    are `dense_layers/…`, and those with experts `moe_layers/…`.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0, in two stacks.
+        fused: as for `mixtral`.
+        keep_float8: whether the leaves stay in float8 if the weights are, with the
+            scales of their blocks in `kernel_scale` beside each `kernel`, laid out as
+            `(in / 128, out / 128)`. Otherwise they are multiplied: see `dequantize`.
+        dense_layers: how many layers have no experts.
+        layers: how many layers there are; the tensors of one more, which predicts the
+            next token but one, are left out.
+    """
+    latent = _families.float8(
+        [*_families.NORMS, *_families.LATENT_ATTENTION], keep_float8
+    )
+    dense = _families.float8(_families.GATED, keep_float8)
+    experts = (
+        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
+    )
+    own = _families.float8([*experts, *_families.SHARED_EXPERTS], keep_float8)
+    moe = [*_families.DEEPSEEK_ROUTER, *own]
+    entries = [*_families.around(tied=False), (None, rf"model\.layers\.{layers}\..*")]
+    if not scanned:
+        rows = [*latent, *dense, *moe]
+        return [
+            *entries,
+            *_families.layers(rows, "layers", "model.layers", scanned=False),
+        ]
+    for stack_of, rows, start in (("dense", dense, 0), ("moe", moe, dense_layers)):
+        entries += _families.layers(
+            [*latent, *rows],
+            f"{stack_of}_layers",
+            "model.layers",
+            scanned=True,
+            start=start,
+        )
+    return entries
+
+
+def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
+    """Mapping for gpt-oss.
+
+    Attention has biases and `attention/sinks`; router and experts have biases. Gate and
+    up, whose outputs alternate in the file, are apart.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0.
+        mxfp4: whether the experts are in MXFP4, as in the published files. Their leaves
+            then are `blocks`, uint8 (experts, out, in / 32, 16) with two numbers in a
+            byte, and `scales`, uint8 (experts, out, in / 32); otherwise `kernel`.
+    """
+    sinks: list[Any] = [("attention/sinks", "self_attn.sinks", ())]
+    experts = [*_families.router("mlp.router"), *_families.gpt_oss_experts(mxfp4)]
+    rows = [*_families.NORMS, *_families.ATTENTION, *sinks, *experts]
+    return _families.decoder(rows, scanned=scanned, tied=False)
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
     """Mapping for GPT-2, with or without the prefix `transformer.`.
 
+    Besides, there are `positions/embedding`, and biases of norms and of kernels.
+
     Args:
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding.
     """
-
-    def names(name: str) -> tuple[str, str]:
-        return f"transformer.{name}", name
-
-    entries: list[Entry] = [
-        ("embed/embedding", names("wte.weight")),
-        ("positions/embedding", names("wpe.weight")),
-        ("norm/scale", names("ln_f.weight")),
-        ("norm/bias", names("ln_f.bias")),
-        ("lm_head/kernel", ("lm_head.weight", *names("wte.weight")), (linear(),)),
+    prefixes = ("transformer.", "")
+    embed = _families.names(prefixes, "wte.weight")
+    return [
+        ("embed/embedding", embed),
+        ("positions/embedding", _families.names(prefixes, "wpe.weight")),
+        *_whole(_families.norm("norm", "ln_f"), prefixes),
+        ("lm_head/kernel", ("lm_head.weight", *embed), linear()),
         # Masks, which old checkpoints hold.
         (None, r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"),
-    ]
-    layer: list[Entry] = [
-        ("attention_norm/scale", "ln_1.weight", ()),
-        ("attention_norm/bias", "ln_1.bias", ()),
-        ("mlp_norm/scale", "ln_2.weight", ()),
-        ("mlp_norm/bias", "ln_2.bias", ()),
-    ]
-    # A Conv1D has its inputs first.
-    for at, part in enumerate(("query", "key", "value")):
-        kernel = (split(1, at, 3), transpose(), linear())
-        layer.append((f"attention/{part}/kernel", "attn.c_attn.weight", kernel))
-        bias = (split(0, at, 3), unflatten())
-        layer.append((f"attention/{part}/bias", "attn.c_attn.bias", bias))
-    back = (transpose(), linear(outputs=1))
-    layer += [
-        ("attention/out/kernel", "attn.c_proj.weight", back),
-        ("attention/out/bias", "attn.c_proj.bias", ()),
-    ]
-    for path, name in (("up", "c_fc"), ("down", "c_proj")):
-        own = (transpose(), linear())
-        layer.append((f"(?:mlp/)?{path}/kernel", f"mlp.{name}.weight", own))
-        layer.append((f"(?:mlp/)?{path}/bias", f"mlp.{name}.bias", ()))
-    for path, name, steps in layer:
-        path, number, steps = _of_layer(path, steps, scanned)
-        entries.append((path, names(f"h.{number}.{name}"), steps))
-    return entries + _tied(tied)
-
-
-def _decoder(norms: dict[str, str], scanned: bool, tied: bool) -> list[Entry]:
-    entries: list[Entry] = [
-        ("embed/embedding", "model.embed_tokens.weight"),
-        ("norm/scale", "model.norm.weight"),
-        (
-            "lm_head/kernel",
-            ("lm_head.weight", "model.embed_tokens.weight"),
-            (linear(),),
+        *([(None, r"lm_head\.weight")] if tied else []),
+        *_families.layers(
+            _families.gpt2_layer(),
+            "layers",
+            _families.names(prefixes, "h"),
+            scanned=scanned,
         ),
-        (None, r"model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
     ]
-    layer: list[Entry] = [
-        (f"{path}/scale", f"{name}.weight", ()) for path, name in norms.items()
+
+
+def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list[Entry]:
+    """Mapping for T5, mT5 and UMT5.
+
+    The layers are `encoder/layers/N/…` and `decoder/layers/N/…`, where those of the
+    decoder also have `cross_attention/…` and `cross_attention_norm/scale`; each side
+    has `norm/scale` and `relative_attention_bias/embedding` (of UMT5 in `attention/`).
+
+    Args:
+        gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5.
+        scanned: whether the model has its layers stacked along dim 0.
+        tied: whether the model's output is its embedding, as in T5 1.0.
+    """
+    bias = "relative_attention_bias"
+    entries: list[Entry] = [
+        ("embed/embedding", "shared.weight"),
+        ("lm_head/kernel", ("lm_head.weight", "shared.weight"), linear()),
+        *([(None, r"lm_head\.weight")] if tied else []),
+        # Copies of old checkpoints, and a bias that no layer has.
+        (None, r"(?:encoder|decoder)\.embed_tokens\.weight"),
+        (None, rf"decoder\.block\.0\.layer\.1\.EncDecAttention\.{bias}\.weight"),
     ]
-    for path, name in (("query", "q"), ("key", "k"), ("value", "v")):
-        of = f"self_attn.{name}"
-        layer += [
-            (f"attention/{path}/kernel", f"{of}_proj.weight", (linear(),)),
-            (f"attention/{path}/bias", f"{of}_proj.bias", (unflatten(),)),
-            (f"attention/{path}_norm/scale", f"{of}_norm.weight", ()),
+    for side in ("encoder", "decoder"):
+        first = f"{side}.block.0.layer.0.SelfAttention.{bias}.weight"
+        rows = _families.t5_layer(is_decoder=side == "decoder", gated=gated)
+        entries += [
+            (f"{side}/{bias}/embedding", first),
+            (f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
+            *_families.layers(rows, f"{side}/layers", f"{side}.block", scanned=scanned),
         ]
-    layer += [
-        ("attention/out/kernel", "self_attn.o_proj.weight", (linear(outputs=1),)),
-        ("attention/out/bias", "self_attn.o_proj.bias", ()),
+    return entries
+
+
+def whisper(*, scanned: bool = False) -> list[Entry]:
+    """Mapping for Whisper, whose output is its embedding.
+
+    The layers are `encoder/layers/N/…` and `decoder/layers/N/…`, where those of the
+    decoder also have `cross_attention/…` and `cross_attention_norm/…`. There are
+    `encoder/(conv1, conv2)/(kernel, bias)`, `decoder/embed/embedding`, and on each side
+    `positions/embedding` and `norm/(scale, bias)`.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0.
+    """
+    entries: list[Entry] = [
+        ("decoder/embed/embedding", "model.decoder.embed_tokens.weight"),
+        *_whole(_families.convolution("encoder/conv1", "encoder.conv1", 1), "model."),
+        *_whole(_families.convolution("encoder/conv2", "encoder.conv2", 1), "model."),
+        (None, r"proj_out\.weight"),
     ]
-    for path in ("gate", "up", "down"):
-        own = (linear(),)
-        layer.append((f"(?:mlp/)?{path}/kernel", f"mlp.{path}_proj.weight", own))
-        layer.append((f"(?:mlp/)?{path}/bias", f"mlp.{path}_proj.bias", ()))
-    for path, name, steps in layer:
-        path, number, steps = _of_layer(path, steps, scanned)
-        entries.append((path, f"model.layers.{number}.{name}", steps))
-    return entries + _tied(tied)
+    for side in ("encoder", "decoder"):
+        rows = _families.whisper_layer(is_decoder=side == "decoder")
+        tensor = f"model.{side}"
+        entries += [
+            (f"{side}/positions/embedding", f"{tensor}.embed_positions.weight"),
+            *_families.norm(f"{side}/norm", f"{tensor}.layer_norm"),
+            *_families.layers(
+                rows, f"{side}/layers", f"{tensor}.layers", scanned=scanned
+            ),
+        ]
+    return entries
 
 
-def _of_layer(
-    path: str, steps: tuple[Any, ...], scanned: bool
-) -> tuple[str, str, tuple[Any, ...]]:
-    """The path in a layer, its number in the name of the tensor, and the steps."""
-    if scanned:
-        return f"layers/{path}", "{layer}", (*steps, stack(0))
-    return rf"layers/(\d+)/{path}", r"\1", steps
+def vit(*, scanned: bool = False) -> list[Entry]:
+    """Mapping for ViT, with or without the prefix `vit.`.
+
+    There are `cls_token`, `position_embeddings`, `patch_embedding/(kernel, bias)` and
+    `classifier/(kernel, bias)`; a pooler is left out.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0.
+    """
+    prefixes, patches = ("vit.", ""), "embeddings.patch_embeddings.projection"
+    return [
+        ("cls_token", _families.names(prefixes, "embeddings.cls_token")),
+        (
+            "position_embeddings",
+            _families.names(prefixes, "embeddings.position_embeddings"),
+        ),
+        *_whole(_families.convolution("patch_embedding", patches, 2), prefixes),
+        *_whole(_families.norm("norm", "layernorm"), prefixes),
+        *_families.dense("classifier", "classifier"),
+        (None, r"(?:vit\.)?pooler\.dense\.(?:weight|bias)"),
+        *_families.layers(
+            _families.VIT_LAYER,
+            "layers",
+            _families.names(prefixes, "encoder.layer"),
+            scanned=scanned,
+        ),
+    ]
 
 
-def _tied(tied: bool) -> list[Entry]:
-    return [(None, r"lm_head\.weight")] if tied else []
+def clip(*, scanned: bool = False) -> list[Entry]:
+    """Mapping for CLIP, or for one of its towers.
+
+    The towers are `text/…`, with `embed/embedding`, and `vision/…`, with
+    `class_embedding`, `patch_embedding/kernel` and `pre_norm/(scale, bias)`; both have
+    `positions/embedding`, `layers/N/…` and `norm/(scale, bias)`. Besides, there are
+    `(text, visual)_projection/kernel` and `logit_scale`.
+
+    Args:
+        scanned: whether the model has its layers stacked along dim 0.
+    """
+    text, vision = "text_model.embeddings", "vision_model.embeddings"
+    entries: list[Entry] = [
+        ("text/embed/embedding", f"{text}.token_embedding.weight"),
+        *_families.norm("text/norm", "text_model.final_layer_norm"),
+        ("vision/class_embedding", f"{vision}.class_embedding"),
+        *_families.convolution(
+            "vision/patch_embedding", f"{vision}.patch_embedding", 2
+        ),
+        *_families.norm("vision/pre_norm", "vision_model.pre_layrnorm"),
+        *_families.norm("vision/norm", "vision_model.post_layernorm"),
+        *_families.dense("text_projection", "text_projection"),
+        *_families.dense("visual_projection", "visual_projection"),
+        ("logit_scale", "logit_scale"),
+        (None, r"(?:text|vision)_model\.embeddings\.position_ids"),
+    ]
+    for side in ("text", "vision"):
+        tensor = f"{side}_model"
+        positions = f"{tensor}.embeddings.position_embedding.weight"
+        entries += [
+            (f"{side}/positions/embedding", positions),
+            *_families.layers(
+                _families.CLIP_LAYER,
+                f"{side}/layers",
+                f"{tensor}.encoder.layers",
+                scanned=scanned,
+            ),
+        ]
+    return entries
+
+
+def _whole(rows: Sequence[Any], prefixes: str | Sequence[str]) -> list[Entry]:
+    """Rows about the model, with what is before the names of their tensors."""
+    return [
+        (path, _families.names(prefixes, name), steps) for path, name, steps in rows
+    ]

@@ -7,12 +7,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_read, mappings
 from flax_layoutmap.checkpoint._mapping import Source
 from flax_layoutmap.checkpoint._mapping_blocks import pieces_of, range_boxes
@@ -326,3 +328,16 @@ def test_few_files_are_open_at_once(
             assert (out == at).all()
     assert len(opened) == 5  # the first one stayed open
     assert sorted(closed) == sorted(opened)
+
+
+def test_replicas_that_share_memory_survive_donation(tmp_path: Path) -> None:
+    """JAX takes over the memory of NumPy on CPUs, here for eight devices at once."""
+    value = np.arange(1 << 12, dtype=np.float32).reshape(64, 64)
+    flm.checkpoint.save_safetensors(tmp_path, {"w": value})
+    rules = flm.LayoutMap("data=8", strict=False)
+    rules["w"] = None
+    w = flm.checkpoint.restore_safetensors(tmp_path, layout_map=rules)["w"]
+    add = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=w.sharding)
+    found = add(w)
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), value + 1)

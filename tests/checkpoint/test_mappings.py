@@ -1,0 +1,122 @@
+"""Each family's mapping against the tensors of published files, and there and back."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from mapped_families import FAMILIES, leaf_dtype, write_headers
+from same import assert_placed, assert_same
+from shapes import nested
+
+import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import _safetensors_restore as _restore
+from flax_layoutmap.checkpoint._mapping import NameMapping
+from flax_layoutmap.checkpoint._options import checked_options
+from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
+
+CASES = [
+    pytest.param(name, scanned, id=f"{name}{', scanned' if scanned else ''}")
+    for name in FAMILIES
+    for scanned in (False, True)
+]
+
+# DeepSeek V3 has 91,991 tensors.
+PUBLISHED = [
+    pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+    if case.values[0] == "deepseek_v3, float8"
+    else case
+    for case in CASES
+]
+# Of several names of a tensor, the first is written.
+PREFIXES = r"^(language_model\.|transformer\.)"
+
+
+def abstract(shapes: dict[str, tuple[int, ...]], float8: bool) -> dict[str, Any]:
+    return nested(
+        {
+            path: jax.ShapeDtypeStruct(shape, leaf_dtype(path, float8))
+            for path, shape in shapes.items()
+        }
+    )
+
+
+@pytest.mark.parametrize(("name", "scanned"), PUBLISHED)
+def test_published_tensors_make_every_leaf(
+    name: str, scanned: bool, tmp_path: Path
+) -> None:
+    """No tensor is forgotten, and all shapes are right; no number is read."""
+    family = FAMILIES[name]
+    tensors = family.stored(family.published)
+    leaves = family.model(family.published, scanned)
+    if family.parameters is not None:
+        assert sum(map(math.prod, leaves.values())) == family.parameters
+    write_headers(tmp_path, tensors)
+    mapping = NameMapping(family.entries(family.published, scanned))
+    kept = "kept" in name
+    options = checked_options(
+        tmp_path,
+        abstract(leaves, kept),
+        layout_map=flm.presets.load(family.preset, "fsdp=2,tensor=2,expert=2"),
+        dtype="target",
+    )
+    planned = _restore.plan_tensors(open_safetensors(tmp_path), mapping, options)
+    plan = planned.plan
+    assert plan.problems == ()
+    assert set(plan.reads) == set(leaves)
+    for path, read in plan.reads.items():
+        assert read.stored.shape == leaves[path]
+    assert plan.resolution is not None and not plan.resolution.unmatched
+    used = {tensor for recipe in planned.recipes.values() for tensor in recipe.shapes}
+    if not kept:
+        used |= {f"{tensor}_scale_inv" for tensor in used} & set(tensors)
+    unused = [tensor for tensor in tensors if tensor not in used]
+    assert unused == [t for t in tensors if re.fullmatch(family.left_out, t)]
+
+
+def bits(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+    """Random numbers of any dtype; no NaN."""
+    rng = np.random.default_rng(seed)
+    if dtype == "uint8":
+        return rng.integers(0, 256, shape, np.uint8)
+    return np.asarray(rng.normal(size=shape), np.float32).astype(np.dtype(dtype))
+
+
+def tree_of(shapes: dict[str, tuple[int, ...]], float8: bool) -> dict[str, Any]:
+    return nested(
+        {
+            path: bits(shape, leaf_dtype(path, float8), seed)
+            for seed, (path, shape) in enumerate(shapes.items())
+        }
+    )
+
+
+@pytest.mark.parametrize(("name", "scanned"), CASES)
+def test_there_and_back(name: str, scanned: bool, tmp_path: Path) -> None:
+    """Sharded by the preset; the tensors have the published names."""
+    family = FAMILIES[name]
+    shapes, kept = family.model(family.tiny, scanned), "kept" in name
+    rules = flm.presets.load(family.preset, "fsdp=2,expert=2,tensor=2")
+    model = rules.place(tree_of(shapes, kept))
+    mapping = family.entries(family.tiny, scanned)
+    flm.checkpoint.save_safetensors(tmp_path, model, mapping=mapping)
+    stored = open_safetensors(tmp_path).tensors
+    expected = {
+        re.sub(PREFIXES, "", tensor): shape
+        for tensor, shape in family.stored(family.tiny).items()
+        if kept or not tensor.endswith("_scale_inv")
+        if not re.fullmatch(family.left_out, tensor)
+    }
+    assert {re.sub(PREFIXES, "", t): stored[t].shape for t in stored} == expected
+    target = abstract(shapes, kept)
+    found = flm.checkpoint.restore_safetensors(
+        tmp_path, target, layout_map=rules, mapping=mapping
+    )
+    assert_same(found, model)
+    resolution = rules.resolve(target)
+    assert_placed(found, resolution)
+    # Scales of tiny matrices are single numbers, which nothing divides.
+    assert kept or not list(flm.lint(resolution)), str(flm.lint(resolution))
