@@ -182,7 +182,8 @@ def restore(args: Namespace) -> int:
 
 def preset(args: Namespace) -> int:
     mesh = _sources.mesh_of(args.mesh)
-    rules = flm.presets.load(args.family, mesh, axes=_sources.axes_of(args.axis))
+    axes = _sources.axes_of(args.axis)
+    rules = flm.presets.load(args.family, mesh, variant=args.variant, axes=axes)
     print(to_toml(rules.freeze()), end="")
     return _DONE
 
@@ -194,7 +195,7 @@ def detect(args: Namespace) -> int:
         _print_json(_plain(found))
     else:
         print(found)
-    return _DONE if found.families else _FOUND
+    return _DONE if found.families and found.agree else _FOUND
 
 
 def convert(args: Namespace) -> int:

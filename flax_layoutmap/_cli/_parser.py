@@ -300,6 +300,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _text("family", "FAMILY", "such as llama; an unknown one lists all"),
         _value("--mesh", metavar="MESH", required=True, help="data=2,fsdp=16,tensor=8"),
         _AXES,
+        _text("--variant", "NAME", "of the family, such as untied"),
     ),
     "detect": (
         "Tells which family with a preset a model or a checkpoint is of, and why.",

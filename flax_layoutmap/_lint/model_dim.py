@@ -176,6 +176,14 @@ def _exchanged(resolution: Resolution, found: Sequence[Kernel]) -> Iterator[Find
     for one in (*_turned(by_rule, rules), *_without_features(by_rule, rules)):
         leaf, beside = _all_of(one.odd), _all_of(one.others)
         shapes = [kernel.leaf.shape for kernel in one.odd]
+        # A layout with one entry per dim does not fit the biases of the same rule.
+        ranks = {
+            len(row.dims)
+            for row in resolution._distinct.values()
+            if row.rule == one.at and row.reason in ("rule", "exact key")
+        }
+        if one.to.layout.rank is not None and len(ranks) > 1:
+            continue
         if leaf.bytes < LARGE_SHARE * resolution.total_bytes or not all(
             divides(shape, one.to.layout.dims(len(shape)), mesh) for shape in shapes
         ):
@@ -342,9 +350,11 @@ def _idle(resolution: Resolution, found: Sequence[Kernel]) -> Iterator[Finding]:
         return
     batch = (*rules.batch, *idle)
     mended, changed = _with_batch(rules, batch)
-    for axis, leaf in idle.items():
+    for number, (axis, leaf) in enumerate(idle.items()):
         words = {"axis": axis, "size": mesh.axis_sizes[axis], "own": rules.batch}
-        words |= {"batch": batch, "too": changed, "mended": mended}
+        words |= {"batch": batch, "too": changed}
+        if number == 0:  # one fix for all of them, whose cost is counted once
+            words["mended"] = mended
         yield Finding("LM116", leaf=leaf, **words)
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-# A whole part of a path that is an index, or the end of a name: `layers/0`, `block_0`.
-_INDEX = re.compile(r"(?<=[/_])\d+(?=/|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=/)")
+# An index in a path: `layers/0`, `layers.0` of Hugging Face, `block_0`.
+_INDEX = re.compile(r"(?<=[/_.])\d+(?=[/.]|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=[/.])")
 _ANY_INDEX = r"\d+"
 
 Value = TypeVar("Value", bound=Hashable)

@@ -10,7 +10,12 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Match
-from flax_layoutmap.convert._partition_rules import plain_dims, refuse_optimizer_rules
+from flax_layoutmap.convert._partition_rules import (
+    hides_patterns,
+    plain_dims,
+    refuse_flags,
+    refuse_optimizer_rules,
+)
 
 # Names of Keras and KerasHub → the names of the same in Flax, Tunix and `presets`.
 FLAX_NAMES = {
@@ -53,7 +58,7 @@ def from_keras(
 
     It gives the same answers on the paths of the Keras model, and the same layouts on
     those of Flax where they differ by the usual names alone (`embeddings` is
-    `embedding`, `gamma` is `scale`, `transformer_layer_3` is `layers/3`, `query` is
+    `embedding`, `gamma` is `scale`, `transformer_layer.*` is `layers/3`, `query` is
     `q_proj` …). What it does not match in a Flax model is reported, as always.
 
     Args:
@@ -89,7 +94,11 @@ def from_keras(
         dims = getattr(value, "axes", value)
         try:
             renamed = dims and tuple(names.get(dim, dim) for dim in dims)
-            made[_for_flax(key)] = renamed
+            is_text = re.escape(key).replace("\\-", "-") == key
+            if is_text:  # wins over all patterns, as the path itself
+                made[key] = renamed
+            if not is_text or _for_flax(key) != key:
+                made[_for_flax(key)] = renamed
         except (RuleError, TypeError) as error:
             raise RuleError(f"Keras's key {key!r} → {dims!r}: {error}") from error
     return made
@@ -103,7 +112,12 @@ def _keras_match() -> Match:
 
 
 def _for_flax(key: str) -> str:
-    """The pattern with Flax's names as alternatives of Keras's."""
+    """The pattern with Flax's names as alternatives of Keras's.
+
+    One with a class of characters, a named group or a look-behind keeps its names.
+    """
+    if "[" in key or "(?P" in key or "(?<" in key:
+        return key
     return _WORD.sub(
         lambda found: (
             f"(?:{'|'.join((found[0], *FLAX_NAMES[found[0]]))})"
@@ -117,7 +131,8 @@ def _for_flax(key: str) -> str:
 def to_keras(layout_map: Any) -> dict[str, tuple[str | None, ...]]:
     """Return the parameter rules as a mapping for `keras.distribution.LayoutMap`.
 
-    Patterns match whole paths, as in Keras ≥ 3.14. The names of parameters stay as they
+    Patterns match whole paths, as in Keras ≥ 3.14. Activation rules and named layouts
+    are left out. The names of parameters stay as they
     are: Keras's own models have others (`embeddings`, `gamma`).
 
     Args:
@@ -144,6 +159,7 @@ def to_keras(layout_map: Any) -> dict[str, tuple[str | None, ...]]:
             f"overlap={rules.overlap!r}; for one model, convert its shardings: "
             "flm.convert.from_shardings(layout_map.abstract(model))"
         )
+    # Activation rules and named layouts are not for parameters, and are left out.
     found: dict[str, tuple[str | None, ...]] = {}
     around = {
         "search": (".*(?:", ").*"),
@@ -158,5 +174,9 @@ def to_keras(layout_map: Any) -> dict[str, tuple[str | None, ...]]:
                 f"rule {rule.pattern!r} → {rule.layout} has several axes on a dim, "
                 "which Keras has no layout for"
             )
+        if before:
+            refuse_flags(rule)
+        if hides_patterns(rule, [other for other in rules.rules if other is not rule]):
+            found[rule.pattern] = dims  # as an exact key it wins in Keras, too
         found[f"{before}{rule.pattern}{after}"] = dims
     return found

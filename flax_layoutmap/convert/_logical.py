@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import linen
 
 from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
@@ -14,7 +15,11 @@ from flax_layoutmap.convert._shardings import rules_for
 
 
 def from_logical(
-    rules: Sequence[tuple[str, Any]], model: Any, mesh: Any, *, batch: Any = None
+    rules: Sequence[tuple[str, Any]],
+    model: Any,
+    mesh: Any = None,
+    *,
+    batch: Any = None,
 ) -> LayoutMap:
     """Make the rules that say by paths what logical axis rules say of a model.
 
@@ -25,7 +30,7 @@ def from_logical(
         rules: (logical axis, mesh axis, axes or None) pairs.
         model: a model whose parameters name their logical axes: Linen variables with
             their boxes, an NNX module, or a function that makes one of them.
-        mesh: the mesh of the rules.
+        mesh: the mesh of the rules; None takes that of `jax.set_mesh`.
         batch: as for `LayoutMap`.
 
     Raises:
@@ -33,10 +38,22 @@ def from_logical(
             by paths give these layouts.
         ResolveError: dims do not divide by their axes.
     """
+    if mesh is None and jax.sharding.get_abstract_mesh().axis_names:
+        mesh = jax.sharding.get_abstract_mesh()
     target = as_mesh(mesh)
     if target is None:
         raise MeshError("from_logical(rules, model, mesh) needs a mesh")
-    for number, (name, row) in enumerate(rules, start=1):
+    for number, entry in enumerate(rules, start=1):
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise RuleError(
+                f"logical rule {number} is no (name, mesh axes) pair: {entry!r}"
+            )
+        name, row = entry
+        if not isinstance(row, str | tuple | list | None):
+            raise RuleError(
+                f"logical rule {number}, {name!r}: mesh axes are a name, a tuple of "
+                f"names or None, got {row!r}"
+            )
         for axis in (row,) if isinstance(row, str) else row or ():
             if axis not in target.axis_names:
                 raise RuleError(
@@ -46,5 +63,10 @@ def from_logical(
                 )
     with linen.logical_axis_rules(rules):
         leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
+    if not any(leaf.reason == "flax metadata" for leaf in leaves):
+        raise RuleError(
+            "no parameter of the model names its logical axes: pass the model with its "
+            "annotations (Linen's boxes, NNX's out_sharding)"
+        )
     wanted = {leaf.path: leaf.layout for leaf in leaves}
     return rules_for(leaves, wanted, target, lambda own: resolve(model, own), batch)

@@ -80,14 +80,16 @@ def _pattern_of(key: Any) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, tuple | list) and all(isinstance(own, str) for own in key):
-        parts = [own if own.isidentifier() else f"(?:{own})" for own in key]
+        parts = [own if own.isidentifier() else f"(?:{_in_a_part(own)})" for own in key]
         for own in key:
+            if re.search(r"\\\d", re.sub(r"\\d", "", own)):
+                raise RuleError(f"{own!r} refers to a group, which a tuple cannot")
             if _has_open_choice(own):
                 raise RuleError(
                     f"in {own!r} the last choice alone is matched up to the end of a "
                     f"part, which is rarely meant: write '({own})'"
                 )
-        return f"(^|/){'/'.join(parts)}(/|$)"
+        return f"(?:^|/){'/'.join(parts)}(?:/|$)"
     raise RuleError(f"a pattern is a string or a tuple of strings, got {key!r}")
 
 
@@ -136,12 +138,21 @@ def to_partition_rules(layout_map: Any) -> list[tuple[str, PartitionSpec]]:
     whole = [
         (f"^{rule.pattern}$", _spec_of(rule, rules))
         for at, rule in enumerate(ordered)
-        if _hides_patterns(rule, ordered[:at])
+        if hides_patterns(rule, ordered[:at])
     ]
     found = [(_searched(rule, rules), _spec_of(rule, rules)) for rule in ordered]
     if rules.unmatched == "replicate" and ".*" not in dict(found):
         found.append((".*", PartitionSpec()))
     return whole + found
+
+
+def _in_a_part(pattern: str) -> str:
+    """The pattern with `.` for any character but `/`."""
+    return re.sub(
+        r"\\.|\[[^\]]*\]|\.",
+        lambda found: "[^/]" if found[0] == "." else found[0],
+        pattern,
+    )
 
 
 def _has_open_choice(pattern: str) -> bool:
@@ -152,7 +163,7 @@ def _has_open_choice(pattern: str) -> bool:
     return "|" in found
 
 
-def _hides_patterns(rule: Rule, before: Sequence[Rule]) -> bool:
+def hides_patterns(rule: Rule, before: Sequence[Rule]) -> bool:
     """Whether, as the key of a whole path, a rule wins over others in front of it."""
     if _SPECIAL.search(rule.pattern) or rule.rank == "skip":
         return False
@@ -166,12 +177,22 @@ def _searched(rule: Rule, rules: RuleSet) -> str:
     """The pattern that matches by search what the rule's matches."""
     if rules.match == "search":
         return rule.pattern
+    refuse_flags(rule)
     return f"^(?:{rule.pattern})" + ("$" if rules.match == "fullmatch" else "")
 
 
 def _spec_of(rule: Rule, rules: RuleSet) -> PartitionSpec:
     dims = plain_dims(rule, rules, "a PartitionSpec")
     return PartitionSpec(*dims)
+
+
+def refuse_flags(rule: Rule) -> None:
+    """Raise RuleError for flags, which must be in front of a whole pattern."""
+    if re.match(r"\(\?[a-zA-Z]+\)", rule.pattern):
+        raise RuleError(
+            f"the pattern {rule.pattern!r} begins with flags, which cannot be within "
+            "another pattern; write it without them"
+        )
 
 
 def refuse_optimizer_rules(rules: RuleSet) -> None:

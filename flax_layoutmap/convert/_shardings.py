@@ -107,7 +107,7 @@ def rules_for(
 
     Args:
         leaves: the leaves, as they are resolved without rules.
-        wanted: path → layout, one entry per dim.
+        wanted: path → layout, one entry per dim; any other leaf may get any.
         mesh: the mesh of the rules.
         resolved: resolves the tree under given rules.
         batch: as for `LayoutMap`.
@@ -207,11 +207,15 @@ def _layouts(
 def _different(
     resolution: Resolution, wanted: Mapping[str, TensorLayout]
 ) -> list[ResolvedLeaf]:
+    def layout(one: TensorLayout, ndim: int) -> tuple[Any, ...]:
+        return one.memory_kind, one.dims(ndim)
+
     return [
         leaf
         for leaf in resolution
-        if leaf.layout.memory_kind != wanted[leaf.path].memory_kind
-        or leaf.layout.dims(len(leaf.shape)) != wanted[leaf.path].dims(len(leaf.shape))
+        if leaf.path in wanted
+        and layout(leaf.layout, len(leaf.shape))
+        != layout(wanted[leaf.path], len(leaf.shape))
     ]
 
 

@@ -93,11 +93,12 @@ def from_tp_plan(
     target = as_mesh(mesh)
     names = () if target is None else target.axis_names
     entries = _entries(plan, has_experts=expert_axis in names)
+    _check_keys(entries)
     made: list[Rule] = []
     # The name of a parameter is longer than that of its module.
-    for key in sorted(entries, key=lambda key: -str(key).count(".")):
+    for key in sorted(entries, key=lambda key: -key.count(".")):
         style = entries[key]
-        if style not in STYLES:
+        if not isinstance(style, str) or style not in STYLES:
             raise RuleError(
                 f"tp_plan: {key!r} has the style {style!r}, which is not known here"
                 f"{did_you_mean(str(style), STYLES)}; there are {', '.join(STYLES)}"
@@ -124,22 +125,37 @@ def _entries(plan: Any, *, has_experts: bool) -> dict[str, str]:
             for key, style in (found or {}).items()
             if key not in (experts or ()) and not key.startswith(below or ("\0",))
         } | dict(experts or {})
-    if entries and not any(key.split(".")[-1] == "embed_tokens" for key in entries):
+    if entries and not any(
+        str(key).split(".")[-1] == "embed_tokens" for key in entries
+    ):
         entries["embed_tokens"] = "embedding_rowwise"
     return entries
+
+
+def _check_keys(entries: Mapping[Any, str]) -> None:
+    """Raise RuleError for a key that is no name, and for two that disagree."""
+    for key in entries:
+        parts = key.split(".") if isinstance(key, str) else [""]
+        if not all(part == "*" or (part and "*" not in part) for part in parts):
+            raise RuleError(
+                f"tp_plan: the key {key!r} is no name of a module: parts are joined by "
+                "'.', and '*' is a part by itself, the number of a layer"
+            )
+    for key, style in entries.items():
+        general = _NUMBER.sub("*", key)
+        if entries.get(general, style) != style:
+            raise RuleError(
+                f"tp_plan: {key!r} is {style!r} and {general!r} is "
+                f"{entries[general]!r}, and both name the same module: keep one"
+            )
 
 
 def _rules(
     key: str, style: tuple[Any, Any, Any], axes: Mapping[str, str]
 ) -> Iterator[Rule]:
     """The rules of an entry: for a parameter of this name, and for a module's."""
-    parts = key.split(".") if isinstance(key, str) else [""]
-    if not all(part == "*" or (part and "*" not in part) for part in parts):
-        raise RuleError(
-            f"tp_plan: the key {key!r} is no name of a module: parts are joined by "
-            "'.', and '*' is a part by itself, the number of a layer"
-        )
-    name = "[./]".join(r"\d+" if part == "*" else re.escape(part) for part in parts)
+    parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
+    name = "[./]".join(parts)
     name = f"(^|[./]){name}"
     weight, kernel, bias = (_named(layout, axes) for layout in style)
     if weight is not None:
@@ -156,7 +172,9 @@ def _named(layout: Any, axes: Mapping[str, str]) -> Any:
     return tuple(axes[dim] if isinstance(dim, str) else dim for dim in layout)
 
 
-def to_tp_plan(layout_map: Any, model: Any, *, axis: str = "tensor") -> dict[str, str]:
+def to_tp_plan(
+    layout_map: Any, model: Any, *, axis: str = "tensor", expert_axis: str = "expert"
+) -> dict[str, str]:
     """Return the tensor-parallel plan of `transformers` for the weights of a model.
 
     Args:
@@ -165,6 +183,7 @@ def to_tp_plan(layout_map: Any, model: Any, *, axis: str = "tensor") -> dict[str
             or `jax.ShapeDtypeStruct`s.
         axis: the mesh axis that is tensor-parallel; layouts over other axes (FSDP) have
             no place in a plan and are left out.
+        expert_axis: the mesh axis that experts are sharded over (`grouped_gemm`).
 
     Returns:
         Name of a module, or of a parameter that is no `weight` or `bias`, with `*` for
@@ -190,7 +209,7 @@ def to_tp_plan(layout_map: Any, model: Any, *, axis: str = "tensor") -> dict[str
         if last == "bias":
             continue
         key = _NUMBER.sub("*", module if last == "weight" else name)
-        style = _style_of(leaf, key, axis)
+        style = _style_of(leaf, key, axis, expert_axis)
         known, other = found.setdefault(key, (style, leaf))
         if known != style:
             raise RuleError(
@@ -205,22 +224,25 @@ def to_tp_plan(layout_map: Any, model: Any, *, axis: str = "tensor") -> dict[str
     return plan
 
 
-def _style_of(leaf: ResolvedLeaf, key: str, axis: str) -> str | None:
-    count = len(leaf.shape)
-    own = [at for at, dim in enumerate(leaf.layout.dims(count)) if axis in dim]
-    if not own:
-        return None
-    is_embedding = key.rpartition(".")[2] in ("embed_tokens", "wte", "embedding")
-    if count <= 3 and own == [max(count - 2, 0)]:
-        return "embedding_rowwise" if is_embedding else "colwise"
-    if count <= 3 and own == [count - 1]:
-        return "embedding_colwise" if is_embedding else "rowwise"
-    if own == [0]:
+def _style_of(leaf: ResolvedLeaf, key: str, axis: str, expert_axis: str) -> str | None:
+    count, dims = len(leaf.shape), leaf.layout.dims(len(leaf.shape))
+    own = [at for at, dim in enumerate(dims) if axis in dim]
+    experts = [at for at, dim in enumerate(dims) if expert_axis in dim]
+    name = key.rpartition(".")[2]
+    is_embedding = name in ("embed_tokens", "wte", "embedding")
+    if not own and not experts:
+        # Without an entry, transformers would shard it.
+        return "replicate" if name == "embed_tokens" else None
+    if not own and experts == [0] and count >= 3:
         return "grouped_gemm"
+    if not experts and count <= 3 and own == [max(count - 2, 0)]:
+        return "embedding_rowwise" if is_embedding else "colwise"
+    if not experts and count <= 3 and own == [count - 1]:
+        return "embedding_colwise" if is_embedding else "rowwise"
     raise RuleError(
         f"tp_plan: {leaf.path} {show_shape(leaf.shape)} has {leaf.layout}, which no "
-        "style does: colwise shards the last dim but one, rowwise the last, "
-        "grouped_gemm the first"
+        f"style does: over {axis!r} colwise shards the last dim but one and rowwise "
+        f"the last, over {expert_axis!r} grouped_gemm shards the first"
     )
 
 

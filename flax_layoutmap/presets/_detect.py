@@ -43,7 +43,8 @@ class Recognition:
     def __str__(self) -> str:
         fitting = [f"{name}: {self.features[name]}" for name in self.families]
         others = [f"not {name}: {reason}" for name, reason in self.rejected.items()]
-        return "\n".join(fitting + others)
+        differ = [] if self.agree else ["the rules of these families differ"]
+        return "\n".join(fitting + differ + others)
 
 
 def recognise(model: Any) -> Recognition:

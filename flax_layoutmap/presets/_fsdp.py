@@ -15,7 +15,12 @@ from flax_layoutmap.convert._shardings import NEVER_ASKED, rules_for
 
 
 def fsdp(
-    model: Any, mesh: Any, *, min_size: int = 2**16, axis: str | None = None
+    model: Any,
+    mesh: Any,
+    *,
+    min_size: int = 2**16,
+    axis: str | None = None,
+    batch: Any = None,
 ) -> LayoutMap:
     r"""Return rules that shard each parameter along its largest dim that divides.
 
@@ -28,6 +33,8 @@ def fsdp(
         mesh: anything that `DeviceMesh` accepts.
         min_size: parameters of fewer elements are replicated.
         axis: the mesh axis; None takes `fsdp`, or the only axis of the mesh.
+        batch: mesh axes for the first dim of a batch; None takes `data`, where the mesh
+            has it, and the axis of the parameters.
 
     Raises:
         RuleError: the mesh does not have the axis.
@@ -56,13 +63,16 @@ def fsdp(
     leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
     wanted = {
         leaf.path: leaf.layout
-        if leaf.reason in NEVER_ASKED or leaf.role == "optimizer"
+        if leaf.reason in NEVER_ASKED
         else TensorLayout(_largest(leaf.shape, own, count, min_size), target)
         for leaf in leaves
+        if leaf.role != "optimizer"  # which follows its parameters
     }
-    batch = [name for name in ("data", own) if name in target.axis_names]
+    if batch is None:
+        both = dict.fromkeys(("data", own))
+        batch = [name for name in both if name in target.axis_names]
     return rules_for(
-        [leaf for leaf in leaves if leaf.role != "optimizer"],
+        leaves,
         wanted,
         target,
         lambda rules: resolve(model, rules),
@@ -86,13 +96,16 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
 
     For each rule, the state of its parameters gets the axis beside `fsdp` where a dim
     has it, else on the first dim that is not sharded, else beside the axes of the first
-    dim. The parameters, and so the forward and backward passes, stay as they are.
+    dim. The parameters, and so the forward and backward passes, stay as they are. Where
+    that dim does not divide, resolving raises, or with `indivisible="replicate"` that
+    dim is replicated.
 
     Args:
         layout_map: the rules of the parameters.
         axis: the mesh axis.
 
     Raises:
+        MeshError: the map has no mesh.
         RuleError: the mesh does not have the axis, or there are rules for optimizer
             state, or for parameters, that use it.
 
@@ -104,7 +117,9 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
         ('data', 'tensor')
     """
     rules = layout_map.freeze()
-    known = () if rules.mesh is None else rules.mesh.axis_names
+    if rules.mesh is None:
+        raise MeshError("zero1: the map has no mesh; give it one with .on(mesh)")
+    known = rules.mesh.axis_names
     if axis not in known:
         raise RuleError(
             f"zero1: the mesh {str(rules.mesh)!r} has no axis {axis!r}"

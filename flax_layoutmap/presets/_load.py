@@ -104,7 +104,15 @@ def own_names(axes: Mapping[str, str] | None, mesh: DeviceMesh) -> dict[str, str
                 f"axes: the mesh {str(mesh)!r} has no axis {own!r} for {axis!r}"
                 f"{did_you_mean(own, mesh.axis_names)}"
             )
-    found = {axis: given.get(axis, axis) for axis in AXES}
+    for axis, own in given.items():
+        other = next(one for one in given if given[one] == own)
+        if other != axis:
+            raise RuleError(
+                f"axes: {own!r} is the name of {other!r} and of {axis!r}; an axis of "
+                f"the mesh is one axis of a preset: {_known()}"
+            )
+    # A name that is given for an axis is not that of another one by default.
+    found = {axis: axis for axis in AXES if axis not in given.values()} | given
     unknown = [axis for axis in mesh.axis_names if axis not in found.values()]
     if unknown:
         raise RuleError(

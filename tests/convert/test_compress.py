@@ -46,7 +46,7 @@ def values_of(patterns: dict[str, str], path: str) -> set[str]:
             {f"h/{n}/w": "first" if n < 2 else "last" for n in range(4)},
             {"(0|1)/w": "first", "(2|3)/w": "last"},
         ),
-        ({"w.1": "x", "w+1": "y"}, {r"w\.1": "x", r"w\+1": "y"}),
+        ({"w.a": "x", "w+a": "y"}, {r"w\.a": "x", r"w\+a": "y"}),
         ({}, {}),
     ],
 )

@@ -383,24 +383,12 @@ def test_a_plan_there_and_back() -> None:
     assert [leaf.layout for leaf in again.resolve(weights)] == there
 
 
-@pytest.mark.parametrize(
-    ("rules", "text"),
-    [
-        ({"w": ("tensor", None, None, None)}, None),
-        (
-            {"w": (None, "tensor", None, None)},
-            r"x\.w \(8,8,8,8\) has .* which no style",
-        ),
-    ],
-)
-def test_a_layout_that_no_style_does_is_named(rules: Any, text: str | None) -> None:
-    layout_map = flm.LayoutMap.from_rules(rules, mesh("tensor"))
-    weights = {"x.w": struct(8, 8, 8, 8)}
-    if text is None:
-        assert flm.convert.to_tp_plan(layout_map, weights) == {"x.w": "grouped_gemm"}
-    else:
-        with pytest.raises(RuleError, match=text):
-            flm.convert.to_tp_plan(layout_map, weights)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_layout_that_no_style_does_is_named(dim: int) -> None:
+    axes = tuple("tensor" if at == dim else None for at in range(4))
+    layout_map = flm.LayoutMap.from_rules({"w": axes}, mesh("tensor"))
+    with pytest.raises(RuleError, match=r"x\.w \(8,8,8,8\) has .* which no style"):
+        flm.convert.to_tp_plan(layout_map, {"x.w": struct(8, 8, 8, 8)})
 
 
 def test_layers_and_biases_that_disagree_are_named() -> None:
@@ -413,3 +401,73 @@ def test_layers_and_biases_that_disagree_are_named() -> None:
     weights = {"layers.0.up.weight": struct(8, 8), "layers.0.up.bias": struct(8)}
     with pytest.raises(RuleError, match="up.bias .* is replicated, but its weight is"):
         flm.convert.to_tp_plan(layout_map, weights)
+
+
+def test_entries_that_disagree_are_named() -> None:
+    plan = {"layers.*.up": "colwise", "layers.0.up": "rowwise"}
+    with pytest.raises(
+        RuleError, match="'layers.0.up' is 'rowwise' and 'layers.\\*.up'"
+    ):
+        flm.convert.from_tp_plan(plan, mesh("tensor"))
+
+
+@pytest.mark.parametrize("plan", [{3: "colwise"}, {"a": ["colwise"]}])
+def test_entries_of_other_types_are_named(plan: Any) -> None:
+    with pytest.raises(RuleError, match="the key 3 is|'a' has the style"):
+        flm.convert.from_tp_plan(plan, mesh("tensor"))
+
+
+def test_a_replicated_embedding_and_experts_there_and_back() -> None:
+    weights = {
+        "model.embed_tokens.weight": struct(32, 8),
+        "model.layers.0.mlp.experts.up": struct(4, 8, 8),
+    }
+    layout_map = flm.LayoutMap(mesh("tensor"))
+    layout_map["experts"] = ("expert", None, None)
+    plan = flm.convert.to_tp_plan(layout_map, weights)
+    assert plan == {
+        "model.embed_tokens": "replicate",
+        "model.layers.*.mlp.experts.up": "grouped_gemm",
+    }
+    again = flm.convert.from_tp_plan(plan, mesh("tensor")).resolve(weights)
+    assert [leaf.layout for leaf in again] == [
+        leaf.layout for leaf in layout_map.resolve(weights)
+    ]
+
+
+def test_an_exact_key_of_keras_wins_there_and_back() -> None:
+    table = {"d1/kernel": ("batch", None), ".*kernel": (None, "model")}
+    there = flm.convert.from_keras(table, mesh("model"))
+    back = flm.convert.to_keras(there)
+    for path in ("d1/kernel", "d2/kernel"):
+        layout = there[path]
+        assert layout is not None and layout.axes == tables.in_keras(table, path)
+        assert tables.in_keras(back, path) == layout.axes
+    searched = flm.LayoutMap(mesh("model"))
+    searched["a/up/kernel"] = ("model", None)
+    searched["up/kernel"] = (None, "model")
+    assert searched["a/up/kernel"] is not None
+    found = tables.in_keras(flm.convert.to_keras(searched), "a/up/kernel")
+    assert found == ("model", None)
+
+
+@pytest.mark.parametrize("key", ["(?<!query)/kernel", "(?P<key>a)/kernel", "[key]/w"])
+def test_groups_and_classes_of_keras_keep_their_names(key: str) -> None:
+    assert list(flm.convert.from_keras({key: ("model",)}, mesh("model"))) == [key]
+
+
+def test_flags_within_a_pattern_are_refused() -> None:
+    layout_map = flm.LayoutMap(mesh("model"), match="match")
+    layout_map["(?i)KERNEL"] = ("model",)
+    for export in (flm.convert.to_keras, flm.convert.to_partition_rules):
+        with pytest.raises(RuleError, match="begins with flags"):
+            export(layout_map)
+
+
+def test_a_pattern_of_a_part_stays_in_its_part() -> None:
+    rules = [(("mlp", ".*", "kernel"), P("mp"))]
+    layout_map = flm.convert.from_partition_rules(rules, mesh("mp"))
+    assert layout_map["mlp/a/kernel"] is not None
+    assert layout_map["mlp/a/b/kernel"] is None
+    with pytest.raises(RuleError, match="refers to a group"):
+        flm.convert.from_partition_rules([((r"(a|b)_\1",), P())], mesh("mp"))

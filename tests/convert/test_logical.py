@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.core.spmd import apply_rules
+from flax.core.spmd import from_sharding_rules
 from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
@@ -75,13 +75,12 @@ def test_linen_takes_the_first_row_whose_axes_are_free() -> None:
 
 def test_nnx_takes_the_last_row() -> None:
     layout_map = flm.convert.from_logical(RULES, lambda: Nnx(nnx.Rngs(0)), MESH)
-    with nnx.logical_axis_rules(RULES):
-        up, down = apply_rules(P("embed", "mlp"), None), P("model", "data")
-        assert apply_rules(P("mlp", "embed"), None) == down
+    up = from_sharding_rules(("embed", "mlp"), RULES)
+    down = from_sharding_rules(("mlp", "embed"), RULES)
     for name, spec in (("up", up), ("down", down)):
         layout = layout_map[f"{name}/kernel"]
         assert layout is not None and list(layout.dims(2)) == dims(spec, 2)
-    assert up == P("data", "model")
+    assert (up, down) == (("data", "model"), ("model", "data"))
 
 
 def test_the_rules_are_needed_no_more() -> None:
@@ -100,3 +99,31 @@ def test_a_row_with_an_axis_that_the_mesh_does_not_have() -> None:
 def test_it_needs_a_mesh() -> None:
     with pytest.raises(MeshError, match="needs a mesh"):
         flm.convert.from_logical(RULES, linen_variables, None)
+
+
+def test_the_mesh_of_the_context() -> None:
+    jax_mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(jax_mesh):
+        layout_map = flm.convert.from_logical([("mlp", "model")], linen_variables)
+    assert str(layout_map.device_mesh) == "model=8"
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([("embed",)], r"logical rule 1 is no \(name, mesh axes\) pair"),
+        (
+            [("embed", "data"), ("mlp", 3)],
+            "logical rule 2, 'mlp': mesh axes are a name",
+        ),
+    ],
+)
+def test_an_entry_that_is_no_rule_is_named(rules: Any, text: str) -> None:
+    with pytest.raises(RuleError, match=text):
+        flm.convert.from_logical(rules, linen_variables, MESH)
+
+
+def test_a_model_without_annotations() -> None:
+    plain = jax.eval_shape(lambda: nn.meta.unbox(linen_variables()))
+    with pytest.raises(RuleError, match="no parameter of the model names its logical"):
+        flm.convert.from_logical(RULES, plain, MESH)
