@@ -457,3 +457,26 @@ def test_errors_of_a_step() -> None:
         flm.lint(wrong.resolve(TREE), step=lambda rules: None)  # pyright: ignore
     with pytest.raises(flm.errors.RuleError, match="step needs a Resolution, got a La"):
         flm.lint(wrong, step=step)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_fix_that_the_biases_of_the_same_rule_do_not_fit(bias: bool) -> None:
+    leaves = {"norm/scale": struct(64)}
+    for n in range(2):
+        leaves[f"layers/{n}/query/kernel"] = struct(64, 4, 16)
+        leaves[f"layers/{n}/out/kernel"] = struct(4, 16, 64)
+        leaves[f"layers/{n}/up/kernel"] = struct(64, 256)
+        leaves[f"layers/{n}/down/kernel"] = struct(256, 64)
+        leaves[f"layers/{n}/key/kernel"] = struct(64, 4, 16)
+        if bias:
+            leaves[f"layers/{n}/query/bias"] = struct(64)
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("batch=1,tensor=4"))
+    layout_map["query"] = ("tensor", ...)
+    layout_map["key"] = (None, "tensor", None)
+    layout_map["out"] = ("tensor", ...)
+    layout_map["up"] = (None, "tensor")
+    layout_map["down"] = ("tensor", None)
+    layout_map["norm"] = None
+    report = flm.lint(layout_map.resolve(nested(leaves)))
+    found = [issue.pattern for issue in report if issue.code == "LM110"]
+    assert found == ([] if bias else ["query"])
