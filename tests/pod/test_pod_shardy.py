@@ -259,6 +259,10 @@ def test_moves_are_over_all_axes_that_tell_their_devices_apart(
         assert found == {(kind, axes)}
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9),
+    reason="Shardy of jax 0.8 gathers this array, where later versions move a part.",
+)
 def test_a_move_of_a_part_of_an_axis() -> None:
     """After the reshape the axis is split, 4 by 2, and the 2 move to the first dim."""
     layout_map = rules(w=("data", None))
