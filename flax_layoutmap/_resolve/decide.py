@@ -107,10 +107,14 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
 
 def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
     """Positions of random state, and of what is no array."""
+    # Nearly all are NumPy's: their few types are looked at, not each of the leaves.
+    others = {kind for kind in set(map(type, dtypes)) if not issubclass(kind, np.dtype)}
+    if not others:
+        return fixed
     return fixed | {
         at
         for at, dtype in enumerate(dtypes)
-        if not isinstance(dtype, np.dtype)
+        if type(dtype) in others
         if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     }
 
