@@ -11,6 +11,7 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Match
 from flax_layoutmap.convert._partition_rules import (
+    SPECIAL,
     hides_patterns,
     plain_dims,
     refuse_flags,
@@ -94,7 +95,7 @@ def from_keras(
         dims = getattr(value, "axes", value)
         try:
             renamed = dims and tuple(names.get(dim, dim) for dim in dims)
-            is_text = re.escape(key).replace("\\-", "-") == key
+            is_text = not SPECIAL.search(key)
             if is_text:  # wins over all patterns, as the path itself
                 made[key] = renamed
             if not is_text or _for_flax(key) != key:
@@ -132,8 +133,8 @@ def to_keras(layout_map: Any) -> dict[str, tuple[str | None, ...]]:
     """Return the parameter rules as a mapping for `keras.distribution.LayoutMap`.
 
     Patterns match whole paths, as in Keras ≥ 3.14. Activation rules and named layouts
-    are left out. The names of parameters stay as they
-    are: Keras's own models have others (`embeddings`, `gamma`).
+    are left out. The names of parameters stay as they are: Keras's own models have
+    others (`embeddings`, `gamma`).
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet`.

@@ -13,7 +13,7 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.rules import RuleSet, Unmatched
 
 # A pattern with none of these characters is a text, and may be a whole path.
-_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
+SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 
 
 def from_partition_rules(
@@ -66,7 +66,7 @@ def from_partition_rules(
             pattern = _pattern_of(entry[0])
             if any(re.search(rule.pattern, pattern) for rule in made):
                 # An earlier rule wins there, also over a key that is a whole path.
-                pattern = pattern if _SPECIAL.search(pattern) else f"(?:{pattern})"
+                pattern = pattern if SPECIAL.search(pattern) else f"(?:{pattern})"
             made.append(Rule(pattern, _renamed(entry[1], axes or {})))
         except RuleError as error:
             raise RuleError(f"partition rule {number}: {error}") from error
@@ -165,7 +165,7 @@ def _has_open_choice(pattern: str) -> bool:
 
 def hides_patterns(rule: Rule, before: Sequence[Rule]) -> bool:
     """Whether, as the key of a whole path, a rule wins over others in front of it."""
-    if _SPECIAL.search(rule.pattern) or rule.rank == "skip":
+    if SPECIAL.search(rule.pattern) or rule.rank == "skip":
         return False
     return any(
         other.layout != rule.layout and re.search(other.pattern, rule.pattern)

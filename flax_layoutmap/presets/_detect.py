@@ -18,7 +18,7 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.presets._load import AXES, load
 
 _LOG = logging.getLogger("flax_layoutmap")
@@ -61,12 +61,14 @@ def recognise(model: Any) -> Recognition:
         >>> flm.presets.recognise({name: kernel for name in names}).families[0]
         'llama'
     """
+    if isinstance(model, str | os.PathLike):
+        model = _parameters_of(model)
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
         try:
-            resolution, problem = _resolved(model, load(name, mesh).freeze()), None
+            resolution, problem = resolve(model, load(name, mesh)), None
         except ResolveError as error:  # the rules are for arrays of other ranks
             if error.resolution is None:
                 raise
@@ -124,18 +126,19 @@ def detect(
     return load(family, mesh, variant=variant, axes=axes)
 
 
-def _resolved(model: Any, rules: RuleSet) -> Resolution:
-    if not isinstance(model, str | os.PathLike):
-        return resolve(model, rules)
+def _parameters_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tree of the parameters of a checkpoint, whose metadata alone is read."""
     from flax_layoutmap import checkpoint
 
-    info = checkpoint.inspect(model)
-    if info.kind != "safetensors":
-        return checkpoint.resolve(model, layout_map=rules)
-    tensors = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in info.leaves
-    }
-    return resolve(tensors, rules)
+    tree: dict[str, Any] = {}
+    for leaf in checkpoint.inspect(path).leaves:
+        if leaf.role == "parameter":
+            *above, last = map(unescape, leaf.path.split("/"))
+            node = tree
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return tree
 
 
 @functools.cache

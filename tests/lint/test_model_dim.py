@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from convert.tables import KERAS_LLAMA
 from shapes import nested, struct
 
 import flax_layoutmap as flm
@@ -18,18 +19,7 @@ Rules = dict[str, tuple[Any, ...]]
 # KerasHub's `llama_backbone.py` (71453d0); its Qwen, Qwen MoE and Qwen 3 MoE have the
 # same. The kernels of queries, keys and values are (d, heads, head_dim); the axes are
 # those of Gemma's, (heads, d, head_dim).
-KERAS_HUB: Rules = {
-    "token_embedding/embeddings": ("model", "batch"),
-    "transformer_layer.*self_attention.*(query|key|value).kernel": (
-        "model",
-        "batch",
-        None,
-    ),
-    "transformer_layer.*attention_output.kernel": ("model", None, "batch"),
-    "transformer_layer.*feedforward_intermediate_dense.kernel": ("batch", "model"),
-    "transformer_layer.*feedforward_gate_dense.kernel": ("batch", "model"),
-    "transformer_layer.*feedforward_output_dense.kernel": ("model", "batch"),
-}
+KERAS_HUB: Rules = KERAS_LLAMA
 QUERY = "transformer_layer.*self_attention.*(query|key|value).kernel"
 CORRECTED = KERAS_HUB | {QUERY: ("batch", "model", None)}
 

@@ -2,10 +2,13 @@
 
 import importlib
 import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from presets.test_dense import FAMILIES, MESH, spellings, tree_of
+from shapes import nested
 
 import flax_layoutmap as flm
 
@@ -116,3 +119,12 @@ def test_optimizer_state_is_no_feature_of_a_family() -> None:
         "opt_state": {"mu": tree_of(shapes), "nu": tree_of(shapes)},
     }
     assert flm.presets.recognise(tree).families == ("llama", "mistral")
+
+
+@pytest.mark.parametrize("inside", ["", "model/"])
+def test_a_checkpoint(tmp_path: Path, inside: str) -> None:
+    """Of its parameters alone: the rest of a run is no reason against a family."""
+    shapes = spelled("llama", "flax, stacked")
+    params = {inside + path: np.zeros(shape) for path, shape in shapes.items()}
+    flm.checkpoint.save(tmp_path / "run", nested(params | {"opt_state/count": 3}))
+    assert flm.presets.recognise(tmp_path / "run").families[0] == "llama"
