@@ -33,7 +33,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import flax_layoutmap as flm  # noqa: E402
-from flax_layoutmap.checkpoint import _checksums  # noqa: E402
+from flax_layoutmap._core import checksums as _checksums  # noqa: E402
 from flax_layoutmap.checkpoint._read import verify  # noqa: E402
 
 P = PartitionSpec

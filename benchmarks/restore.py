@@ -168,7 +168,7 @@ def measure(row: str, path: str, target: str) -> dict[str, float]:
     """Run a row once on a small checkpoint, then once for the record."""
     import jax
 
-    from flax_layoutmap.checkpoint._progress import bytes_read
+    from flax_layoutmap.checkpoint._orbax import bytes_read
 
     jax.block_until_ready(way(row, f"{path}.small", TARGETS[target])())
     call = way(row, path, TARGETS[target])

@@ -40,6 +40,8 @@ _MIN_SLICE_BYTES = 1 << 20
 # Chunks are no larger, so that several processes can share the reading of an array that
 # one wrote. (Orbax's `shard_axes` would cut a dim down to single elements.)
 _CHUNK_BYTES = 16 << 20
+# The metric by which TensorStore counts the bytes that it reads from files.
+_COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 # A file that only the v1 API writes, and one that every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
@@ -293,6 +295,16 @@ def read_arrays(
     with TURN, translated(f"cannot read the checkpoint {path}"), context:
         read = v1.load(path, target, **own)
     return dict(zip(wanted, jax.tree.leaves(read), strict=True))
+
+
+def bytes_read() -> int:
+    """Bytes that TensorStore has read from files since this process started."""
+    import tensorstore
+
+    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
+    return sum(
+        int(value["value"]) for metric in found for value in metric.get("values", ())
+    )
 
 
 def chunk_of(held: Any) -> Shape | None:

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._checksums import checksums
 from flax_layoutmap.checkpoint._join import Read
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
@@ -31,7 +32,6 @@ from flax_layoutmap.checkpoint._leaves import (
     problem_list,
 )
 from flax_layoutmap.checkpoint._places import absolute, find
-from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Portion, Reads, Way

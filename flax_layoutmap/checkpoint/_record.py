@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
+from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -33,7 +34,6 @@ from flax_layoutmap._rules.serialise import (
 )
 from flax_layoutmap._tree.flax_internals import without_eager_sharding
 from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
-from flax_layoutmap.checkpoint._checksums import json_digest
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 

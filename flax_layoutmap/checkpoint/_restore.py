@@ -18,6 +18,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._descriptions import RestorePlan, described
 from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
@@ -37,8 +38,8 @@ from flax_layoutmap.checkpoint._options import (
     check_processes,
     checked_options,
 )
+from flax_layoutmap.checkpoint._orbax import bytes_read
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -183,7 +184,7 @@ def restore(
         agreement.add(reads.same_checkpoint)
         agreement.add(reads.same_reads)
     doing = f"restoring {reads.stored.where}"
-    with shown_progress(doing, reads.own_bytes, progress):
+    with shown_progress(doing, reads.own_bytes, progress, bytes_read):
         values = read_leaves(reads, job_mesh)
     return reads.plan.tree(values)
 

@@ -25,11 +25,11 @@ from jax.sharding import SingleDeviceSharding
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._show.progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import TYPES
 from flax_layoutmap.checkpoint._mapping import Recipe, Scaled
 from flax_layoutmap.checkpoint._mapping_blocks import Piece, Range, pieces_of
-from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
 
 # Reading a gap of this size takes about as long as starting another read.

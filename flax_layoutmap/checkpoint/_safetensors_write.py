@@ -20,10 +20,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
 from flax_layoutmap.checkpoint._places import on_first_process
-from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._safetensors_header import INDEX, NAMES, SINGLE
 
 _OWN_NAMES = re.compile(

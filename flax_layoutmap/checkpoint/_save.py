@@ -9,12 +9,13 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
+from flax_layoutmap._core.checksums import checksums as checksums_of
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap.checkpoint import _checksums, _orbax, _record
+from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     is_storable,
@@ -135,7 +136,7 @@ def prepare(
     }
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
-        record["checksums"] = _checksums.checksums(values)
+        record["checksums"] = checksums_of(values)
     return Ready(nested(values), record)
 
 

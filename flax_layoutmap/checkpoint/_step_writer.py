@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, visible
-from flax_layoutmap.checkpoint._checksums import json_digest
 from flax_layoutmap.checkpoint._orbax import TURN, saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 

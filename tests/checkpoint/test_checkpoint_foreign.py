@@ -408,21 +408,21 @@ def test_progress_is_shown_where_it_is_asked_for(
 
 
 def test_progress_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flax_layoutmap.checkpoint import _progress
+    from flax_layoutmap._show import progress
 
     seen: list[int] = []
-    monkeypatch.setattr(_progress, "_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "_SECONDS", 0.001)
 
     def count() -> int:
         seen.append(len(seen) * 10)
         return seen[-1]
 
-    with _progress.shown_progress("x", 1000, True, count):
+    with progress.shown_progress("x", 1000, True, count):
         while len(seen) < 4:
             pass
     assert seen[:3] == [0, 10, 20]
     before = len(seen)
-    with _progress.shown_progress("x", 0, True, count):
+    with progress.shown_progress("x", 0, True, count):
         pass
     assert len(seen) == before
 

@@ -21,8 +21,9 @@ from multiprocess import checksums as program
 from multiprocess import launch
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _checksums, _orbax
-from flax_layoutmap.checkpoint._checksums import block_sum, checksums
+from flax_layoutmap._core import checksums as _checksums
+from flax_layoutmap._core.checksums import block_sum, checksums
+from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import _STORABLE
 from flax_layoutmap.checkpoint._read import verify
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _checksums
+from flax_layoutmap._core import checksums as _checksums
 from flax_layoutmap.checkpoint._read import verify
 
 MESH = "data=2,model=4"

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint._progress import bytes_read
+from flax_layoutmap.checkpoint._orbax import bytes_read
 from multiprocess import launch
 
 # Path → shape and dtype; `big` is larger than what is always read directly.

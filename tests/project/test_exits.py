@@ -28,8 +28,8 @@ from rich.console import Console
 
 import flax_layoutmap as flm
 from flax_layoutmap._cli import main
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.paths import escape, unescape
-from flax_layoutmap.checkpoint._progress import shown_progress
 
 # What a terminal obeys or hides.
 CONTROLS = {
@@ -413,7 +413,7 @@ def test_a_process_prints_no_command(foreign: Path) -> None:
 
 
 def test_progress_has_no_markup(capfd: Any) -> None:
-    with shown_progress("restoring [red]x\x07\u202e", 10, True):
+    with shown_progress("restoring [red]x\x07\u202e", 10, True, lambda: 0):
         pass
     told = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capfd.readouterr().err)
     assert r"restoring [red]x\x07\u202e" in told

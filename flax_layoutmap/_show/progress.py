@@ -10,18 +10,6 @@ import jax
 from flax_layoutmap._core.errors import visible
 
 _SECONDS = 0.2
-# The metric by which TensorStore counts the bytes that it reads from files.
-_COUNTER = "/tensorstore/kvstore/file/bytes_read"
-
-
-def bytes_read() -> int:
-    """Bytes that TensorStore has read from files since this process started."""
-    import tensorstore
-
-    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
-    return sum(
-        int(value["value"]) for metric in found for value in metric.get("values", ())
-    )
 
 
 def is_shown(shown: bool | None) -> bool:
@@ -36,9 +24,9 @@ def shown_progress(
     what: str,
     total: int,
     shown: bool | None,
-    count: Callable[[], int] = bytes_read,
+    count: Callable[[], int],
 ) -> Iterator[None]:
-    """Show on process 0 how many bytes a block reads or writes.
+    """Show on process 0 how many bytes a block reads, writes or moves.
 
     `shown=None` shows it on a terminal only; `count` returns the bytes so far.
     """
