@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flax_layoutmap._place.place import distribute_tensor as distribute_tensor
     from flax_layoutmap._place.relayout import relayout as relayout
     from flax_layoutmap._place.relayout import relayout_like as relayout_like
+    from flax_layoutmap._place.reshard import reshard as reshard
     from flax_layoutmap._resolve.resolution import Resolution as Resolution
     from flax_layoutmap._resolve.resolve import resolve as resolve
     from flax_layoutmap._rules.matching import Rule as Rule
@@ -70,6 +71,7 @@ _HOMES = {
     "presets": None,
     "relayout": "_place.relayout",
     "relayout_like": "_place.relayout",
+    "reshard": "_place.reshard",
     "resolve": "_resolve.resolve",
     "testing": None,
 }

@@ -6,7 +6,7 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
     unchanged.
     """
     leaves = flatten(tree).leaves
-    _check_movable(leaves, resolution)
+    check_movable("place", leaves, resolution)
     with Agreement("moving a tree", resolution.mesh) as agreement:
         named = list(zip(resolution.paths, leaves, strict=True))
         agreement.add(
@@ -109,20 +109,20 @@ def place(tree: Any, resolution: Resolution) -> Any:
     return with_leaves(tree, moved)
 
 
-def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
+def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf is nothing that can be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         path = path or "the leaf"
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayoutError(
-                f"place moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
+                f"{what} moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
                 f"{tuple(leaf.shape)} without values: make the tree with "
                 "flm.create, or restore it from a checkpoint; "
                 "layout_map.abstract(tree) gives it its shardings"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
             raise LayoutError(
-                f"place moves arrays of numbers, but {path} is a NumPy array of "
+                f"{what} moves arrays of numbers, but {path} is a NumPy array of "
                 f"{leaf.dtype}: take it out of the tree"
             )
 

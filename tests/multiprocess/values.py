@@ -154,6 +154,32 @@ def placed() -> dict[str, bool]:
     }
 
 
+def resharded() -> dict[str, bool]:
+    """`reshard` in chunks and in slices, between meshes of the same devices."""
+    before = rules(MESH)
+    host = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    checks = {}
+    for name, mesh in {
+        "other": OTHER,
+        "turned": REVERSED,
+        "explicit": EXPLICIT,
+    }.items():
+        tree = before.place({"kernel": host, "bias": host[0], "step": 3})
+        moved = flm.reshard(tree, rules(mesh), max_bytes=100, donate=True)
+        layout = flm.TensorLayout(("data", "model"), mesh)
+        checks[name] = holds(moved["kernel"], host, layout)
+    own = flm.DeviceMesh("data=2,model=-1", devices=jax.local_devices())
+    tree = before.place({"kernel": host, "bias": host[0]})
+    try:
+        flm.reshard(tree, rules(own), donate=True)
+    except flm.errors.MeshError as error:
+        checks["to other devices"] = "other processes" in str(error)
+    kernel = before["kernel"]
+    assert kernel is not None
+    checks["nothing lost"] = holds(tree["kernel"], host, kernel)
+    return checks
+
+
 def created() -> dict[str, bool]:
     """`create` with an `nnx.Rngs` as its argument, inside and outside of contexts."""
     rngs, eager = nnx.Rngs(0), nnx.Rngs(0)
@@ -285,6 +311,6 @@ def looked_at(shared: Path) -> dict[str, bool]:
 
 def main(folder: Path) -> dict[str, dict[str, bool]]:
     """Group → its checks; files are written into the folder."""
-    checks = (distributed, keys, placed, created, scoped, alone, refused)
+    checks = (distributed, keys, placed, resharded, created, scoped, alone, refused)
     groups = {f.__name__: f() for f in (*checks, hybrid, reported)}
     return groups | {"looked_at": looked_at(folder)}

@@ -38,6 +38,7 @@ FUNCTIONS = [
     "pad_batch",
     "relayout",
     "relayout_like",
+    "reshard",
     "resolve",
 ]
 NAMESPACES = {

@@ -1,0 +1,349 @@
+"""Move a tree of arrays to other layouts, in chunks.
+
+XLA moves some arrays through a full copy on every device (on jax 0.10.2, one in eight
+of the pairs of layouts on eight devices). So the leaves move in groups of `max_bytes`,
+and a larger leaf in slices, which are local to each device before and after the move.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._core.checksums import checksums
+from flax_layoutmap._core.errors import LayoutError, MeshError, bullet_list
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import check_movable, put, with_leaves
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve, rule_set_of
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._tree.flatten import flatten
+
+_SHOW_FROM = 1 << 30
+
+
+def reshard(
+    tree: Any,
+    to: Any,
+    *,
+    max_bytes: int = 1 << 30,
+    donate: bool = False,
+    verify: bool = True,
+    progress: bool | None = None,
+) -> Any:
+    """Move a whole tree to other layouts or another mesh, in chunks.
+
+    For a model that is trained in one layout and serves in another. A device holds at
+    most its shards before and after, and the temporaries of one chunk. What moves is
+    in `flm.resolve(tree, before).diff(flm.resolve(tree, after))`.
+
+    With several processes, all call it, and both meshes have the same devices.
+
+    Args:
+        tree: a module (updated in place and returned), or any tree of arrays.
+        to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
+            this tree on one.
+        max_bytes: the size of a chunk: of the leaves that move at the same time, and
+            of the slices of a leaf that is larger.
+        donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
+            its part. An interrupt leaves the moved leaves of a module in the new
+            layout; of any other tree they are lost.
+        verify: compare a checksum of each leaf before and after, as those of
+            checkpoints. It reads the leaf twice.
+        progress: show a bar; None shows it on a terminal, from 1 GiB on.
+
+    Returns:
+        The tree with its leaves in the new layouts; those that have it already are
+        the same arrays.
+
+    Raises:
+        ResolveError: leaves do not fit the rules; nothing was moved.
+        MeshError: no mesh, or one without devices; or devices of other processes.
+        LayoutError: the Resolution is of another tree; a leaf is abstract, traced or
+            deleted, or is donated and at two paths; or a moved leaf is not equal to
+            the original.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> train, serve = (flm.LayoutMap(mesh) for mesh in ("fsdp=8", "tensor=8"))
+        >>> train["kernel"], serve["kernel"] = ("fsdp", None), (None, "tensor")
+        >>> params = train.place({"kernel": jax.numpy.ones((16, 16))})
+        >>> params = flm.reshard(params, serve, donate=True)
+        >>> tuple(params["kernel"].sharding.spec)
+        (None, 'tensor')
+
+    Plain JAX: `jax.device_put(tree, shardings)`.
+    """
+    if max_bytes < 1:
+        raise LayoutError(f"max_bytes={max_bytes}: a chunk has at least one byte")
+    resolution = _resolved(tree, to)
+    leaves = flatten(tree).leaves
+    moves = _moves(leaves, resolution)
+    _check(moves, leaves, resolution, donate)
+    with Agreement("moving a tree", resolution.mesh) as agreement:
+        agreement.add(resolution.fingerprint_lines)
+        agreement.add(lambda: {"moved leaves": [move.path for move in moves]})
+    total, done = sum(move.bytes for move in moves), 0
+    shown = False if progress is None and total < _SHOW_FROM else progress
+    new = list(leaves)
+    try:
+        with shown_progress("moving", total, shown, lambda: done):
+            for chunk in _chunks(moves, max_bytes):
+                for move, value in _moved(chunk, max_bytes, donate, verify):
+                    for at in move.places:
+                        new[at] = value
+                    done += move.bytes
+    except BaseException:
+        if donate:
+            with_leaves(tree, new)
+        raise
+    return settle_metadata(with_leaves(tree, new), resolution)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """An array that moves: its path, its places among the leaves, and where to."""
+
+    path: str
+    places: tuple[int, ...]
+    value: Any
+    sharding: NamedSharding
+
+    @property
+    def bytes(self) -> int:
+        return getattr(self.value, "nbytes", 0)
+
+
+def _resolved(tree: Any, to: Any) -> Resolution:
+    """The Resolution of the tree, after its warnings; its mesh has devices."""
+    if isinstance(to, Resolution):
+        own = flatten(tree)
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in own.leaves]
+        if (own.full_paths(), shapes) != (list(to.paths), list(to.shapes)):
+            raise LayoutError(
+                "reshard(tree, to): this Resolution is of another tree; resolve this "
+                "one, flm.resolve(tree, layout_map), or pass the layout_map"
+            )
+        resolution = to
+    else:
+        resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
+    if resolution.mesh is None or resolution.mesh.is_abstract:
+        have = "no mesh" if resolution.mesh is None else f"{resolution.mesh!r}"
+        raise MeshError(
+            f"reshard needs a mesh of devices, the rules have {have}; use "
+            "layout_map.on(flm.DeviceMesh(...))"
+        )
+    resolution.announce()
+    return resolution
+
+
+def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
+    """One move for each array and sharding, in the order of the leaves."""
+    found: dict[tuple[int, NamedSharding], _Move] = {}
+    shardings = resolution.sharding_list()
+    for at, (path, leaf, sharding) in enumerate(
+        zip(resolution.paths, leaves, shardings, strict=True)
+    ):
+        move = found.get((id(leaf), sharding)) or _Move(path, (), leaf, sharding)
+        move = dataclasses.replace(move, places=(*move.places, at))
+        found[id(leaf), sharding] = move
+    return [
+        move
+        for move in found.values()
+        if not (
+            isinstance(move.value, jax.Array)
+            and not isinstance(move.value, Tracer)
+            and not move.value.is_deleted()
+            and move.value.committed
+            and move.value.sharding == move.sharding
+        )
+    ]
+
+
+def _check(
+    moves: Sequence[_Move], leaves: Sequence[Any], resolution: Resolution, donate: bool
+) -> None:
+    """Raise LayoutError for what cannot be moved, before anything is."""
+    check_movable("reshard", leaves, resolution)
+    problems = []
+    paths_of: dict[int, list[str]] = {}
+    for path, leaf in zip(resolution.paths, leaves, strict=True):
+        paths_of.setdefault(id(leaf), []).append(path)
+    for move in moves:
+        named = f"{move.path} {show_shape(getattr(move.value, 'shape', ()))}"
+        paths = paths_of[id(move.value)]
+        if isinstance(move.value, Tracer):
+            problems.append(f"{named} is traced: call reshard outside of jit")
+        elif isinstance(move.value, jax.Array) and move.value.is_deleted():
+            problems.append(f"{named} was donated or deleted before")
+        elif donate and len(paths) > len(move.places):
+            problems.append(
+                f"{named} is also at {', '.join(paths[1:])}, in another layout: use "
+                "donate=False"
+            )
+    if problems:
+        raise LayoutError(f"reshard moved nothing:\n{bullet_list(problems)}")
+
+
+def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
+    """Consecutive moves of at most `max_bytes` together, or a larger one alone."""
+    chunk: list[_Move] = []
+    for move in moves:
+        if chunk and sum(one.bytes for one in chunk) + move.bytes > max_bytes:
+            yield chunk
+            chunk = []
+        chunk.append(move)
+    if chunk:
+        yield chunk
+
+
+def _moved(
+    chunk: Sequence[_Move], max_bytes: int, donate: bool, verify: bool
+) -> list[tuple[_Move, Any]]:
+    """Move the leaves of a chunk, wait for them, and compare their checksums."""
+    arrays = [move for move in chunk if isinstance(move.value, jax.Array)]
+    before = checksums({m.path: m.value for m in arrays}) if verify else {}
+    moved = [(move, _put(move, max_bytes)) for move in chunk]
+    jax.block_until_ready([value for _, value in moved])
+    after = checksums({m.path: value for m, value in moved if m.path in before})
+    wrong = [path for path in before if before[path] != after[path]]
+    if wrong:
+        raise LayoutError(
+            "reshard moved leaves that are not equal to the originals: "
+            f"{', '.join(wrong)}; go back to a checkpoint, and report both layouts"
+        )
+    for move in arrays if donate else ():
+        if not _shares_memory(move.value, move.sharding):
+            move.value.delete()
+    return moved
+
+
+def _shares_memory(x: jax.Array, target: NamedSharding) -> bool:
+    """Whether a device keeps its part of an array in a move: JAX may not copy it.
+
+    (Nor does it with `device_put(may_alias=False)`, and `donate=True` deletes few
+    arrays, and some that are shared; jax 0.10.2.)
+    """
+    before = x.sharding.addressable_devices_indices_map(x.shape)
+    after = target.addressable_devices_indices_map(x.shape)
+    return any(before.get(device) == index for device, index in after.items())
+
+
+def _put(move: _Move, max_bytes: int) -> Any:
+    """Move a leaf, in slices if it is large."""
+    value, target = move.value, move.sharding
+    if move.bytes > max_bytes and (cut := _cut(value, target, max_bytes)):
+        return _in_slices(value, target, cut)
+    return put(value, target)
+
+
+# ------------------------------------------------------------------------- slices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How an array is cut along one dim, the same way before and after the move.
+
+    The dim is seen as runs of `run` elements; their number is a multiple of its shards
+    before and after. A slice takes `step` elements of each run, so it is cut from, and
+    written into, each shard without communication.
+    """
+
+    dim: int
+    run: int
+    step: int
+
+
+def _cut(x: Any, target: NamedSharding, max_bytes: int) -> _Cut | None:
+    """The cut of an array into slices of at most `max_bytes`, of the longest run.
+
+    None: the array is on no mesh, not in the devices' default memory before and after,
+    or each of its dims is sharded to single elements.
+    """
+    source = getattr(x, "sharding", None)
+    if not isinstance(source, NamedSharding) or not x.ndim:
+        return None
+    default = {None, next(iter(target.device_set)).default_memory().kind}
+    if not {source.memory_kind, target.memory_kind} <= default:
+        return None
+    before, after = (s.shard_shape(x.shape) for s in (source, target))
+    runs = []
+    for n, b, a in zip(x.shape, before, after, strict=True):
+        shards = math.lcm(n // b, n // a)
+        runs.append(n // shards if n % shards == 0 else 1)
+    dim = max(range(x.ndim), key=lambda at: runs[at])
+    if runs[dim] == 1:
+        return None
+    slices = min(runs[dim], math.ceil(x.nbytes / max_bytes))
+    return _Cut(dim, runs[dim], runs[dim] // slices)
+
+
+def _in_slices(x: Any, target: NamedSharding, cut: _Cut) -> Any:
+    """Move an array slice by slice."""
+    moved = jnp.zeros(x.shape, x.dtype, device=target)
+    for start in range(0, cut.run, cut.step):
+        size = min(cut.step, cut.run - start)
+        part = _taker(cut, size, x.sharding)(x, np.uint32(start))
+        part = put(part, target)
+        moved = _writer(cut, size, target)(moved, part, np.uint32(start))
+        moved.block_until_ready()
+    return moved
+
+
+@functools.lru_cache(maxsize=64)
+def _taker(cut: _Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
+    """A function of an array and a start: the slice, in the layout of the array."""
+
+    def take(shard: Any, start: Any) -> Any:
+        runs = _as_runs(shard, cut)
+        part = jax.lax.dynamic_slice_in_dim(runs, start, size, cut.dim + 1)
+        return part.reshape(_with_dim(shard.shape, cut.dim, -1))
+
+    return jax.jit(_local(take, sharding, 1))
+
+
+@functools.lru_cache(maxsize=64)
+def _writer(cut: _Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
+    """A function of an array, a slice and its start: the array with the slice."""
+
+    def write(shard: Any, part: Any, start: Any) -> Any:
+        runs = _as_runs(shard, cut)
+        part = part.reshape(_with_dim(runs.shape, cut.dim + 1, size))
+        runs = jax.lax.dynamic_update_slice_in_dim(runs, part, start, cut.dim + 1)
+        return runs.reshape(shard.shape)
+
+    return jax.jit(_local(write, sharding, 2), donate_argnums=0)
+
+
+def _as_runs(shard: Any, cut: _Cut) -> Any:
+    """A shard with its cut dim as two: its parts, and the run of each."""
+    shape = shard.shape
+    return shard.reshape(
+        (*shape[: cut.dim], shape[cut.dim] // cut.run, cut.run, *shape[cut.dim + 1 :])
+    )
+
+
+def _with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _local(function: Any, sharding: NamedSharding, arrays: int) -> Callable[..., Any]:
+    """The function of shards as one of `arrays` arrays of a sharding and a number."""
+    spec = sharding.spec
+    return jax.shard_map(
+        function,
+        mesh=sharding.mesh,
+        in_specs=(*itertools.repeat(spec, arrays), jax.sharding.PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )
