@@ -261,7 +261,10 @@ def _owner(
     if not found:
         return None, origin.how
     listed = " or ".join(map(repr, found))
-    return None, f"may belong to {listed}, which have different layouts"
+    return None, (
+        f"may belong to {listed}, which have different layouts; name the optimizer "
+        "after its model, as in 'policy_optimizer'"
+    )
 
 
 def _follow(

@@ -212,3 +212,28 @@ def test_batches_depend_on_the_step_alone() -> None:
     np.testing.assert_array_equal(batch, again)
     assert (batch != train_lm.batch_of(text, 8, batch=4, seq=16, seed=0)).any()
     assert (batch != train_lm.batch_of(text, 7, batch=4, seq=16, seed=1)).any()
+
+
+# What each example of several models prints at its end.
+SEVERAL_MODELS = {
+    "gan": ["generator P(None, 'model')", "critic P(None, 'data'), as its moments"],
+    "dpo": ["policy P('data', 'model')", "reference P(None, 'model')"],
+    "actor_critic": ["encoder P(None, 'model'), in both heads"],
+    "distillation": ["the teacher is untouched: P(None, 'model')"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_MODELS)
+def test_several_models_in_one_step(name: str) -> None:
+    done = run_example(f"several_models/{name}.py")
+    assert done.returncode == 0, done.stderr
+    lines = SEVERAL_MODELS[name]
+    assert done.stdout.splitlines()[-len(lines) :] == lines
+    assert "LayoutWarning" not in done.stderr
+    reached = re.findall(r"(?:loss|reward)\D* (\d\.\d+)", done.stdout)
+    first, last = float(reached[0]), float(reached[-1])
+    if name == "actor_critic":
+        assert last > first + 0.3
+    elif name != "gan":  # whose losses do not fall
+        assert last < first - 0.1

@@ -644,7 +644,8 @@ def test_state_that_may_belong_to_either_of_two_models_is_not_guessed() -> None:
     assert leaf.reason == "unknown optimizer state" and leaf.layout.is_replicated
     assert leaf.fallback == (
         "may belong to 'actor/dense/kernel' or 'critic/dense/kernel', which have "
-        "different layouts"
+        "different layouts; name the optimizer after its model, as in "
+        "'policy_optimizer'"
     )
     assert leaf.path in resolution.unmatched
     # Where both have one layout there is nothing to guess.
