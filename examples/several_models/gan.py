@@ -7,7 +7,6 @@ those of the step's arguments.
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
