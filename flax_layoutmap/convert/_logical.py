@@ -6,10 +6,19 @@ from typing import Any
 import jax
 from flax import linen
 
-from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
-from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._core.errors import (
+    MeshError,
+    RuleError,
+    bullet_list,
+    did_you_mean,
+    warn,
+)
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.leaves import Mark
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.records import ResolvedLeaf, show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.convert._shardings import rules_for
 
@@ -24,7 +33,9 @@ def from_logical(
     """Make the rules that say by paths what logical axis rules say of a model.
 
     The model's own annotations are read as Flax reads them: for Linen, the first row of
-    a name whose mesh axes are free; for NNX, the last row.
+    a name whose mesh axes are free; for NNX, the last row. Dims whose
+    name no rule has are replicated, with a `LayoutWarning`; the rule `(name, None)`
+    replicates them without one.
 
     Args:
         rules: (logical axis, mesh axis, axes or None) pairs.
@@ -62,11 +73,40 @@ def from_logical(
                     f"{did_you_mean(axis, target.axis_names)}"
                 )
     with linen.logical_axis_rules(rules):
-        leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
+        resolution = resolve(model, RuleSet(mesh=target, strict=False))
+    leaves = list(resolution)
     if not any(leaf.reason == "flax metadata" for leaf in leaves):
         raise RuleError(
             "no parameter of the model names its logical axes: pass the model with its "
             "annotations (Linen's boxes, NNX's out_sharding)"
         )
+    _warn_of_unknown_names(resolution, target, [name for name, _ in rules])
     wanted = {leaf.path: leaf.layout for leaf in leaves}
     return rules_for(leaves, wanted, target, lambda own: resolve(model, own), batch)
+
+
+def _warn_of_unknown_names(
+    resolution: Resolution, mesh: DeviceMesh, ruled: Sequence[str]
+) -> None:
+    """Warn of names of axes in the model that no logical rule has."""
+    found: dict[str, list[ResolvedLeaf]] = {}
+    for at, leaf in enumerate(resolution):
+        if leaf.reason == "flax metadata":
+            mark: Mark = resolution._flat.annotations[at]
+            known = {*ruled, *(name for name, _ in mark.rules)}
+            if mark.kind != "linen":  # Flax takes other names for axes of the mesh
+                known |= set(mesh.axis_names)
+            for name in {name for dim in mark.names or () for name in dim} - known:
+                found.setdefault(name, []).append(leaf)
+    if found:
+        lines = [
+            f"{name!r} of {leaves[0].path} {show_shape(leaves[0].shape)}"
+            + (f" and {len(leaves) - 1} more" if leaves[1:] else "")
+            + did_you_mean(name, ruled)
+            for name, leaves in sorted(found.items())
+        ]
+        warn(
+            "no logical rule has these names of axes, so that their dims are "
+            f"replicated; add a rule for each, such as ({min(found)!r}, None):\n"
+            f"{bullet_list(lines)}"
+        )

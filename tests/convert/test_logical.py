@@ -1,5 +1,6 @@
 """Logical axis rules: what Flax makes of an annotated model, as rules by paths."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -7,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.core.spmd import from_sharding_rules
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
-from flax_layoutmap.errors import MeshError, RuleError
+from flax_layoutmap.errors import LayoutWarning, MeshError, RuleError
 
 MESH = flm.DeviceMesh((2, 4), ("data", "model"))
+JAX_MESH = jax.sharding.Mesh(MESH.devices, MESH.axis_names)
 # A second row of a name: the fallback of Linen, and what counts for NNX.
 RULES = [
     ("vocab", "model"),
@@ -55,32 +57,66 @@ class Nnx(nnx.Module):
         )
 
 
-def dims(spec: Any, ndim: int) -> list[tuple[str, ...]]:
-    found = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
-    return found + [()] * (ndim - len(found))
-
-
 def test_linen_takes_the_first_row_whose_axes_are_free() -> None:
     layout_map = flm.convert.from_logical(RULES, linen_variables, MESH, batch="data")
     boxed = jax.eval_shape(linen_variables)
-    specs = nn.spmd.logical_to_mesh(nn.get_partition_spec(boxed), RULES)
-    wanted = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    unboxed = nn.meta.unbox(boxed)
-    found = list(layout_map.resolve(unboxed))
+    wanted = jax.tree.leaves(
+        nn.spmd.logical_to_mesh_sharding(nn.get_partition_spec(boxed), JAX_MESH, RULES)
+    )
+    found = list(layout_map.resolve(nn.meta.unbox(boxed)))
     assert len(found) == len(wanted) == 7
-    for leaf, spec in zip(found, wanted, strict=True):
-        assert list(leaf.layout.dims(len(leaf.shape))) == dims(spec, len(leaf.shape))
+    for leaf, sharding in zip(found, wanted, strict=True):
+        ndim = len(leaf.shape)
+        assert leaf.layout.sharding(ndim).is_equivalent_to(sharding, ndim), leaf.path
     assert any(leaf.layout.axis_names == ("model", "data") for leaf in found)
 
 
 def test_nnx_takes_the_last_row() -> None:
     layout_map = flm.convert.from_logical(RULES, lambda: Nnx(nnx.Rngs(0)), MESH)
-    up = from_sharding_rules(("embed", "mlp"), RULES)
-    down = from_sharding_rules(("mlp", "embed"), RULES)
-    for name, spec in (("up", up), ("down", down)):
+    with jax.set_mesh(JAX_MESH), nnx.logical_axis_rules(RULES):
+        model = Nnx(nnx.Rngs(0))  # Flax shards it
+    wanted = {"up": model.up.kernel, "down": model.down.kernel}
+    for name, spec in (("up", P("data", "model")), ("down", P("model", "data"))):
         layout = layout_map[f"{name}/kernel"]
-        assert layout is not None and list(layout.dims(2)) == dims(spec, 2)
-    assert (up, down) == (("data", "model"), ("model", "data"))
+        sharding = NamedSharding(JAX_MESH, spec)
+        assert wanted[name].get_value().sharding.is_equivalent_to(sharding, 2)
+        assert layout is not None and layout.spec(2) == spec
+
+
+@pytest.mark.parametrize(
+    ("model", "leaves"),
+    [
+        (linen_variables, "params/Dense_0/kernel (8,16) and 5 more"),
+        (lambda: Nnx(nnx.Rngs(0)), "down/kernel (16,8) and 1 more"),
+    ],
+)
+def test_names_that_no_rule_has_are_told(model: Any, leaves: str) -> None:
+    rules = [("vocab", "model"), ("embd", "data"), ("mlp", None)]
+    with pytest.warns(LayoutWarning) as told:
+        layout_map = flm.convert.from_logical(rules, model, MESH)
+    assert [str(one.message) for one in told] == [
+        "no logical rule has these names of axes, so that their dims are replicated; "
+        "add a rule for each, such as ('embed', None):\n"
+        f"  - 'embed' of {leaves}; did you mean 'embd'?"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LayoutWarning)
+        quiet = flm.convert.from_logical([*rules, ("embed", None)], model, MESH)
+    assert quiet == layout_map
+
+
+def test_the_own_rules_of_a_variable_and_axes_of_the_mesh_are_known() -> None:
+    def model() -> nnx.Module:
+        own = nnx.with_metadata(
+            INIT, out_sharding=("embed", "model"), sharding_rules=(("embed", "data"),)
+        )
+        return nnx.Linear(8, 16, kernel_init=own, rngs=nnx.Rngs(0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LayoutWarning)
+        layout_map = flm.convert.from_logical([], model, MESH)
+    layout = layout_map["kernel"]
+    assert layout is not None and layout.axes == ("data", "model")
 
 
 def test_the_rules_are_needed_no_more() -> None:
@@ -104,7 +140,9 @@ def test_it_needs_a_mesh() -> None:
 def test_the_mesh_of_the_context() -> None:
     jax_mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(jax_mesh):
-        layout_map = flm.convert.from_logical([("mlp", "model")], linen_variables)
+        layout_map = flm.convert.from_logical(
+            [("mlp", "model"), ("embed", None), ("vocab", None)], linen_variables
+        )
     assert str(layout_map.device_mesh) == "model=8"
 
 

@@ -1,0 +1,77 @@
+"""Rules of other libraries, on their own models where they have some."""
+
+from typing import Any
+
+import pytest
+from convert.test_dialects import LISTS, dims_of, mesh, resolved
+from convert.test_libraries import as_arrays, assert_same, keras_map
+from jax.sharding import PartitionSpec as P
+from shapes import nested, struct
+
+import flax_layoutmap as flm
+from flax_layoutmap.errors import ResolveError
+
+SIZES = dict(vocabulary_size=64, num_layers=2, hidden_dim=16, intermediate_dim=32)
+HEADS = dict(num_query_heads=4, num_key_value_heads=4)
+EXPERTS = dict(moe_intermediate_dim=8, num_experts=4, top_k=2)
+# Backbone of KerasHub → its sizes, and how many of its variables the map shards.
+BACKBONES: dict[str, tuple[dict[str, Any], int]] = {
+    "LlamaBackbone": ({}, 15),
+    "Llama3Backbone": ({}, 15),
+    "GemmaBackbone": ({"head_dim": 8}, 15),
+    "QwenBackbone": ({}, 15),
+    "Qwen3MoeBackbone": (EXPERTS | {"head_dim": 8}, 11),
+}
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_backbones_of_keras_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras", reason="The package keras is not installed.")
+    hub = pytest.importorskip(
+        "keras_hub.models", reason="The package keras-hub is not installed."
+    )
+    sizes, count = BACKBONES[name]
+    kind = getattr(hub, name)
+    layout_map = kind.get_layout_map(keras_map(keras, {}).device_mesh)
+
+    def model() -> Any:
+        return kind(**SIZES, **HEADS, **sizes)
+
+    arrays = as_arrays(keras, layout_map, model)
+    sharded = [path for path in arrays if not arrays[path].is_fully_replicated]
+    assert len(sharded) == count
+    there = flm.convert.from_keras(layout_map)
+    assert_same(there, arrays)
+    back = keras_map(keras, flm.convert.to_keras(there))
+    assert_same(there, as_arrays(keras, back, model))
+
+
+@pytest.mark.parametrize("name", ["EasyLM", "scalax", "EasyDeL"])
+def test_specs_of_eformer(name: str) -> None:
+    eformer: Any = pytest.importorskip(
+        "eformer.escale", reason="The package eformer is not installed."
+    )
+    rules, _, shapes, kind = LISTS[name]
+    layout_map = flm.convert.from_partition_rules(rules, mesh(kind))
+    back = flm.convert.to_partition_rules(layout_map)
+    for path, shape in shapes.items():
+        tree = nested({path: struct(*shape)})
+        leaf = next(iter(resolved(layout_map, {path: shape})))
+        for asked in (rules, back):
+            found = eformer.match_partition_rules(asked, tree)
+            for part in path.split("/"):
+                found = found[part]
+            wanted = dims_of(found, len(shape))
+            assert leaf.layout.dims(len(shape)) == wanted, path
+
+
+def test_a_spec_that_eformer_cuts_is_refused() -> None:
+    eformer: Any = pytest.importorskip(
+        "eformer.escale", reason="The package eformer is not installed."
+    )
+    rules = [("up", P("fsdp", "mp"))]
+    assert eformer.match_partition_rules(rules, {"up": struct(8)}) == {"up": P("fsdp")}
+    layout_map = flm.convert.from_partition_rules(rules, mesh("mp"))
+    with pytest.raises(ResolveError, match=r"up \(8,\): rule 1 'up'"):
+        resolved(layout_map, {"up": (8,)})
