@@ -712,8 +712,12 @@ FAMILIES = {
         *(GPT_OSS_SIZES, TINY_EXPERTS, 20_914_757_184),
     ),
     "gpt_oss, MXFP4": Family(  # as published
-        *("gpt_oss", mappings.gpt_oss, GPT_OSS | MXFP4, MXFP4_LEAVES),
-        *(GPT_OSS_SIZES, TINY_EXPERTS),
+        *("gpt_oss", mappings.gpt_oss, GPT_OSS | MXFP4, GPT_OSS_LEAVES),
+        *(GPT_OSS_SIZES, TINY_EXPERTS, 20_914_757_184),
+    ),
+    "gpt_oss, in MXFP4": Family(
+        *("gpt_oss", partial(mappings.gpt_oss, keep_mxfp4=True)),
+        *(GPT_OSS | MXFP4, MXFP4_LEAVES, GPT_OSS_SIZES, TINY_EXPERTS),
     ),
     "t5": Family(  # 1.1 base
         *("t5", mappings.t5, t5(True, False), t5_leaves(True, False)),

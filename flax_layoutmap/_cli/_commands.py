@@ -189,8 +189,9 @@ def preset(args: Namespace) -> int:
 
 
 def detect(args: Namespace) -> int:
+    _sources.check_used(args)
     model = args.checkpoint or _sources.factory(args.model, args.arg, "--model")
-    found = flm.presets.recognise(model)
+    found = flm.presets.recognise(model, step=args.step, item=args.item)
     if args.json:
         _print_json(_plain(found))
     else:

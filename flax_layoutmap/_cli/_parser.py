@@ -307,6 +307,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "--checkpoint runs/7",
         _one_of(_MODEL, _SAVED, required=True),
         _ARG,
+        _STEP,
+        _ITEM,
         _JSON,
     ),
     "convert": (

@@ -30,7 +30,7 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     `after` is `"_after"` for the second of two, with the arguments of the first where
     it has none.
     """
-    _check_used(args)
+    check_used(args)
     model = _given(args, "model", after)
     checkpoint = _given(args, "checkpoint", after)
     if after and (args.model_after or args.checkpoint_after):  # one of them, not both
@@ -234,17 +234,17 @@ def cpu_devices(count: int) -> Sequence[Any]:
     return jax.devices()
 
 
-def _check_used(args: Namespace) -> None:
+def check_used(args: Namespace) -> None:
     """Raise UsageError for arguments that would be ignored."""
     if args.model is None and getattr(args, "model_after", None) is None:
         for name in ("arg", "optimizer"):
-            if getattr(args, name):
+            if getattr(args, name, None):
                 raise UsageError(f"--{name} is for --model; a checkpoint needs none")
     if args.checkpoint is None and getattr(args, "checkpoint_after", None) is None:
         for name in ("step", "item"):
             if getattr(args, name):
                 raise UsageError(f"--{name} is for --checkpoint")
-    if args.optimizer_arg and args.optimizer is None:
+    if getattr(args, "optimizer_arg", None) and args.optimizer is None:
         raise UsageError("--optimizer-arg needs --optimizer, such as optax:adamw")
 
 

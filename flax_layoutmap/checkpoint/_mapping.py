@@ -19,9 +19,11 @@ from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._leaves import is_floating
 from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
 from flax_layoutmap.checkpoint._mapping_steps import (
+    MXFP4_BLOCK,
     STEPS,
     Cast,
     Dequantize,
+    Mxfp4,
     Stack,
     Step,
 )
@@ -32,11 +34,11 @@ _STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/
 
 
 class Scaled(NamedTuple):
-    """The scales of a tensor: their name and shape, and the size of a block."""
+    """The scales of a tensor: their name and shape, and the step that needs them."""
 
     name: str
     shape: Shape
-    block: int
+    step: Dequantize | Mxfp4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +46,31 @@ class Recipe:
     """How to make a leaf of tensors.
 
     `shapes` has the required shape of each tensor, `dtype` what they are cast to (None:
-    not at all), and `dequantize` the step for those in float8.
+    not at all), and `dequantize` the step for those in float8 or MXFP4.
     """
 
     blocks: tuple[Block, ...]
     shapes: dict[str, Shape]
     dtype: Any = None
-    dequantize: Dequantize | None = None
+    dequantize: Dequantize | Mxfp4 | None = None
 
     def scales(self, tensor: str, dtype: Any) -> Scaled | None:
         """The scales of a tensor that is stored in a dtype; None without any."""
-        step = self.dequantize
+        step, shape = self.dequantize, self.shapes[tensor]
+        if isinstance(step, Mxfp4):
+            return Scaled(step.scales_name(tensor), step.scales_shape(shape), step)
         if step is None or dtype.itemsize > 1 or not is_floating(dtype):
             return None
-        shape = step.scales_shape(self.shapes[tensor])
-        return Scaled(tensor + step.suffix, shape, step.block)
+        return Scaled(tensor + step.suffix, step.scales_shape(shape), step)
+
+    def stored(self, tensor: str, dtype: Any) -> dict[str, Shape]:
+        """Name → shape in the files, of a tensor in this dtype and of its scales."""
+        scaled = self.scales(tensor, dtype)
+        if scaled is None:
+            return {tensor: self.shapes[tensor]}
+        is_packed = isinstance(scaled.step, Mxfp4)
+        shape = (*scaled.shape, MXFP4_BLOCK // 2) if is_packed else self.shapes[tensor]
+        return {tensor: shape, scaled.name: scaled.shape}
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -82,23 +94,22 @@ class Source:
         dtype, dequantize = None, None
         for step in self.steps:
             dtype = step.dtype if isinstance(step, Cast) else dtype
-            dequantize = step if isinstance(step, Dequantize) else dequantize
+            dequantize = step if isinstance(step, Dequantize | Mxfp4) else dequantize
         found = []
         for name in self.names:
             shapes: dict[str, Shape] = {}
             blocks = tuple(_blocks(name, self.steps, shape, shapes))
             if dequantize is not None:
-                _check_matrices(dequantize, blocks, shapes)
+                for own in shapes.values():
+                    dequantize.scales_shape(own)  # raises for those that have none
+            if isinstance(dequantize, Dequantize):
+                _check_matrices(blocks, shapes)
             found.append(Recipe(blocks, shapes, dtype, dequantize))
         return found
 
 
-def _check_matrices(
-    step: Dequantize, blocks: Iterable[Block], shapes: Mapping[str, Shape]
-) -> None:
+def _check_matrices(blocks: Iterable[Block], shapes: Mapping[str, Shape]) -> None:
     """Raise ValueError where a dim of the leaf runs over both dims of a tensor."""
-    for shape in shapes.values():
-        step.scales_shape(shape)  # raises for other ranks
     for block in blocks:
         columns = shapes[block.tensor][1]
         factors = (factor for dim in block.dims for factor in dim)

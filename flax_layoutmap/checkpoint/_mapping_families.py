@@ -197,30 +197,32 @@ DEEPSEEK_ROUTER: list[Row] = [
 ]
 
 
-def gpt_oss_experts(mxfp4: bool) -> list[Row]:
+def gpt_oss_experts(mxfp4: bool, keep: bool) -> list[Row]:
     """Experts as (experts, in, out), where outputs of gate and up alternate.
 
-    In MXFP4: (experts, out, blocks, bytes), with the scales of the blocks.
+    Tensors in MXFP4 are (experts, out, blocks, bytes), with the scales of the blocks,
+    and so are their leaves if they are kept.
     """
+    # Leaf, the end of the tensor's name, steps, and the dims around its outputs.
+    parts: list[tuple[str, str, tuple[Any, ...], str, str]]
+    if mxfp4 and keep:
+        parts = [
+            ("blocks", "_blocks", (), "e", "block byte"),
+            ("scales", "_scales", (), "e", "block"),
+        ]
+    elif mxfp4:
+        steps = (dequantize("mxfp4"), transpose(0, 2, 1))
+        parts = [("kernel", "_blocks", steps, "e i", "")]
+    else:
+        parts = [("kernel", "", (), "e i", "")]
     tensor, leaf = "mlp.experts", "mlp/experts"
     rows: list[Row] = []
-    for part, name in enumerate(("gate", "up")):
-        own: list[Row] = [("kernel", "", _every_other(part, "e i"))]
-        if mxfp4:
-            own = [
-                ("blocks", "_blocks", _every_other(part, "e", "block byte")),
-                ("scales", "_scales", _every_other(part, "e", "block")),
-            ]
-        own.append(("bias", "_bias", _every_other(part, "e")))
-        rows += [
-            (f"{leaf}/{name}/{last}", f"{tensor}.gate_up_proj{end}", steps)
-            for last, end, steps in own
-        ]
-    down = {"blocks": "_blocks", "scales": "_scales"} if mxfp4 else {"kernel": ""}
-    return rows + [
-        (f"{leaf}/down/{last}", f"{tensor}.down_proj{end}", ())
-        for last, end in {**down, "bias": "_bias"}.items()
-    ]
+    for last, end, steps, before, after in (*parts, ("bias", "_bias", (), "e", "")):
+        rows.append((f"{leaf}/down/{last}", f"{tensor}.down_proj{end}", steps))
+        for part, name in enumerate(("gate", "up")):
+            own = (*steps, *_every_other(part, before, after))
+            rows.append((f"{leaf}/{name}/{last}", f"{tensor}.gate_up_proj{end}", own))
+    return rows
 
 
 def _every_other(part: int, before: str, after: str = "") -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -354,7 +354,7 @@ def cast(dtype: Any) -> Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Dequantize:
-    """The step of `dequantize`."""
+    """The step of `dequantize()`, for float8."""
 
     block: int
     suffix: str
@@ -374,25 +374,80 @@ class Dequantize:
         return tuple(-(-size // self.block) for size in shape)
 
 
-def dequantize(*, block: int = 128, suffix: str = "_scale_inv") -> Dequantize:
-    """Multiply a float8 tensor by the scale of each of its blocks.
+# Numbers of a block of MXFP4, which have one scale.
+MXFP4_BLOCK = 32
 
-    The tensor `name` has its scales in the tensor `name + suffix`, one for each block
-    of `block` rows and as many columns, as in DeepSeek-V3. The product is computed in
-    float32 and counts as bfloat16; for another dtype, pass `dtype=`. A tensor that is
-    not in float8 is taken as it is. Saving writes the product, without scales.
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """The step of `dequantize("mxfp4")`; its input is in numbers, two in each byte."""
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        return [Input({}, shape)]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        yield block
+
+    def scales_shape(self, shape: Shape) -> Shape:
+        """The shape of the scales of a tensor."""
+        if not shape or shape[-1] % MXFP4_BLOCK:
+            raise ValueError(
+                f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
+                f"do not make {show_shape(shape)}"
+            )
+        return (*shape[:-1], shape[-1] // MXFP4_BLOCK)
+
+    def scales_name(self, tensor: str) -> str:
+        """The name of the scales of a tensor."""
+        return f"{tensor.removesuffix('_blocks')}_scales"
+
+
+def dequantize(
+    format: Literal["float8", "mxfp4"] = "float8",
+    *,
+    block: int = 128,
+    suffix: str = "_scale_inv",
+) -> Dequantize | Mxfp4:
+    """Multiply a float8 or MXFP4 tensor by the scale of each of its blocks.
+
+    - `"float8"`: the tensor `name` has its scales in the tensor `name + suffix`, one
+      for each block of `block` rows and as many columns, as in DeepSeek-V3. The product
+      is computed in float32. A tensor that is not in float8 is taken as it is. Saving
+      writes the product, without scales.
+    - `"mxfp4"`: the tensor `…_blocks` (…, n / 32, 16) of uint8 holds n numbers in its
+      last two dims, two in each byte, and the tensor `…_scales` (…, n / 32) of uint8
+      the exponent of each block of 32, as in gpt-oss. The result, (…, n), is exact in
+      bfloat16. Each process reads the blocks and the scales of its own shards. It
+      cannot be saved.
+
+    The product counts as bfloat16; for another dtype, pass `dtype=`.
 
     Args:
-        block: rows and columns of a block; those at the ends may have fewer.
-        suffix: what follows the tensor's name in that of its scales.
+        format: the format of the tensor.
+        block: rows and columns of a block in float8; those at the ends may have fewer.
+        suffix: what follows the name of a float8 tensor in that of its scales.
+
+    Raises:
+        CheckpointError: the arguments are invalid.
     """
+    if format == "mxfp4":
+        if (block, suffix) != (128, "_scale_inv"):
+            raise CheckpointError(
+                "block= and suffix= are for float8; write dequantize('mxfp4'), whose "
+                f"blocks are {MXFP4_BLOCK} numbers"
+            )
+        return Mxfp4()
+    if format != "float8":
+        raise CheckpointError(
+            f"dequantize({format!r}): the formats are 'float8' and 'mxfp4'"
+        )
     if block < 1:
         raise CheckpointError(f"dequantize(block={block}): a block has at least 1 row")
     return Dequantize(block, suffix)
 
 
-Step = Regroup | Stack | Merge | Split | Cast | Dequantize
-STEPS = (Regroup, Stack, Merge, Split, Cast, Dequantize)
+Step = Regroup | Stack | Merge | Split | Cast | Dequantize | Mxfp4
+STEPS = (Regroup, Stack, Merge, Split, Cast, Dequantize, Mxfp4)
 
 
 def _axis(axis: int, shape: Shape) -> int:

@@ -39,7 +39,7 @@ from flax_layoutmap.checkpoint._options import (
     checked_options,
 )
 from flax_layoutmap.checkpoint._orbax import bytes_read
-from flax_layoutmap.checkpoint._places import find
+from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors
 from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -224,6 +224,7 @@ def plan(
         ('1 w', 128)
     """
     check_names("plan", options, RestoreOptions)
+    _check_orbax(absolute(path))
     checked = checked_options(
         path,
         target,
@@ -241,6 +242,19 @@ def plan(
 
 
 # ----------------------------------------------------------------------- plan
+
+
+def _check_orbax(path: str) -> None:
+    """Raise CheckpointError for safetensors, with what answers instead of a plan."""
+    if os.path.exists(path) and is_safetensors(path):
+        raise CheckpointError(
+            f"{path} holds safetensors, and plan is for checkpoints of Orbax; "
+            "flm.checkpoint.inspect(path) lists the tensors, "
+            "layout_map.resolve(target).show() the bytes per device; "
+            "flm.checkpoint.restore_safetensors(path, target, ...) checks everything "
+            "before it reads, and passes the bytes that this process will read to a "
+            "function given as progress="
+        )
 
 
 # Similar names are searched for this many leaves; beyond that it would take too long.

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -30,7 +31,9 @@ from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import TYPES
 from flax_layoutmap.checkpoint._mapping import Recipe, Scaled
 from flax_layoutmap.checkpoint._mapping_blocks import Piece, Range, pieces_of
+from flax_layoutmap.checkpoint._mapping_steps import MXFP4_BLOCK, Mxfp4
 from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
+from flax_layoutmap.checkpoint._safetensors_scales import Scales, from_mxfp4
 
 # Reading a gap of this size takes about as long as starting another read.
 GAP_BYTES = 32 << 10
@@ -54,6 +57,23 @@ def bytes_to_read(tensor: Tensor, pieces: Iterable[Piece]) -> int:
     """Bytes that are read for pieces of one tensor."""
     count = sum(fetch.count for fetch in _fetches(pieces, tensor.dtype))
     return count * tensor.dtype.itemsize
+
+
+# MXFP4 is planned in its numbers, of which NumPy has one in a byte.
+_NUMBER = np.dtype(jnp.float4_e2m1fn)
+_PACKED_BYTES = MXFP4_BLOCK // 2
+
+
+def _mxfp4_blocks(fetch: Fetch) -> Range:
+    """The blocks of MXFP4 with the numbers of a read."""
+    last = fetch.start + fetch.count - 1
+    return fetch.start // MXFP4_BLOCK, last // MXFP4_BLOCK + 1
+
+
+def _mxfp4_bytes(pieces: Iterable[Piece]) -> int:
+    """Bytes that are read for pieces of a tensor in MXFP4, scales included."""
+    ranges = map(_mxfp4_blocks, _fetches(pieces, _NUMBER))
+    return sum(stop - start for start, stop in ranges) * (_PACKED_BYTES + 1)
 
 
 # ------------------------------------------------------------------ what to read
@@ -124,47 +144,6 @@ def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
 
 # ----------------------------------------------------------------------- reading
 
-# Elements that are multiplied at once, in float32.
-_PRODUCTS = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Scales:
-    """The scale of each block of a tensor with so many columns."""
-
-    values: np.ndarray
-    block: int
-    columns: int
-
-    def multiply(self, piece: Piece, found: np.ndarray) -> None:
-        """Fill a piece with the products of its elements and their scales.
-
-        `found` has the elements, in the shape of the piece.
-        """
-        if found.size > _PRODUCTS and found.ndim:
-            rows = max(1, _PRODUCTS * len(found) // found.size)
-            if rows < len(found):
-                for start in range(0, len(found), rows):
-                    stop = min(start + rows, len(found))
-                    self.multiply(piece.rows(start, stop), found[start:stop])
-                return
-        scale = self.values[self._blocks(piece)]
-        product = np.multiply(found.astype(np.float32), scale)
-        np.copyto(piece.out, product, casting="unsafe")
-
-    def _blocks(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
-        """Row and column of the scale of each element."""
-        row, column = map(np.asarray, divmod(piece.offset, self.columns))
-        for dim, (size, stride) in enumerate(
-            zip(piece.out.shape, piece.strides, strict=True)
-        ):
-            along = np.arange(size).reshape(-1, *[1] * (piece.out.ndim - dim - 1))
-            if stride % self.columns == 0:
-                row = row + along * (stride // self.columns)
-            else:
-                column = column + along * stride
-        return row // self.block, column // self.block
-
 
 class Files:
     """A context manager that reads from files, a few of them open at a time."""
@@ -200,27 +179,40 @@ class Files:
                 buffer = only.out.reshape(-1).view(np.uint8)
             else:
                 buffer = self._block(fetch.count * dtype.itemsize)
-            self._fill(tensor, fetch, buffer)
+            self._fill(tensor, fetch.start * dtype.itemsize, buffer)
             _check_bools(tensor, fetch, buffer)
             if is_direct:
                 continue
             for piece in fetch.pieces:
-                steps = [stride * dtype.itemsize for stride in piece.strides]
-                begin = (piece.offset - fetch.start) * dtype.itemsize
-                found = np.ndarray(piece.out.shape, dtype, buffer, begin, steps)
+                found = _view(piece, fetch.start, buffer, dtype)
                 if scales is None:
                     np.copyto(piece.out, found, casting="unsafe")
                 else:
                     scales.multiply(piece, found)
+
+    def read_mxfp4(
+        self, blocks: Tensor, scales: Tensor, pieces: Sequence[Piece]
+    ) -> None:
+        """Fill the arrays of some pieces of a tensor in MXFP4."""
+        for fetch in _fetches(pieces, _NUMBER):
+            start, stop = _mxfp4_blocks(fetch)
+            packed = self._block((stop - start) * _PACKED_BYTES)
+            exponents = np.empty(stop - start, np.uint8)
+            self._fill(blocks, start * _PACKED_BYTES, packed)
+            self._fill(scales, start, exponents)
+            numbers = from_mxfp4(packed.reshape(-1, _PACKED_BYTES), exponents)
+            for piece in fetch.pieces:
+                found = _view(piece, start * MXFP4_BLOCK, numbers, numbers.dtype)
+                np.copyto(piece.out, found, casting="unsafe")
 
     def _block(self, nbytes: int) -> Any:
         if nbytes > self._buffer.size:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
-    def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
+    def _fill(self, tensor: Tensor, start: int, buffer: Any) -> None:
         """Read bytes of a tensor, in as many calls as the system needs."""
-        at = tensor.offset + fetch.start * tensor.dtype.itemsize
+        at = tensor.offset + start
         view = memoryview(buffer)
         try:
             stream = self._stream(tensor.file)
@@ -247,6 +239,15 @@ class Files:
             self._open.popitem(last=False)[1].close()
         self._open[file] = FileIO(file)
         return self._open[file]
+
+
+def _view(
+    piece: Piece, start: int, buffer: np.ndarray, dtype: np.dtype[Any]
+) -> np.ndarray:
+    """The elements of a piece in a buffer that begins with the element `start`."""
+    steps = [stride * dtype.itemsize for stride in piece.strides]
+    begin = (piece.offset - start) * dtype.itemsize
+    return np.ndarray(piece.out.shape, dtype, buffer, begin, steps)
 
 
 def _check_bools(tensor: Tensor, fetch: Fetch, buffer: np.ndarray) -> None:
@@ -319,7 +320,7 @@ class _Buffers:
     """The reads of this process for some leaves.
 
     `arrays` maps path → box of the leaf → host array to fill; `pieces` maps tensor name
-    → its parts that go into these arrays; `scales` has those of float8 tensors.
+    → its parts that go into these arrays; `scales` has those of the tensors.
     """
 
     arrays: Mapping[str, Mapping[Index, np.ndarray]]
@@ -347,11 +348,15 @@ def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
 
 def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
     """Bytes that this process reads to fill some buffers."""
-    parts = buffers.pieces.items()
-    scales = (stored.tensors[scaled.name] for scaled in buffers.scales.values())
-    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts) + sum(
-        tensor.nbytes for tensor in scales
-    )
+    total = 0
+    for name, pieces in buffers.pieces.items():
+        scaled = buffers.scales.get(name)
+        if scaled is not None and isinstance(scaled.step, Mxfp4):
+            total += _mxfp4_bytes(pieces)
+            continue
+        total += bytes_to_read(stored.tensors[name], pieces)
+        total += 0 if scaled is None else stored.tensors[scaled.name].nbytes
+    return total
 
 
 def _read_group(
@@ -360,9 +365,16 @@ def _read_group(
     """Read leaves that share tensors; return path → value."""
     stored, buffers = planned.stored, _buffers(planned, paths)
     for name, parts in buffers.pieces.items():
+        tensor, scaled = stored.tensors[name], buffers.scales.get(name)
         try:
-            scales = _scales(files, stored, buffers.scales.get(name), name)
-            files.read(stored.tensors[name], parts, scales)
+            if scaled is None:
+                files.read(tensor, parts)
+            elif isinstance(scaled.step, Mxfp4):
+                files.read_mxfp4(tensor, stored.tensors[scaled.name], parts)
+            else:
+                values = _scales(files, stored.tensors[scaled.name])
+                scales = Scales(values, scaled.step.block, tensor.shape[1])
+                files.read(tensor, parts, scales)
         except CheckpointError as error:
             users = [path for path in paths if name in planned.recipes[path].shapes]
             raise CheckpointError(f"{', '.join(users)}: {error}") from error
@@ -372,15 +384,11 @@ def _read_group(
     }
 
 
-def _scales(
-    files: Files, stored: Stored, scaled: Scaled | None, name: str
-) -> Scales | None:
-    """Read the scales of a tensor, if it has any."""
-    if scaled is None:
-        return None
-    values = np.empty(scaled.shape, np.float32)
-    files.read(stored.tensors[scaled.name], [Piece(0, (scaled.shape[1], 1), values)])
-    return Scales(values, scaled.block, stored.tensors[name].shape[1])
+def _scales(files: Files, tensor: Tensor) -> np.ndarray:
+    """Read the scales of a float8 tensor, in float32."""
+    values = np.empty(tensor.shape, np.float32)
+    files.read(tensor, [Piece(0, (tensor.shape[1], 1), values)])
+    return values
 
 
 def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:

@@ -23,6 +23,7 @@ from flax_layoutmap.checkpoint._leaves import (
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import whole
+from flax_layoutmap.checkpoint._mapping_steps import Mxfp4
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
@@ -246,13 +247,12 @@ def _with_target(
                 )
             continue
         recipe = _present(choices, stored)
-        scales = {} if recipe is None else _scales(recipe, stored)
-        used.update(() if recipe is None else recipe.shapes)
-        used.update(scales)
+        needed = {} if recipe is None else _needed(recipe, stored)
+        used.update(needed)
         if path not in selection:
             continue
         if recipe is not None:
-            wrong = _wrong_shapes(name, {**recipe.shapes, **scales}, stored)
+            wrong = _wrong_tensors(name, needed, recipe, stored)
             problems += wrong
             recipes |= {} if wrong else {path: recipe}
         elif choices:
@@ -289,13 +289,11 @@ def _first(recipe: Recipe, stored: Stored) -> Tensor:
     return stored.tensors[next(iter(recipe.shapes))]
 
 
-def _scales(recipe: Recipe, stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Name → required shape of the scales of a recipe's tensors."""
-    found = {}
+def _needed(recipe: Recipe, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Name → required shape of the tensors of a recipe, and of their scales."""
+    found: dict[str, tuple[int, ...]] = {}
     for name in recipe.shapes:
-        scaled = recipe.scales(name, stored.tensors[name].dtype)
-        if scaled is not None:
-            found[scaled.name] = scaled.shape
+        found |= recipe.stored(name, stored.tensors[name].dtype)
     return found
 
 
@@ -316,23 +314,29 @@ def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
     return Leaf(path, "array", _shape(value), dtype)
 
 
-def _wrong_shapes(
-    name: str, needed: Mapping[str, tuple[int, ...]], stored: Stored
+def _wrong_tensors(
+    name: str, needed: Mapping[str, tuple[int, ...]], recipe: Recipe, stored: Stored
 ) -> list[str]:
-    wrong = []
+    """A problem for each tensor that is absent or of another shape or dtype."""
+    is_packed, wrong = isinstance(recipe.dequantize, Mxfp4), []
     for tensor, shape in needed.items():
         found = stored.tensors.get(tensor)
         if found is None:
             wrong.append(
-                f"{name}: is made of a float8 tensor, whose scales {tensor!r} are not "
-                f"in {stored.where}; leave dequantize() out of the entry to restore it "
-                "without"
+                f"{name}: is made of a tensor in {'MXFP4' if is_packed else 'float8'}, "
+                f"whose scales {tensor!r} are not in {stored.where}; leave dequantize "
+                "out of the entry to restore it without"
             )
         elif found.shape != shape:
             wrong.append(
                 f"{name}: needs {found} to have the shape {show_shape(shape)}; build "
                 "the target with the sizes of the checkpoint, or change the steps of "
                 "the mapping"
+            )
+        elif is_packed and found.dtype != np.uint8:
+            wrong.append(
+                f"{name}: needs {found} to be uint8, as MXFP4 is, not {found.dtype}; "
+                "leave dequantize out of the entry to restore it as it is"
             )
     return wrong[:3]  # the layers of a stack are all alike
 
@@ -370,9 +374,13 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
     def hint(name: str) -> str:
         if name == "lm_head.weight":
             return "; where the model ties its output to the embedding, pass tied=True"
-        scaled = name.removesuffix("_scale_inv")
-        if scaled in used:
-            return f"; to multiply {scaled!r} by it, add dequantize() to its steps"
+        for end, weight, step in (
+            ("_scale_inv", "", "dequantize()"),
+            ("_scales", "_blocks", "dequantize('mxfp4')"),
+        ):
+            scaled = name.removesuffix(end) + weight
+            if name.endswith(end) and scaled in used:
+                return f"; to multiply {scaled!r} by it, add {step} to its steps"
         return ""
 
     return [

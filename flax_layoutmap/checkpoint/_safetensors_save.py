@@ -24,6 +24,7 @@ from flax_layoutmap.checkpoint._leaves import (
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import Block
+from flax_layoutmap.checkpoint._mapping_steps import Mxfp4
 from flax_layoutmap.checkpoint._options import (
     Selection,
     checked_selection,
@@ -166,6 +167,13 @@ def _plan(
             problems.append(
                 f"{path} {show_shape(value.shape)}: the mapping's steps do not make "
                 f"this shape: {error}"
+            )
+            continue
+        if isinstance(recipe.dequantize, Mxfp4):
+            problems.append(
+                f"{path} {show_shape(value.shape)}: cannot be saved in MXFP4; save it "
+                "by a mapping without dequantize('mxfp4'), such as "
+                "mappings.gpt_oss(mxfp4=False)"
             )
             continue
         own = np.dtype(value.dtype).newbyteorder("=")

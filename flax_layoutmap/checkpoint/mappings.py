@@ -202,7 +202,9 @@ def deepseek_v3(
     return entries
 
 
-def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
+def gpt_oss(
+    *, scanned: bool = False, mxfp4: bool = True, keep_mxfp4: bool = False
+) -> list[Entry]:
     """Mapping for gpt-oss.
 
     Attention has biases and `attention/sinks`; router and experts have biases. Gate and
@@ -210,12 +212,16 @@ def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
 
     Args:
         scanned: whether the model has its layers stacked along dim 0.
-        mxfp4: whether the experts are in MXFP4, as in the published files. Their leaves
-            then are `blocks`, uint8 (experts, out, in / 32, 16) with two numbers in a
-            byte, and `scales`, uint8 (experts, out, in / 32); otherwise `kernel`.
+        mxfp4: whether the experts are in MXFP4, as in the published files. They are
+            multiplied by their scales: see `dequantize`. Pass False for files in
+            bfloat16, and to save.
+        keep_mxfp4: whether the leaves stay in MXFP4, where `kernel` is `blocks`, uint8
+            (experts, out, in / 32, 16) with two numbers in a byte, and `scales`, uint8
+            (experts, out, in / 32).
     """
     sinks: list[Any] = [("attention/sinks", "self_attn.sinks", ())]
-    experts = [*_families.router("mlp.router"), *_families.gpt_oss_experts(mxfp4)]
+    experts = _families.gpt_oss_experts(mxfp4, keep_mxfp4)
+    experts = [*_families.router("mlp.router"), *experts]
     rows = [*_families.NORMS, *_families.ATTENTION, *sinks, *experts]
     return _families.decoder(rows, scanned=scanned, tied=False)
 

@@ -47,12 +47,20 @@ class Recognition:
         return "\n".join(fitting + differ + others)
 
 
-def recognise(model: Any) -> Recognition:
+def recognise(
+    model: Any, *, step: int | str | None = None, item: str | None = None
+) -> Recognition:
     """Find the families whose preset has a rule for each large leaf of a model.
 
     Args:
         model: anything that `flm.resolve` takes, or the path of a checkpoint; only
             paths and shapes are read.
+        step: of a directory of steps, as for `flm.checkpoint.inspect`.
+        item: of a checkpoint that holds several trees.
+
+    Raises:
+        RuleError: `step` or `item` is given for what is no path.
+        CheckpointError: there is no such checkpoint.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -62,7 +70,11 @@ def recognise(model: Any) -> Recognition:
         'llama'
     """
     if isinstance(model, str | os.PathLike):
-        model = _parameters_of(model)
+        model = _parameters_of(model, step, item)
+    elif step is not None or item is not None:
+        raise RuleError(
+            "step= and item= are for the path of a checkpoint; leave them out"
+        )
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
@@ -90,6 +102,8 @@ def detect(
     *,
     variant: str | None = None,
     axes: Mapping[str, str] | None = None,
+    step: int | str | None = None,
+    item: str | None = None,
 ) -> LayoutMap:
     """Return the preset of the family that a model is of.
 
@@ -103,11 +117,13 @@ def detect(
         variant: as for `flm.presets.load`: paths do not say whether a head is tied, as
             some libraries keep the weights of one that they do not use.
         axes: as for `flm.presets.load`.
+        step: as for `recognise`.
+        item: as for `recognise`.
 
     Raises:
         RuleError: the model is of no known family, or of several whose presets differ.
     """
-    found = recognise(model)
+    found = recognise(model, step=step, item=item)
     if not found.families:
         reasons = [f"{name}: {reason}" for name, reason in found.rejected.items()]
         raise RuleError(
@@ -126,12 +142,14 @@ def detect(
     return load(family, mesh, variant=variant, axes=axes)
 
 
-def _parameters_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _parameters_of(
+    path: str | os.PathLike[str], step: int | str | None, item: str | None
+) -> dict[str, Any]:
     """The tree of the parameters of a checkpoint, whose metadata alone is read."""
     from flax_layoutmap import checkpoint
 
     tree: dict[str, Any] = {}
-    for leaf in checkpoint.inspect(path).leaves:
+    for leaf in checkpoint.inspect(path, step=step, item=item).leaves:
         if leaf.role == "parameter":
             *above, last = map(unescape, leaf.path.split("/"))
             node = tree

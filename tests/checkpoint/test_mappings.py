@@ -73,6 +73,8 @@ def test_published_tensors_make_every_leaf(
     used = {tensor for recipe in planned.recipes.values() for tensor in recipe.shapes}
     if not kept:
         used |= {f"{tensor}_scale_inv" for tensor in used} & set(tensors)
+        scales = {f"{tensor.removesuffix('_blocks')}_scales" for tensor in used}
+        used |= scales & set(tensors)
     unused = [tensor for tensor in tensors if tensor not in used]
     assert unused == [t for t in tensors if re.fullmatch(family.left_out, t)]
 
@@ -94,7 +96,11 @@ def tree_of(shapes: dict[str, tuple[int, ...]], float8: bool) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize(("name", "scanned"), CASES)
+# Nothing is saved in MXFP4, unless it is kept.
+SAVED = [case for case in CASES if case.values[0] != "gpt_oss, MXFP4"]
+
+
+@pytest.mark.parametrize(("name", "scanned"), SAVED)
 def test_there_and_back(name: str, scanned: bool, tmp_path: Path) -> None:
     """Sharded by the preset; the tensors have the published names."""
     family = FAMILIES[name]

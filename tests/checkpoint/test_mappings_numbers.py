@@ -14,7 +14,7 @@ from same import refused
 from shapes import nested
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _safetensors_read
+from flax_layoutmap.checkpoint import _safetensors_read, _safetensors_scales
 from flax_layoutmap.checkpoint import mappings as m
 
 Tensors = dict[str, np.ndarray]
@@ -145,12 +145,12 @@ LEAVES: list[tuple[str, str, Callable[[Tensors], np.ndarray]]] = [
         lambda t: t[f"{E}gate_up_proj_bias"][:, 1::2],
     ),
     (
-        "gpt_oss, MXFP4",
+        "gpt_oss, in MXFP4",
         "layers/1/mlp/experts/gate/blocks",
         lambda t: t[f"{E}gate_up_proj_blocks"][:, ::2],
     ),
     (
-        "gpt_oss, MXFP4",
+        "gpt_oss, in MXFP4",
         "layers/1/mlp/experts/up/scales",
         lambda t: t[f"{E}gate_up_proj_scales"][:, 1::2],
     ),
@@ -278,7 +278,7 @@ def product(weight: np.ndarray, scales: np.ndarray, block: int = 128) -> np.ndar
 @pytest.fixture(params=[1 << 20, 64])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all numbers multiplied at once, and with few."""
-    monkeypatch.setattr(_safetensors_read, "_PRODUCTS", request.param)
+    monkeypatch.setattr(_safetensors_scales, "_PRODUCTS", request.param)
 
 
 @pytest.mark.usefixtures("products")
@@ -378,9 +378,9 @@ def restore(tensors: Tensors, path: Path, steps: Any, shape: Any = (OUT, IN)) ->
 def test_errors_of_scales(tmp_path: Path) -> None:
     weight, scales = scaled(np.random.default_rng(0))
     with refused(
-        "kernel (300,200): is made of a float8 tensor, whose scales 'w_scale_inv' are "
-        "not in",
-        "leave dequantize() out of the entry",
+        "kernel (300,200): is made of a tensor in float8, whose scales 'w_scale_inv' "
+        "are not in",
+        "leave dequantize out of the entry",
     ):
         restore({"w": weight}, tmp_path, m.dequantize())
     tensors = {"w": weight, "w_scale_inv": scales}
@@ -401,6 +401,174 @@ def test_errors_of_scales(tmp_path: Path) -> None:
         restore(tensors, tmp_path, m.dequantize(), shape=(3, 2, 2))
     with refused("dequantize(block=0)"):
         m.dequantize(block=0)
+
+
+# --------------------------------------------------------------------------- MXFP4
+
+# The numbers of four bits, as `transformers` lists them (integrations/mxfp4.py).
+FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP4_VALUES += [-value for value in FP4_VALUES]
+
+
+def packed(rng: np.random.Generator, *shape: int) -> Tensors:
+    """Blocks and scales of a tensor with every exponent that keeps it finite."""
+    *before, last = shape
+    return {
+        "_blocks": rng.integers(0, 256, (*before, last // 32, 16), np.uint8),
+        "_scales": rng.integers(0, 253, (*before, last // 32), np.uint8),
+    }
+
+
+def unpacked(tensors: Tensors) -> np.ndarray:
+    """`convert_moe_packed_tensors` of `transformers`, before its transposition."""
+    blocks, exponents = tensors["_blocks"], tensors["_scales"].astype(np.int32) - 127
+    table = np.array(FP4_VALUES, np.float32)
+    numbers = np.empty((*blocks.shape[:-1], 32), np.float32)
+    numbers[..., 0::2] = table[blocks & 0x0F]
+    numbers[..., 1::2] = table[blocks >> 4]
+    numbers = np.ldexp(numbers, exponents[..., None])
+    return numbers.reshape(*blocks.shape[:-2], -1).astype(jnp.bfloat16)
+
+
+def bits(array: Any) -> np.ndarray:
+    """The bits, in which 0.0 and -0.0 differ."""
+    return np.asarray(array).view(np.uint16)
+
+
+@pytest.mark.parametrize("gap", [32 << 10, 0])
+@pytest.mark.parametrize("block", [8 << 20, 96])
+@pytest.mark.parametrize(
+    "layout",
+    [("model", "data", None), (None, "model", "data"), ("data", None, "model"), None],
+)
+def test_mxfp4_to_bfloat16(
+    layout: Any,
+    block: int,
+    gap: int,
+    mesh: flm.DeviceMesh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The experts of gpt-oss: gate and up alternate in one tensor."""
+    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", gap)
+    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", block)
+    rng, at = np.random.default_rng(0), "model.layers.0.mlp.experts."
+    fused, down = packed(rng, 4, 2 * 64, 96), packed(rng, 4, 96, 64)
+    tensors = {f"{at}gate_up_proj{end}": value for end, value in fused.items()}
+    tensors |= {f"{at}down_proj{end}": value for end, value in down.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = unpacked(fused).transpose(0, 2, 1)
+    expected = {
+        "gate": both[..., 0::2],
+        "up": both[..., 1::2],
+        "down": unpacked(down).transpose(0, 2, 1),
+    }
+    assert all(np.isfinite(value).all() for value in expected.values())
+    rules = flm.LayoutMap(mesh, strict=False)
+    rules["kernel"] = layout
+    kernels = {
+        name: {"kernel": jax.ShapeDtypeStruct(value.shape, value.dtype)}
+        for name, value in expected.items()
+    }
+    read: list[tuple[int, int]] = []
+    found = flm.checkpoint.restore_safetensors(
+        tmp_path,
+        {"layers": [{"mlp": {"experts": kernels}}]},
+        layout_map=rules,
+        mapping=m.gpt_oss(),
+        progress=lambda done, total: read.append((done, total)),
+    )
+    for name, value in expected.items():
+        leaf = found["layers"][0]["mlp"]["experts"][name]["kernel"]
+        assert leaf.sharding.is_fully_replicated == (layout is None)
+        np.testing.assert_array_equal(bits(leaf), bits(value), strict=True)
+    done, total = read[-1]
+    assert done == total
+    if block == 8 << 20:  # each byte once
+        assert done == sum(value.nbytes for value in tensors.values())
+
+
+def test_numbers_of_mxfp4_are_those_of_ml_dtypes() -> None:
+    """All bytes with all scales, by the dtypes of the numbers and of the scales."""
+    import ml_dtypes
+
+    codes = np.arange(256, dtype=np.uint8)
+    blocks = np.tile(codes.reshape(-1, 16), (253, 1))
+    scales = np.repeat(np.arange(253, dtype=np.uint8), 16)
+    numbers = np.stack([blocks & 15, blocks >> 4], -1).reshape(-1, 32)
+    expected = numbers.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    expected *= scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)[:, None]
+    found = _safetensors_scales.from_mxfp4(blocks, scales)
+    np.testing.assert_array_equal(found, expected.reshape(-1))
+    both = unpacked({"_blocks": blocks, "_scales": scales})
+    np.testing.assert_array_equal(bits(found.astype(jnp.bfloat16)), bits(both.ravel()))
+
+
+def test_a_part_of_mxfp4_reads_its_blocks_alone(tmp_path: Path) -> None:
+    """One expert of four, and a row that is no whole number of reads."""
+    tensors = packed(np.random.default_rng(0), 4, 6, 64)
+    held = {f"w{end}": value for end, value in tensors.items()}
+    save_file(held, tmp_path / "model.safetensors")
+    numbers, read = unpacked(tensors), []
+    for part, expected, blocks in (
+        (m.split(0, 2, 4), numbers[2:3], 6 * 2),
+        (m.split(2, 5, (3, 3, 3, 3, 3, 5, 44)), numbers[..., 15:20], 4 * 6 * 2 - 1),
+    ):
+        found = flm.checkpoint.restore_safetensors(
+            tmp_path,
+            {"kernel": np.zeros(expected.shape, jnp.bfloat16)},
+            mapping=[("kernel", "w_blocks", (m.dequantize("mxfp4"), part))],
+            progress=lambda done, total: read.append((done, total)),
+        )
+        np.testing.assert_array_equal(bits(found["kernel"]), bits(expected))
+        assert read.pop() == (blocks * 17, blocks * 17)
+
+
+def test_errors_of_mxfp4(tmp_path: Path) -> None:
+    held = packed(np.random.default_rng(0), 6, 64)
+    tensors = {f"w{end}": value for end, value in held.items()}
+    step = m.dequantize("mxfp4")
+
+    def restored(tensors: Tensors, steps: Any, shape: Any = (6, 64)) -> None:
+        save_file(tensors, tmp_path / "model.safetensors")
+        flm.checkpoint.restore_safetensors(
+            tmp_path,
+            {"kernel": np.zeros(shape, jnp.bfloat16)},
+            mapping=[("kernel", "w_blocks", steps)],
+        )
+
+    restored(tensors, step)  # without a mistake
+    with refused(
+        "kernel (6,64): is made of a tensor in MXFP4, whose scales 'w_scales' are not",
+        "leave dequantize out of the entry",
+    ):
+        restored({"w_blocks": tensors["w_blocks"]}, step)
+    with refused("needs tensor 'w_blocks' (6,2,16)", "have the shape (6,4,16)"):
+        restored(tensors, step, (6, 128))
+    with refused("blocks of 32 numbers along the last dim", "do not make (6,63)"):
+        restored(tensors, step, (6, 63))
+    with refused(
+        "needs tensor 'w_scales' (6,2)", "to be uint8, as MXFP4 is, not float32"
+    ):
+        restored(tensors | {"w_scales": np.ones((6, 2), np.float32)}, step)
+    with refused(
+        "tensor 'w_scales' (6,2) in",
+        "to multiply 'w_blocks' by it, add dequantize('mxfp4') to its steps",
+    ):
+        restored(tensors, ())
+    with refused("block= and suffix= are for float8; write dequantize('mxfp4')"):
+        m.dequantize("mxfp4", block=64)
+    with refused("dequantize('int4'): the formats are 'float8' and 'mxfp4'"):
+        m.dequantize("int4")  # type: ignore[arg-type]
+    with refused(
+        "kernel (6,64): cannot be saved in MXFP4",
+        "such as mappings.gpt_oss(mxfp4=False)",
+    ):
+        flm.checkpoint.save_safetensors(
+            tmp_path / "out",
+            {"kernel": np.zeros((6, 64), jnp.bfloat16)},
+            mapping=[("kernel", "w_blocks", step)],
+        )
 
 
 def test_a_hint_has_the_layer_of_the_leaf(tmp_path: Path) -> None:

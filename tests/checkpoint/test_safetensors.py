@@ -574,3 +574,29 @@ def test_a_mesh_of_some_devices(folder: Path) -> None:
     found = restore(folder, layout_map=layout_map, include="mlp")
     shards.assert_lies(found["mlp"]["up"]["weight"], (("x",), ()), some, UP)
     shards.assert_lies(found["mlp"]["down"]["weight"], ((), ()), some, DOWN)
+
+
+def test_what_answers_instead_of_a_plan(tmp_path: Path) -> None:
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    target = {"w": jnp.ones((8, 4))}
+    flm.checkpoint.save_safetensors(tmp_path, target)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with refused(
+            f"{path} holds safetensors, and plan is for checkpoints of Orbax",
+            "flm.checkpoint.inspect(path) lists the tensors",
+            "layout_map.resolve(target).show() the bytes per device",
+            "flm.checkpoint.restore_safetensors(path, target, ...)",
+        ):
+            flm.checkpoint.plan(path, target, layout_map=layout_map)
+        # What the message names.
+        assert flm.checkpoint.inspect(path).total_bytes == 8 * 4 * 4
+        told: list[tuple[int, int]] = []
+        flm.checkpoint.restore_safetensors(
+            *(path, target),
+            layout_map=layout_map,
+            progress=lambda *counts, told=told: told.append(counts),
+        )
+        assert told == [(8 * 4 * 4, 8 * 4 * 4)]
+    layout_map.resolve(target).show()
+    with refused("there is no checkpoint at"):
+        flm.checkpoint.plan(tmp_path / "no.safetensors", target, layout_map=layout_map)

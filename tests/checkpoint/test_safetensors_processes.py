@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from multiprocess import launch
-from multiprocess.safetensors_parts import tensors
+from multiprocess.safetensors_parts import scaled_tensors, tensors
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.multiprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 def test_each_process_reads_its_ranges_and_process_0_writes(
     job_part: launch.Part,
 ) -> None:
-    arrays = tensors()
+    arrays, scaled = tensors(), scaled_tensors()
     total = sum(value.nbytes for value in arrays.values())
     needed = total / job_part.processes
     row = 4 * 32
@@ -52,6 +52,15 @@ def test_each_process_reads_its_ranges_and_process_0_writes(
         for name in ("columns", "transposed columns"):
             assert read[f"{name}, 32768"] == columns, name
         assert read["replicated, 0"] == read["replicated, 32768"] == total
+        # Half of the weights; and half of the scales, but those of float8 are few.
+        assert one.answer["scaled"] == {
+            name: sum(scaled[tensor].nbytes // parts for tensor, parts in of.items())
+            for name, of in {
+                "kept": {"w": 2, "w_scale_inv": 2},
+                "float8": {"w": 2, "w_scale_inv": 1},
+                "MXFP4": {"e_blocks": 2, "e_scales": 2},
+            }.items()
+        }
     for name in ("transposed columns", "layers"):
         for gap in (0, 32768):
             folder = job_part.folder / f"{name} {gap}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -367,6 +368,30 @@ def test_detect(run: Any) -> None:
     assert code == 1 and "not llama: no path matches" in out
 
 
+def test_detect_in_the_directory_of_a_run(run: Any, folder: Path) -> None:
+    """The latest step, or the one that is named; of several trees, the one named."""
+    heads = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    llama = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in heads}
+    other = {"w": np.zeros((8, 8), np.float32)}
+    flm.checkpoint.save(folder / "steps" / "10", llama)
+    flm.checkpoint.save(folder / "steps" / "25", other)
+    assert run("detect --checkpoint steps")[0] == 1
+    assert run("detect --checkpoint steps --step latest")[0] == 1
+    code, out, _ = run("detect --checkpoint steps --step 10")
+    assert code == 0 and out.startswith("llama: ")
+    code, _, err = run("detect --checkpoint steps --step 26")
+    assert code == 2 and "has no step 26; it has 10, 25" in err
+    with ocp.CheckpointManager(folder / "several") as manager:
+        trees = {"params": llama, "more": other}
+        saved = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        manager.save(1, args=ocp.args.Composite(**saved))
+    code, out, _ = run("detect --checkpoint several --item params")
+    assert code == 0 and out.startswith("llama: ")
+    assert run("detect --checkpoint several --item more")[0] == 1
+    code, _, err = run("detect --checkpoint several")
+    assert code == 2 and "item='more' or item='params'" in err
+
+
 def in_a_process(
     *command: str, folder: Path, stdout: int = subprocess.PIPE
 ) -> "subprocess.CompletedProcess[str]":
@@ -538,6 +563,9 @@ WRONG = {
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
     "preset llama --mesh model=2": "has the axis 'model', which presets do not know",
     "detect --checkpoint nowhere": "nowhere",
+    "detect --checkpoint runs/7 --arg width=2": "--arg is for --model",
+    "detect --model my_model:make --step 3": "--step is for --checkpoint",
+    "detect --model my_model:make --item a": "--item is for --checkpoint",
     "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
     "restore runs/7 --to rules.toml/new --mesh data=4,model=2": "be written to",
 }

@@ -1,6 +1,7 @@
 """Each process reads the bytes of its own shards; process 0 writes the whole tree.
 
-A part (see `launch`); `in/` is a checkpoint whose tensors are those of `tensors`.
+A part (see `launch`); `in/` is a checkpoint whose tensors are those of `tensors`, and
+`scaled/` one of those of `scaled_tensors`.
 """
 
 import os
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -25,9 +27,22 @@ def tensors() -> dict[str, np.ndarray]:
     return {f"h.{at}.w": rng.normal(size=shape).astype(np.float32) for at in range(2)}
 
 
+def scaled_tensors() -> dict[str, np.ndarray]:
+    """A float8 matrix with the scales of its blocks, and experts in MXFP4."""
+    rng = np.random.default_rng(0)
+    return {
+        "w": rng.normal(size=(2 * 128, 3 * 128)).astype(jnp.float8_e4m3fn),
+        "w_scale_inv": rng.random((2, 3), np.float32),
+        "e_blocks": rng.integers(0, 256, (2, 8, 3, 16), np.uint8),
+        "e_scales": rng.integers(100, 150, (2, 8, 3), np.uint8),
+    }
+
+
 def prepare(folder: Path) -> None:
     (folder / "in").mkdir()
     save_file(tensors(), folder / "in" / "model.safetensors")
+    (folder / "scaled").mkdir()
+    save_file(scaled_tensors(), folder / "scaled" / "model.safetensors")
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -75,7 +90,54 @@ def main(folder: Path) -> dict[str, Any]:
                 flm.checkpoint.save_safetensors(
                     out, restored, mapping=mapping, max_file_bytes=9000
                 )
+    found["scaled"] = scaled(folder, mesh)
     found["problems"] = problems(folder, mesh, restored)
+    return found
+
+
+def scaled(folder: Path, mesh: flm.DeviceMesh) -> dict[str, int]:
+    """Bytes read of tensors with scales, of which each row of the mesh has a half."""
+    held = scaled_tensors()
+    weight, scales = held["w"].T, held["w_scale_inv"].T
+    each = np.repeat(np.repeat(scales, 128, 0), 128, 1)
+    blocks = held["e_blocks"]
+    numbers = np.stack([blocks & 15, blocks >> 4], -1).view(jnp.float4_e2m1fn)
+    numbers = numbers.reshape(2, 8, 3, 32).astype(np.float32)
+    numbers = np.ldexp(numbers, held["e_scales"][..., None].astype(np.int32) - 127)
+    turned = mappings.linear()
+    kept = [("kernel", "w", turned), ("kernel_scale", "w_scale_inv", turned)]
+    float8 = [("kernel", "w", (mappings.dequantize(), turned))]
+    mxfp4 = [("kernel", "e_blocks", mappings.dequantize("mxfp4"))]
+    product = (weight.astype(np.float32) * each).astype(jnp.bfloat16)
+    experts = numbers.reshape(2, 8, 96).astype(jnp.bfloat16)
+    cases: dict[str, tuple[Any, tuple[Any, ...], dict[str, np.ndarray]]] = {
+        "kept": (kept, (None, "data"), {"kernel": weight, "kernel_scale": scales}),
+        "float8": (float8, (None, "data"), {"kernel": product}),
+        "MXFP4": (mxfp4, ("data", None, None), {"kernel": experts}),
+    }
+    found = {}
+    for name, (mapping, axes, wanted) in cases.items():
+        read: list[tuple[int, int]] = []
+        layout_map = flm.LayoutMap(mesh)
+        layout_map["."] = axes
+        restored = flm.checkpoint.restore_safetensors(
+            folder / "scaled",
+            {
+                path: jax.ShapeDtypeStruct(value.shape, value.dtype)
+                for path, value in wanted.items()
+            },
+            layout_map=layout_map,
+            mapping=mapping,
+            unexpected="ignore",
+            progress=lambda *counts, read=read: read.append(counts),
+        )
+        for path, value in wanted.items():
+            for shard in restored[path].addressable_shards:
+                own = value[shard.index]
+                assert 2 * own.size == value.size
+                np.testing.assert_array_equal(shard.data, own, strict=True)
+        assert read[-1][0] == read[-1][1]
+        found[name] = read[-1][0]
     return found
 
 

@@ -73,6 +73,14 @@ def test_a_model_of_no_family() -> None:
         assert f"- {family}: no path matches " in message
 
 
+def test_a_step_of_what_is_no_checkpoint() -> None:
+    tree = tree_of(spelled("llama", "flax"))
+    with pytest.raises(flm.errors.RuleError, match="the path of a checkpoint"):
+        flm.presets.recognise(tree, step=3)
+    with pytest.raises(flm.errors.RuleError, match="the path of a checkpoint"):
+        flm.presets.detect(tree, MESH, item="params")
+
+
 def test_a_layer_that_no_rule_is_for() -> None:
     tree = tree_of(
         spelled("llama", "flax") | {"layers/0/adapter/mixer/kernel": (64, 64)}
