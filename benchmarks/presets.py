@@ -5,9 +5,10 @@
 
 Each case of `_preset_cases/` is a model of two layers with published sizes, a step of
 adamw on it in bfloat16, and a mesh. `flm.pod.plan` plans it, without devices, with the
-rules of the preset, and with those of each published table: alone, with the residual
-stream split over the batch axes, and as the source's code splits it; the least counts.
-Prints one Markdown table, then the targets as PASS or FAIL.
+rules of the preset, in the variant that `flm.presets.detect` chooses, and without one, and
+with those of each published table: alone, with the residual stream split over the batch
+axes, and as the source's code splits it; the least counts. Prints one Markdown table,
+then the targets as PASS or FAIL.
 """
 
 import argparse
