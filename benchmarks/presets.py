@@ -5,9 +5,10 @@
 
 Each case of `_preset_cases/` is a model of two layers with published sizes, a step of
 adamw on it in bfloat16, and a mesh. `flm.pod.plan` plans it, without devices, with the
-rules of the preset, and with those of each published table: alone, with the residual
-stream split over the batch axes, and as the source's code splits it; the least counts.
-Prints one Markdown table, then the targets as PASS or FAIL.
+preset, in the variant that `flm.presets.detect` takes and without one, and with each
+published table: alone, with the residual stream split over the batch axes, and as the
+source's code splits it; the least counts. Prints one Markdown table, then the targets
+as PASS or FAIL.
 """
 
 import argparse
@@ -106,9 +107,11 @@ def sent(case: Case, layout_map: flm.LayoutMap) -> int:
 def measured(case: Case) -> list[tuple[str, int]]:
     """Whose rules → bytes; the preset's first."""
     mesh = flm.DeviceMesh.abstract(case.mesh)
-    name = "preset" if case.variant is None else f"preset, {case.variant}"
-    layout_map = flm.presets.load(case.family, mesh, variant=case.variant)
-    rows = [(name, sent(case, layout_map))]
+    rows = []
+    for variant in dict.fromkeys((case.variant, None)):
+        layout_map = flm.presets.load(case.family, mesh, variant=variant)
+        name = "preset" if variant is None else f"preset, {variant}"
+        rows.append((name, sent(case, layout_map)))
     for source, (table, residual) in case.tables.items():
         batch = batch_axes(mesh)
         choices = {None, (batch, None, None), residual}
@@ -135,8 +138,9 @@ def main() -> int:
             first = ("", "") if at else (case.model, case.mesh)
             cells = [*first, source, f"{count / 2**30:.2f}", f"{count / ours:.2f}"]
             print("|", " | ".join(cells), "|", flush=True)
-        least = min(count for _, count in others)
-        targets.append((f"{case.family}, {case.model}", ours / least))
+        least = min(count for name, count in others if not name.startswith("preset"))
+        name = f"{case.family}, {case.model}, {case.mesh}"
+        targets.append((name, ours / least))
     print()
     for name, share in targets:
         word = "PASS" if share <= 1 else "FAIL"

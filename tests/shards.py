@@ -55,6 +55,11 @@ def expected_index(
     return tuple(index)
 
 
+def on_axes_of(mesh: flm.DeviceMesh, dims: Dims) -> Dims:
+    """Dims without the axes that the mesh does not have."""
+    return tuple(tuple(a for a in dim if a in mesh.axis_names) for dim in dims)
+
+
 def assert_lies(
     array: Any, dims: Dims, mesh: flm.DeviceMesh, value: Any = None
 ) -> None:

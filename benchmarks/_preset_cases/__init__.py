@@ -18,7 +18,7 @@ class Case:
         mesh: axes and sizes.
         tables: source → its table, and where its code puts the residual stream (None:
             it leaves that to XLA).
-        variant: the variant of the preset for it.
+        variant: the variant of the preset that `flm.presets.detect` takes for it.
         length: positions of a sequence.
         tokens: source → where it puts the tokens of experts, `(experts, batch, …)`.
         inputs: size of the batch → shapes of what the model is called with, for a model

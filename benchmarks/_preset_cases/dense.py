@@ -427,7 +427,6 @@ CASES = [
         made(Decoder, MISTRAL_7B),
         "fsdp=8,tensor=8",
         {EASYDEL_AT.format("mistral"): (EASYDEL, BATCH)},
-        variant="untied",
     ),
     Case(
         "qwen2",

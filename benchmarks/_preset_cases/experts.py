@@ -212,7 +212,7 @@ TRANSFORMERS_AT = "transformers {1}, models/{0}/configuration_{0}.py"
 # ------------------------------------------------------------------------- cases
 
 GRID, WITH_EXPERTS = "fsdp=4,tensor=4", "fsdp=2,expert=4,tensor=2"
-HEADS, WHOLE = "fsdp=1,tensor=4", "whole_experts"
+HEADS = "fsdp=1,tensor=4"
 PLAN = ("5.24.0", TRANSFORMERS, (None, "fsdp", None, None))
 OF_EXPERTS = (TRANSFORMERS_GPT_OSS, ("tensor", "fsdp", None, None))
 MIXTRAL = {
@@ -241,25 +241,27 @@ def cases(
     plan: tuple[str, str, Table, Any] | None = None,
 ) -> list[Case]:
     """A family without an axis for experts, with one, and with heads alone."""
-    make, at = functools.partial(Decoder, sizes), EASYDEL_AT.format(family)
+    at, there = EASYDEL_AT.format(family), ("expert", "fsdp", None, None)
     both = {at: (EASYDEL_EXPERT, None), MAXTEXT_AT: (MAXTEXT, None)}
-    there = ("expert", "fsdp", None, None)
-    apart = {at: (None, "fsdp", None, None)}
-    grid = Case(family, model, make, GRID, {at: (EASYDEL, None)}, tokens=apart)
+    case = Case(
+        family,
+        model,
+        functools.partial(Decoder, sizes),
+        GRID,
+        {at: (EASYDEL, None)},
+        variant="whole_experts",
+        tokens={at: (None, "fsdp", None, None)},
+    )
+    tokens = dict.fromkeys(both, there)
     found = [
-        grid,
-        dataclasses.replace(grid, variant=WHOLE),
-        Case(
-            family, model, make, WITH_EXPERTS, both, tokens=dict.fromkeys(both, there)
-        ),
+        case,
+        dataclasses.replace(case, mesh=WITH_EXPERTS, tables=both, tokens=tokens),
     ]
     if plan is not None:
-        name, version, own, tokens = plan
+        name, version, own, stream = plan
         at = TRANSFORMERS_AT.format(name, version)
-        alone = {at: (own, None)}
-        is_whole = WHOLE if own is TRANSFORMERS_GPT_OSS else None
-        heads = Case(family, model, make, HEADS, alone, tokens={at: tokens})
-        found.append(dataclasses.replace(heads, variant=is_whole))
+        alone, tokens = {at: (own, None)}, {at: stream}
+        found.append(dataclasses.replace(case, mesh=HEADS, tables=alone, tokens=tokens))
     return found
 
 
@@ -272,6 +274,7 @@ CASES = [
         functools.partial(Decoder, QWEN),
         "expert=4,tensor=4",
         {TUNIX_AT: (TUNIX, TUNIX_STREAM)},
+        variant="whole_experts",
         tokens={TUNIX_AT: ("expert", None, None, None)},
     ),
     *cases("deepseek_v3", "DeepSeek V3", DEEPSEEK, ("deepseek_v2", *PLAN)),

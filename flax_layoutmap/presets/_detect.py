@@ -23,6 +23,9 @@ from flax_layoutmap.presets._load import AXES, load
 
 _LOG = logging.getLogger("flax_layoutmap")
 
+# A head that is not the embedding, in each spelling.
+_HEAD = r"(^|[/.])(lm_head|output|unembed|logits_dense|reverse_embeddings)([/.]|$)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Recognition:
@@ -69,12 +72,7 @@ def recognise(
         >>> flm.presets.recognise({name: kernel for name in names}).families[0]
         'llama'
     """
-    if isinstance(model, str | os.PathLike):
-        model = _parameters_of(model, step, item)
-    elif step is not None or item is not None:
-        raise RuleError(
-            "step= and item= are for the path of a checkpoint; leave them out"
-        )
+    model = _tree_of(model, step, item)
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
@@ -88,6 +86,9 @@ def recognise(
         reason = _against(known, resolution, problem)
         if reason is None:
             features[name] = known["about"]
+            variant, _ = _variant(name, model, mesh, None)
+            if variant is not None:
+                resolution = resolve(model, load(name, mesh, variant=variant))
             layouts[name] = tuple(leaf.layout for leaf in resolution)
         else:
             rejected[name] = reason
@@ -105,25 +106,37 @@ def detect(
     step: int | str | None = None,
     item: str | None = None,
 ) -> LayoutMap:
-    """Return the preset of the family that a model is of.
+    """Return the preset of the family that a model is of, in the variant that fits.
 
-    The family and its features are logged (logger `flax_layoutmap`, level INFO);
-    `flm.presets.recognise(model)` returns them, with the reason against each other
-    family.
+    The family, its features, and the variant with the reason for or against it are
+    logged (logger `flax_layoutmap`, level INFO). `flm.presets.recognise(model)` returns
+    the features, with the reason against each other family.
 
     Args:
         model: as for `recognise`.
         mesh: as for `flm.presets.load`.
-        variant: as for `flm.presets.load`: paths do not say whether a head is tied, as
-            some libraries keep the weights of one that they do not use.
+        variant: as for `flm.presets.load`; None chooses. `"untied"` is chosen if the
+            head has a path of its own, `"whole_experts"` if the experts divide. A model
+            that has the weights of a head, but uses its embedding, is not recognised
+            as tied: load its preset by name.
         axes: as for `flm.presets.load`.
         step: as for `recognise`.
         item: as for `recognise`.
 
     Raises:
         RuleError: the model is of no known family, or of several whose presets differ.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+        >>> kernel = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> model = {name: kernel for name in names}
+        >>> layout_map = flm.presets.detect(model, "fsdp=2,tensor=4")
+        >>> layout_map["down_proj/kernel"].axes
+        (Ellipsis, 'tensor', 'fsdp')
     """
-    found = recognise(model, step=step, item=item)
+    model = _tree_of(model, step, item)
+    found = recognise(model)
     if not found.families:
         reasons = [f"{name}: {reason}" for name, reason in found.rejected.items()]
         raise RuleError(
@@ -139,17 +152,49 @@ def detect(
     family, *others = found.families
     also = f" (the same rules as {', '.join(others)})" if others else ""
     _LOG.info("preset %s%s: %s", family, also, found.features[family])
+    if variant is None:
+        variant, why = _variant(family, model, mesh, axes)
+        if why is not None:
+            _LOG.info("preset %s: %s", family, why)
     return load(family, mesh, variant=variant, axes=axes)
 
 
-def _parameters_of(
-    path: str | os.PathLike[str], step: int | str | None, item: str | None
-) -> dict[str, Any]:
-    """The tree of the parameters of a checkpoint, whose metadata alone is read."""
+def _variant(
+    family: str, model: Any, mesh: Any, axes: Mapping[str, str] | None
+) -> tuple[str | None, str | None]:
+    """The variant of a family for a model, and the reason for or against one."""
+    name = _families()[family].get("variant")
+    if name is None:
+        return None, None
+    plain = resolve(model, load(family, mesh, axes=axes))
+    why = "no dim falls back"
+    if name == "untied":
+        head = _first(_HEAD, [leaf.path for leaf in plain if leaf.role == "parameter"])
+        if head is None:
+            return None, "no head but the embedding"
+        why = f"{head} is a head of its own"
+    other = resolve(model, load(family, mesh, variant=name, axes=axes))
+    known = {leaf.path for leaf in plain.fallbacks}
+    for leaf in other.fallbacks:
+        if leaf.path not in known:
+            return None, f"not the variant {name}: {leaf.path}: {leaf.fallback}"
+    if all(leaf.layout == plain[leaf.path].layout for leaf in other):
+        return None, f"the variant {name} is the same on this mesh"
+    return name, f"the variant {name}: {why}"
+
+
+def _tree_of(model: Any, step: int | str | None, item: str | None) -> Any:
+    """The model; for a checkpoint its parameters, of which only metadata is read."""
+    if not isinstance(model, str | os.PathLike):
+        if step is not None or item is not None:
+            raise RuleError(
+                "step= and item= are for the path of a checkpoint; leave them out"
+            )
+        return model
     from flax_layoutmap import checkpoint
 
     tree: dict[str, Any] = {}
-    for leaf in checkpoint.inspect(path, step=step, item=item).leaves:
+    for leaf in checkpoint.inspect(model, step=step, item=item).leaves:
         if leaf.role == "parameter":
             *above, last = map(unescape, leaf.path.split("/"))
             node = tree

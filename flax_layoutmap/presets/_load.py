@@ -52,10 +52,11 @@ def load(
         name: one of `flm.presets.names()`.
         mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
             (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
-        variant: `"untied"`, of decoders whose head is not their embedding: they send
-            less with other layouts, which would be wrong for a tied head. Or
-            `"whole_experts"`, of families with experts: each is whole on its devices,
-            those of `tensor` too, which have to divide their number.
+        variant: `"untied"`, of Llama, Qwen and T5 models whose head is not their
+            embedding: the embedding has a layout that sends less, and would send
+            several times more as a head. Or `"whole_experts"`, of families with
+            experts: each is whole on its devices, those of `tensor` too, which have to
+            divide their number. `flm.presets.detect` chooses by the model.
         axes: the mesh's own names for these, `{"tensor": "model"}`.
 
     Raises:

@@ -37,6 +37,31 @@ def test_the_largest_dim_that_divides() -> None:
     assert not layout_map.resolve(params()).unmatched
 
 
+def test_leaves_of_one_element_are_replicated_without_complaint() -> None:
+    tree: Any = {"logit_scale": struct(1), "t": struct(1, 1), "b": struct()}
+    tree["kernel"] = struct(64, 256)
+    layout_map = flm.presets.fsdp(tree, abstract("data=2,fsdp=8"), min_size=0)
+    resolution = layout_map.resolve(tree, strict=True)
+    assert not resolution.fallbacks and not list(flm.lint(resolution))
+    for path in ("logit_scale", "t", "b"):
+        assert resolution[path].layout.is_replicated
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("clip", "logit_scale"), ("siglip", "logit_bias"), ("siglip", "t")],
+)
+def test_presets_replicate_scales_of_the_loss_without_complaint(
+    family: str, path: str, shape: tuple[int, ...]
+) -> None:
+    layout_map = flm.presets.load(family, abstract("fsdp=2,tensor=4"))
+    tree = {path: struct(*shape), "fc1": {"kernel": struct(64, 256)}}
+    resolution = layout_map.resolve(tree, strict=True)
+    assert resolution[path].layout.is_replicated
+    assert not resolution.fallbacks and not list(flm.lint(resolution))
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "batch"),
     [

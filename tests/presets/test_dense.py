@@ -16,6 +16,8 @@ MESH = flm.DeviceMesh.abstract("fsdp=2,tensor=4")
 # What `tests/presets/models` calls the dims.
 AXES = {"d": "fsdp"} | dict.fromkeys(["V", "H", "K", "Hs", "Ks", "f", "ddd"], "tensor")
 
+HEAD = r"(^|[/.])(lm_head|output|logits_dense|reverse_embeddings)([/.]|$)"
+
 
 def tree_of(shapes: Mapping[str, tuple[int, ...]]) -> Any:
     return nested({path: struct(*shape) for path, shape in shapes.items()})
@@ -35,6 +37,9 @@ def expected(family: str, path: str, names: list[str]) -> tuple[Any, ...]:
     real = [name for name in names if name != "L"]
     if real in (["d"], ["s"]) or any(name in ("P", "B", "one") for name in real):
         return (None,) * len(names)
+    is_embedding = "V" in names and re.search(HEAD, path) is None
+    if family == "mistral" and is_embedding:  # whose head is never the embedding
+        return tuple({"d": ("tensor", "fsdp")}.get(name) for name in names)
     if "gpt2" in family and "V" in names:  # of 50257 rows
         return tuple({"d": ("fsdp", "tensor")}.get(name) for name in names)
     if real == ["d", "d"]:  # GPT-2's projection of the heads
@@ -120,19 +125,23 @@ def test_a_rule_of_ones_own_wins() -> None:
     assert axes_of(leaf) == ("tensor", "fsdp")
 
 
-def test_a_head_of_its_own() -> None:
-    """The variant has the embedding, and activations, by the model's dim."""
-    shapes = importlib.import_module("presets.models.llama").SPELLINGS["flax"]
-    plain = flm.presets.load("llama", MESH)
-    untied = flm.presets.load("llama", MESH, variant="untied")
-    before, after = (one.resolve(tree_of(shapes)) for one in (plain, untied))
-    assert [leaf.path for leaf in after if leaf.layout != before[leaf.path].layout] == [
-        "embed/embedding"
-    ]
-    assert axes_of(after["embed/embedding"]) == (None, ("tensor", "fsdp"))
-    (residual,) = (key for key in plain.activations if "layers" in key)
-    assert str(plain.activations[residual]) == "('fsdp', None, None)"
-    assert str(untied.activations[residual]) == "('fsdp', None, 'tensor')"
+@pytest.mark.parametrize(
+    ("family", "shapes"), spellings("llama", "qwen2", "qwen3", "t5")
+)
+def test_a_head_of_its_own(family: str, shapes: dict[str, tuple[Any, ...]]) -> None:
+    """The variant has the embedding by the model's dim, and is that of Mistral."""
+    plain = flm.presets.load(family, MESH).resolve(tree_of(shapes))
+    untied = flm.presets.load(family, MESH, variant="untied").resolve(tree_of(shapes))
+    changed = {leaf for leaf in untied if leaf.layout != plain[leaf.path].layout}
+    assert {leaf.path for leaf in changed} == {
+        path
+        for path, shape in shapes.items()
+        if "V" in [dim.name for dim in shape] and re.search(HEAD, path) is None
+    }
+    assert {axes_of(leaf) for leaf in changed} == {(None, ("tensor", "fsdp"))}
+    if family == "llama":
+        mistral = flm.presets.load("mistral", MESH).resolve(tree_of(shapes))
+        assert [leaf.layout for leaf in mistral] == [leaf.layout for leaf in untied]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "t5"])

@@ -2,12 +2,13 @@
 
 import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from presets.test_dense import FAMILIES, MESH, spellings, tree_of
+from presets.test_dense import FAMILIES, HEAD, MESH, spellings, tree_of
 from shapes import nested
 
 import flax_layoutmap as flm
@@ -24,7 +25,10 @@ def test_each_spelling_is_of_its_family(
     """Or of one whose rules give every leaf the same layout."""
     tree = tree_of(shapes)
     found = flm.presets.detect(tree, MESH).resolve(tree)
-    wanted = flm.presets.load(family, MESH).resolve(tree)
+    has_variant = family in ("llama", "qwen2", "qwen3", "t5")
+    is_untied = has_variant and any(re.search(HEAD, path) for path in shapes)
+    variant = "untied" if is_untied else None
+    wanted = flm.presets.load(family, MESH, variant=variant).resolve(tree)
     assert [leaf.layout for leaf in found] == [leaf.layout for leaf in wanted]
 
 
@@ -44,18 +48,65 @@ def test_families_of_other_rules_do_not_fit(
     assert set(found.rejected) == {*flm.presets.names()} - {*found.families}
 
 
+@pytest.mark.parametrize(
+    ("family", "spelling", "mesh", "variant", "why"),
+    [
+        (
+            "llama",
+            "tunix",
+            "fsdp=2,tensor=4",
+            "untied",
+            "lm_head/w is a head of its own",
+        ),
+        ("llama", "tunix, tied", "fsdp=2,tensor=4", None, "no head but the embedding"),
+        (
+            "llama",
+            "flax",
+            "fsdp=16,tensor=8",
+            None,
+            "untied: embed/embedding: rule ",
+        ),
+        ("mixtral", "flax", "fsdp=2,tensor=4", "whole_experts", "no dim falls back"),
+        ("mixtral", "flax", "fsdp=4", None, "is the same on this mesh"),
+        (
+            "mixtral",
+            "flax",
+            "expert=4,tensor=4",
+            None,
+            "dim 0 of size 8 does not divide by mesh axes 'expert' (4) × 'tensor' (4)",
+        ),
+    ],
+)
+def test_the_variant_is_chosen_by_the_model_and_the_reason_is_logged(
+    family: str,
+    spelling: str,
+    mesh: str,
+    variant: str | None,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = flm.DeviceMesh.abstract(mesh)
+    with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
+        found = flm.presets.detect(tree_of(spelled(family, spelling)), target)
+    assert found == flm.presets.load(family, target, variant=variant)
+    first, second = caplog.messages
+    assert first.startswith(f"preset {family}")
+    assert second.startswith(f"preset {family}: ") and why in second
+
+
 def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tree = tree_of(spelled("llama", "tunix"))
     with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
         flm.presets.detect(tree, MESH)
     assert caplog.messages == [
         "preset llama (the same rules as mistral): gated feed-forward layers, no "
-        "biases, no norms of queries and keys"
+        "biases, no norms of queries and keys",
+        "preset llama: the variant untied: lm_head/w is a head of its own",
     ]
 
 
-def test_the_variant_is_passed_on() -> None:
-    tree = tree_of(spelled("llama", "tunix"))
+def test_a_variant_that_is_given_is_taken() -> None:
+    tree = tree_of(spelled("llama", "tunix, tied"))
     found = flm.presets.detect(tree, MESH, variant="untied")
     assert found == flm.presets.load("llama", MESH, variant="untied")
 

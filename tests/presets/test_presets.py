@@ -26,23 +26,38 @@ SPELLINGS = [
 MESHES = ["fsdp=4", "tensor=4", "fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"]
 # Axes of these families that experts are sharded over.
 WITH_EXPERTS = ["fsdp=2,expert=2", "fsdp=2,expert=2,tensor=2", "data=2,expert=4"]
+# Meshes with the axis that variants put elsewhere.
+VARIANTS = {
+    "untied": (("llama", "qwen2", "qwen3", "t5"), MESHES[1:]),
+    "whole_experts": (
+        ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"),
+        [*MESHES[1:], WITH_EXPERTS[1]],
+    ),
+}
 
 
 def cases() -> list[Any]:
     found = []
     for family, spelling, shapes in SPELLINGS:
         has_experts = any("expert" in path for path in shapes)
-        for mesh in MESHES + (WITH_EXPERTS if has_experts else []):
-            name = f"{family}-{spelling}-{mesh}"
-            found.append(pytest.param(family, shapes, mesh, id=name))
+        meshes = {None: MESHES + (WITH_EXPERTS if has_experts else [])}
+        meshes |= {
+            variant: meshes
+            for variant, (families, meshes) in VARIANTS.items()
+            if family in families
+        }
+        for variant, mesh in ((one, mesh) for one in meshes for mesh in meshes[one]):
+            name = f"{family}-{spelling}-{mesh}" + (f"-{variant}" if variant else "")
+            found.append(pytest.param(family, variant, shapes, mesh, id=name))
     return found
 
 
-@pytest.mark.parametrize(("family", "shapes", "mesh"), cases())
+@pytest.mark.parametrize(("family", "variant", "shapes", "mesh"), cases())
 def test_everything_large_is_sharded_over_every_axis(
-    family: str, shapes: dict[str, tuple[int, ...]], mesh: str
+    family: str, variant: str | None, shapes: dict[str, tuple[int, ...]], mesh: str
 ) -> None:
-    layout_map = flm.presets.load(family, flm.DeviceMesh.abstract(mesh))
+    target = flm.DeviceMesh.abstract(mesh)
+    layout_map = flm.presets.load(family, target, variant=variant)
     tree = nested({path: struct(*shape) for path, shape in shapes.items()})
     resolution = layout_map.resolve(tree)
     assert not resolution.unmatched

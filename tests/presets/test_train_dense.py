@@ -10,13 +10,13 @@ import optax
 import pytest
 from flax import nnx
 from presets.decoders import TOKENS, Decoder, train_step
-from shards import Dims, assert_lies
+from shards import Dims, assert_lies, on_axes_of
 
 import flax_layoutmap as flm
 
 pytestmark = pytest.mark.slow
 
-MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"]
+MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2", "fsdp=8", "tensor=8"]
 # With so large an epsilon a step is a smooth function of the gradients, also of those
 # that are nearly 0, and differs as little as they do.
 ADAMW = optax.adamw(1e-2, eps=1e-3)
@@ -52,15 +52,17 @@ def leaves_of(node: Any) -> dict[str, Any]:
 
 def expected_dims(path: str, name: str, mesh: flm.DeviceMesh) -> Dims:
     """The mesh axes of each dim, of a path in a case."""
+    family, variant, sizes = CASES[name]
     role = "/".join(path.split("/")[-2:])
     if role not in ROLES:
         return (WHOLE,)  # norms
-    if CASES[name][1] == "untied" and role == "embed/embedding":
-        return (WHOLE, (*T, *F))
-    is_for_keys = role.split("/")[0] in ("key", "value")
-    if CASES[name][2].get("kv_heads") == 2 and mesh.axis_sizes["tensor"] == 4:
-        return (F, WHOLE, WHOLE) if is_for_keys else ROLES[role]
-    return ROLES[role]
+    dims = ROLES[role]
+    if (family == "mistral" or variant == "untied") and role == "embed/embedding":
+        dims = (WHOLE, (*T, *F))
+    if role.split("/")[0] in ("key", "value"):
+        if sizes.get("kv_heads", 4) % mesh.axis_sizes.get("tensor", 1):
+            dims = tuple(WHOLE if dim == T else dim for dim in dims)
+    return on_axes_of(mesh, dims)
 
 
 @functools.cache

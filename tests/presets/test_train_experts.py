@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from presets.models._small_experts import VOCAB, Decoder
-from shards import Dims, assert_lies, lies
+from shards import Dims, assert_lies, lies, on_axes_of
 
 import flax_layoutmap as flm
 
@@ -70,16 +70,20 @@ def dims_of(path: str, array: Any, table: Any = DIMS) -> Dims:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"),
-    [*((family, None) for family in FAMILIES), ("gpt_oss", "whole_experts")],
+    ("family", "variant", "axes"),
+    [
+        *((family, None, MESH) for family in FAMILIES),
+        ("gpt_oss", "whole_experts", MESH),
+        *((family, None, "fsdp=8") for family in FAMILIES),
+    ],
 )
 def test_a_step_on_8_devices_equals_one_on_one_device(
-    family: str, variant: str | None
+    family: str, variant: str | None, axes: str
 ) -> None:
     def make() -> Decoder:
         return Decoder(family, nnx.Rngs(0))
 
-    layout_map = flm.presets.load(family, MESH, variant=variant)
+    layout_map = flm.presets.load(family, axes, variant=variant)
     table = DIMS | (WHOLE if variant else {})
     # A large eps: adam divides by a gradient's size, also where that is rounding.
     mesh, tx = layout_map.device_mesh, optax.adamw(1e-2, eps=1e-4)
@@ -99,7 +103,8 @@ def test_a_step_on_8_devices_equals_one_on_one_device(
         values = leaves_of(wanted)
         assert leaves_of(found).keys() == values.keys()
         for path, array in leaves_of(found).items():
-            assert_lies(array, dims_of(path, array, table), mesh)
+            dims = on_axes_of(mesh, dims_of(path, array, table))
+            assert_lies(array, dims, mesh)
             np.testing.assert_allclose(
                 array, values[path], rtol=1e-4, atol=1e-5, err_msg=path
             )

@@ -12,13 +12,13 @@ import optax
 import pytest
 from flax import nnx
 from presets.models._small_vision import LATENTS, PIXELS, TEXT, UNet, ViT
-from shards import Dims, assert_lies, lies
+from shards import Dims, assert_lies, lies, on_axes_of
 
 import flax_layoutmap as flm
 
 pytestmark = pytest.mark.slow
 
-MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"]
+MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2", "fsdp=8"]
 BATCH = 8
 F, T = ("fsdp",), ("tensor",)
 # What a path ends with (a pattern), and the axes of each dim; all else is replicated.
@@ -113,7 +113,8 @@ def test_a_step_on_8_devices_equals_one_on_one_device(
         values = leaves_of(wanted)
         assert leaves_of(found).keys() == values.keys()
         for path, array in leaves_of(found).items():
-            assert_lies(array, dims_of(family, path, array), mesh)
+            dims = on_axes_of(mesh, dims_of(family, path, array))
+            assert_lies(array, dims, mesh)
             np.testing.assert_allclose(
                 array, values[path], rtol=1e-4, atol=1e-5, err_msg=path
             )
