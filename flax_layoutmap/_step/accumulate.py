@@ -223,7 +223,11 @@ class _Loop:
         self._check_rows()
         self.states = {a.name: _abstract(a) for a in self.arguments if a.is_state}
         self.differentiated = [
-            {a.name: self.states[a.name] for a in self.arguments if a.slot.is_among(own)}
+            {
+                a.name: self.states[a.name]
+                for a in self.arguments
+                if a.slot.is_among(own)
+            }
             for own in argnums
         ]
         chosen = self._unsharded() if axes is None else _chosen(axes, rules)
@@ -231,7 +235,7 @@ class _Loop:
         self.axes = () if is_eager() else chosen
 
     def _check_rows(self) -> None:
-        """Raise LayoutError where there are no rows, or they differ or do not divide."""
+        """Raise LayoutError where rows differ, do not divide, or are missing."""
         mesh, batch = self.rules.mesh, self.rules.batch
         assert mesh is not None
         parts = math.prod(mesh.axis_sizes[axis] for axis in batch)
@@ -244,8 +248,7 @@ class _Loop:
                 "array with a dim"
             )
         shown = bullet_list(
-            f"{self.owned[at][0].path(self.owned[at][1])} {show_shape(x.shape)}"
-            for at, x in self.rows.items()
+            [f"{self._path(at)} {show_shape(x.shape)}" for at, x in self.rows.items()]
         )
         if len(counts) > 1:
             raise LayoutError(
@@ -259,11 +262,15 @@ class _Loop:
         near = min(fitting, key=lambda n: (abs(n - self.steps), n), default=1)
         fix = "" if rows % parts or not rows else f"take steps={near}, or "
         raise LayoutError(
-            f"accumulate(steps={self.steps}): {rows} rows do not divide by {self.steps} "
-            f"× {parts}, the steps and the parts over the batch axes {batch}:\n{shown}\n"
-            f"{fix}pad it, batch, mask = flm.pad_batch(batch, {parts * self.steps}), and "
-            "use the mask in the loss"
+            f"accumulate(steps={self.steps}): {rows} rows do not divide by "
+            f"{self.steps} × {parts}, the steps and the parts over the batch axes "
+            f"{batch}:\n{shown}\n{fix}pad it, batch, mask = flm.pad_batch(batch, "
+            f"{parts * self.steps}), and use the mask in the loss"
         )
+
+    def _path(self, at: int) -> str:
+        argument, index, _ = self.owned[at]
+        return argument.path(index)
 
     def _unsharded(self) -> tuple[str, ...]:
         """The batch axes over which no state is sharded."""
@@ -272,7 +279,7 @@ class _Loop:
         return tuple(axis for axis in self.rules.batch if axis not in used)
 
     def run(self, one: Callable[[Mapping[Slot, Any]], Any]) -> Any:
-        """Loss, gradients and the rest; what changed is written into the NNX objects."""
+        """Loss, gradients and the rest; writes what changed into NNX objects."""
         call: Any = functools.partial(self._on_devices, one)
         if self.axes:
             assert self.rules.mesh is not None
@@ -323,7 +330,9 @@ class _Loop:
         start = zeros, {at: whole[at] for at in changing}
         numbered = jnp.arange(self.steps), rows
         (sums, changed), aux = jax.lax.scan(micro_batch, start, numbered)
-        averages = {at: x for at, x in changed.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        averages = {
+            at: x for at, x in changed.items() if jnp.issubdtype(x.dtype, jnp.inexact)
+        }
         counts = {at: x for at, x in changed.items() if at not in averages}
         means = jax.tree.map(lambda x: x / self.steps, sums)
         means = jax.tree.map(lambda x, like: x.astype(like.dtype), means, shapes[0])
@@ -331,7 +340,7 @@ class _Loop:
         return own, counts, aux
 
     def _once(self, one: Any, values: _Leaves) -> Any:
-        """Loss and gradients of a micro-batch, the leaves that it changed, and the rest."""
+        """Loss and gradients of a micro-batch, the leaves it changed, and the rest."""
         leaves = [values.get(at, x) for at, (_, _, x) in enumerate(self.owned)]
         given, named, positions = dict(self.constants), [], []
         for argument, span in zip(self.arguments, spans(self.arguments), strict=True):
@@ -360,11 +369,11 @@ class _Loop:
 
     def _check_change(self, at: int, holder: tuple[Any, int] | None) -> None:
         """Raise StructureError where devices would have different values."""
-        argument, index, leaf = self.owned[at]
+        leaf = self.owned[at][2]
         is_count = holder is not None and isinstance(holder[0], nnx.RngCount)
         if self.axes and not is_count and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise StructureError(
-                f"accumulate: the loss changes {argument.path(index)} "
+                f"accumulate: the loss changes {self._path(at)} "
                 f"{show_shape(leaf.shape)} {leaf.dtype}, of which each device would "
                 "have another value: return what changes, with has_aux=True, or reduce "
                 "in each micro-batch, axes=()"
