@@ -24,6 +24,7 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import is_eager
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.batch import has_rows
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
@@ -186,7 +187,7 @@ class _Loop:
         rows: the leaves that are split.
         whole: all other arrays.
         states: the name of each argument with state, and its abstract tree.
-        differentiated: the same for each of `argnums`.
+        differentiated: the same for each of `argnums`, as pairs.
         axes: those that are manual in the loop.
     """
 
@@ -223,12 +224,10 @@ class _Loop:
         self._check_rows()
         self.states = {a.name: _abstract(a) for a in self.arguments if a.is_state}
         self.differentiated = [
-            {
-                a.name: self.states[a.name]
-                for a in self.arguments
-                if a.slot.is_among(own)
-            }
+            (argument.name, self.states[argument.name])
             for own in argnums
+            for argument in self.arguments
+            if argument.slot.is_among(own)
         ]
         chosen = self._unsharded() if axes is None else _chosen(axes, rules)
         # Eagerly, JAX has no shard_map over some of the axes of a mesh.
@@ -299,7 +298,7 @@ class _Loop:
             new = {at - span.start: x for at, x in changed.items() if at in span}
             if new:
                 argument.write_back(new)
-        return loss, self._laid_out(grads), aux
+        return loss, self._laid_out(grads, in_loop=False), aux
 
     def _on_devices(self, one: Any, rows: _Leaves, whole: _Leaves) -> Any:
         """The loop, on the rows that a device has along the manual axes."""
@@ -324,9 +323,11 @@ class _Loop:
                 results, jaxpr_as_fun(closed)(*leaves)
             )
             loss, grads = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, new)
-            return ((loss, self._laid_out(grads)), changed), aux
+            grads = self._laid_out(grads, in_loop=True)
+            return ((loss, grads), changed), aux
 
-        zeros = _zeros(loss), self._laid_out(jax.tree.map(_zeros, grads))
+        zeros = jax.tree.map(_zeros, grads)
+        zeros = _zeros(loss), self._laid_out(zeros, in_loop=True)
         start = zeros, {at: whole[at] for at in changing}
         numbered = jnp.arange(self.steps), rows
         (sums, changed), aux = jax.lax.scan(micro_batch, start, numbered)
@@ -379,19 +380,33 @@ class _Loop:
                 "in each micro-batch, axes=()"
             )
 
-    def _laid_out(self, grads: Sequence[Any]) -> list[Any]:
-        """Gradients in the layouts that optimizer state has for their parameters."""
+    def _laid_out(self, grads: Sequence[Any], *, in_loop: bool) -> list[Any]:
+        """Gradients in the layouts that optimizer state has for their parameters.
+
+        In the loop, those of the parameters where the former are no finer: a part of a
+        layer is summed there, and moved to another device once, after the loop.
+        """
         found = []
-        for states, own in zip(self.differentiated, grads, strict=True):
+        for (name, state), own in zip(self.differentiated, grads, strict=True):
             leaves, treedef = jax.tree.flatten(own)
-            if leaves:
-                like = jax.tree.map(_shape, own)
-                trees = {**states, "gradients": optax.TraceState(like)}
-                rows = list(resolve(Roots(trees), self.rules))[-len(leaves) :]
-                pairs = zip(leaves, rows, strict=True)
-                leaves = [distribute_tensor(x, row.layout) for x, row in pairs]
+            like = jax.tree.map(_shape, own)
+            trees = {name: state, "gradients": optax.TraceState(like)}
+            every = list(resolve(Roots(trees), self.rules))
+            rows = every[len(every) - len(leaves) :]
+            parameters = resolve(Roots({name: like}), self.rules)
+            for at, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
+                layout = row.layout
+                if in_loop and not _is_finer(layout, parameter.layout, len(row.shape)):
+                    layout = parameter.layout
+                leaves[at] = distribute_tensor(leaves[at], layout)
             found.append(jax.tree.unflatten(treedef, leaves))
         return found
+
+
+def _is_finer(layout: TensorLayout, than: TensorLayout, ndim: int) -> bool:
+    """Whether each dim has the axes of the other layout, and possibly more."""
+    pairs = zip(layout.dims(ndim), than.dims(ndim), strict=True)
+    return all(own[: len(other)] == other for own, other in pairs)
 
 
 def _abstract(argument: Argument) -> Any:
