@@ -449,3 +449,108 @@ def test_a_loss_that_changes_integers() -> None:
         gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2)
     gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2, axes=())
     assert model.calls[...] == 2
+
+
+# ------------------------------------------------------------------------------ Muon
+
+
+class Stack(nnx.Module):
+    """Eight layers with stacked kernels."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.split_rngs(splits=8)(nnx.vmap(lambda rngs: Mlp(rngs, plain)))
+        self.layers = make(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        call = nnx.scan(
+            lambda layer, x: x + layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+        )
+        return call(self.layers, x)
+
+
+def muon_by_layer(parameters: Any) -> Any:
+    dims = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda x: dims if x.ndim == 3 else None, parameters)
+
+
+MUON = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=muon_by_layer)
+
+
+def muon_rules(mesh: Any, by_layer: bool) -> flm.LayoutMap:
+    layout_map = rules(mesh, kernel=(None, "fsdp", None))
+    layout_map.activations["layers/.*"] = (("data", "fsdp"), None)
+    if by_layer:
+        layout_map.optimizer["kernel"] = ("fsdp", None, None)
+    return layout_map
+
+
+def muon_step(steps: int) -> Any:
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        gradient = nnx.value_and_grad(loss_of)
+        if steps:
+            gradient = flm.accumulate(loss_of, steps=steps)
+        loss, grads = gradient(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return train_step
+
+
+def of_newton_schulz(report: Any) -> list[Any]:
+    found = [one for one in report.collectives if "newton_schulz" in (one.source or "")]
+    return [(one.kind, one.axes) for one in found]
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9),
+    reason="With jax 0.8 the source of a collective has no name of its function.",
+)
+@pytest.mark.parametrize("steps", [0, 4])
+def test_muon_by_layer_moves_nothing_in_newton_schulz(steps: int) -> None:
+    def collectives(by_layer: bool) -> list[Any]:
+        report = flm.pod.plan(
+            muon_step(steps),
+            nnx.eval_shape(lambda: Stack(nnx.Rngs(0))),
+            nnx.eval_shape(
+                lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), MUON, wrt=nnx.Param)
+            ),
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(512)
+            ),
+            layout_map=muon_rules(flm.DeviceMesh.abstract("data=2,fsdp=4"), by_layer),
+        )
+        return of_newton_schulz(report)
+
+    assert collectives(by_layer=False)
+    assert not collectives(by_layer=True)
+
+
+def test_muon_by_layer_computes_the_same() -> None:
+    found = []
+    for by_layer, steps in ((False, 0), (True, 0), (True, 4)):
+        layout_map = muon_rules("data=2,fsdp=4", by_layer)
+        model = flm.create(lambda: Stack(nnx.Rngs(0)), layout_map)
+        optimizer = flm.create_optimizer(model, MUON, wrt=nnx.Param)
+        step = flm.jit(muon_step(steps), layout_map=layout_map)
+        found.append([float(step(model, optimizer, batch_of())) for _ in range(3)])
+        momenta = [x for x in jax.tree.leaves(optimizer.opt_state) if np.ndim(x) == 3]
+        first = ("fsdp",) if by_layer else (None, "fsdp")
+        assert momenta and {tuple(x.sharding.spec) for x in momenta} == {first}
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+
+
+def test_explicit_axes_with_sharded_parameters() -> None:
+    if jax.__version_info__ < (0, 9):
+        pytest.skip("JAX 0.8 refuses a dim on a manual and an Explicit axis.")
+    mesh = flm.DeviceMesh("data=4,fsdp=2", axis_types="explicit")
+    layout_map = rules(mesh, w=(None, "fsdp"))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        whole = jax.sharding.reshard(params["w"], jax.sharding.PartitionSpec())
+        return linear({"w": whole}, batch)
+
+    found = gradients(
+        layout_map, loss_fn, layout_map.place(PARAMS), batch_of(), steps=4
+    )
+    close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
+    assert tuple(found[1]["w"].sharding.spec) == (None, "fsdp")
