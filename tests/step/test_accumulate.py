@@ -302,7 +302,20 @@ def test_sums_are_in_float32() -> None:
 
 def test_outside_of_jit() -> None:
     gradient = flm.accumulate(linear, steps=4, layout_map=rules("data=8"))
-    close(gradient(PARAMS, batch_of()), jax.value_and_grad(linear)(PARAMS, batch_of()))
+    expected = jax.value_and_grad(linear)(PARAMS, batch_of())
+    close(gradient(PARAMS, batch_of()), expected)
+    close(jax.jit(gradient)(PARAMS, batch_of()), expected)
+    with jax.disable_jit():
+        close(gradients(rules("data=8"), linear, PARAMS, batch_of(), steps=4), expected)
+
+
+def test_gradients_stay_on_the_device() -> None:
+    layout_map = rules("data=8", w=(None, None))
+    on_host = flm.TensorLayout(("data", None), memory_kind="pinned_host")
+    layout_map.optimizer["w"] = on_host
+    _, grads = gradients(layout_map, linear, PARAMS, batch_of(), steps=4)
+    expected = flm.TensorLayout(("data", None), layout_map.device_mesh).sharding(2)
+    assert grads["w"].sharding == expected
 
 
 # ---------------------------------------------------------------------- collectives
@@ -326,6 +339,7 @@ def planned(layout_map: Any, **options: Any) -> Any:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
         layout_map=layout_map,
     )
+    assert not report.unrecognised
     found: dict[Any, Any] = {}
     for one in report.collectives:
         times, payload = found.get((one.kind, one.axes), (0, 0))
