@@ -82,7 +82,7 @@ def accumulate(
         ... def gradients(params, batch):
         ...     return flm.accumulate(loss_fn, steps=4)(params, batch)
         >>> batch = {"x": jnp.ones((64, 3)), "y": jnp.zeros(64)}
-        >>> loss, grads = gradients({"w": jnp.ones(3)}, batch)
+        >>> loss, grads = gradients(layout_map.place({"w": jnp.ones(3)}), batch)
         >>> float(loss), grads["w"].tolist()
         (9.0, [6.0, 6.0, 6.0])
 
