@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers import needs_libtpu
+from pods import compiled, payload
 
 import flax_layoutmap as flm
 
@@ -391,6 +393,49 @@ def test_zero() -> None:
     }
 
 
+def test_the_compiled_program_reduces_once() -> None:
+    """On CPU devices, with loops multiplied."""
+    mesh = flm.DeviceMesh("data=4,fsdp=2")
+    layout_map = rules(mesh, kernel=(None, "fsdp"))
+    layout_map.activations[".*"] = (("data", "fsdp"), None)
+    model = layout_map.place(Mlp(nnx.Rngs(0), plain))
+
+    def sent(**options: Any) -> Any:
+        step = flm.jit(
+            lambda model, batch: flm.accumulate(loss_of, steps=4, **options)(
+                model, batch
+            )[1],
+            layout_map=layout_map,
+        )
+        return payload(compiled(step, model, batch_of(4096), mesh=mesh))
+
+    once, each = sent(), sent(axes=())
+    assert once["all-reduce", ("data",)] == KERNELS // 2 + BIASES
+    assert each["all-reduce", ("data",)] == 4 * KERNELS // 2
+    assert each["all-reduce", ("data", "fsdp")] == 4 * BIASES
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_the_compiler_for_tpus_scatters_once() -> None:
+    replicated = rules(flm.DeviceMesh.abstract("data=8"), kernel=(None, None, None))
+    layout_map = flm.presets.zero1(replicated)
+    model = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
+    tx = optax.adam(1e-2)
+    report = flm.pod.compile(
+        train_step_of(4),
+        model,
+        nnx.eval_shape(lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), tx, wrt=nnx.Param)),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
+        topology="v5e:2x4",
+        mesh="data=8",
+        layout_map=layout_map,
+        donate_argnames=("model", "optimizer"),
+    )
+    assert report.collectives
+    assert all(one.executions == 1 for one in report.collectives)
+
+
 # ------------------------------------------------------------------------- bad input
 
 
@@ -498,7 +543,7 @@ def muon_rules(mesh: Any, by_layer: bool) -> flm.LayoutMap:
     return layout_map
 
 
-def muon_step(steps: int) -> Any:
+def train_step_of(steps: int) -> Any:
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
         gradient = nnx.value_and_grad(loss_of)
         if steps:
@@ -523,7 +568,7 @@ def of_newton_schulz(report: Any) -> list[Any]:
 def test_muon_by_layer_moves_nothing_in_newton_schulz(steps: int) -> None:
     def collectives(by_layer: bool) -> list[Any]:
         report = flm.pod.plan(
-            muon_step(steps),
+            train_step_of(steps),
             nnx.eval_shape(lambda: Stack(nnx.Rngs(0))),
             nnx.eval_shape(
                 lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), MUON, wrt=nnx.Param)
@@ -545,7 +590,7 @@ def test_muon_by_layer_computes_the_same() -> None:
         layout_map = muon_rules("data=2,fsdp=4", by_layer)
         model = flm.create(lambda: Stack(nnx.Rngs(0)), layout_map)
         optimizer = flm.create_optimizer(model, MUON, wrt=nnx.Param)
-        step = flm.jit(muon_step(steps), layout_map=layout_map)
+        step = flm.jit(train_step_of(steps), layout_map=layout_map)
         found.append([float(step(model, optimizer, batch_of())) for _ in range(3)])
         momenta = [x for x in jax.tree.leaves(optimizer.opt_state) if np.ndim(x) == 3]
         first = ("fsdp",) if by_layer else (None, "fsdp")
