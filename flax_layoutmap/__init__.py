@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flax_layoutmap._resolve.resolve import resolve as resolve
     from flax_layoutmap._rules.matching import Rule as Rule
     from flax_layoutmap._rules.rules import RuleSet as RuleSet
+    from flax_layoutmap._step.accumulate import accumulate as accumulate
     from flax_layoutmap._step.activations import activation_scope as activation_scope
     from flax_layoutmap._step.jit import jit as jit
 
@@ -52,6 +53,7 @@ _HOMES = {
     "Rule": "_rules.matching",
     "RuleSet": "_rules.rules",
     "TensorLayout": "_core.layout",
+    "accumulate": "_step.accumulate",
     "activation_scope": "_step.activations",
     "checkpoint": None,
     "convert": None,

@@ -6,7 +6,7 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from flax_layoutmap._core.axes import clash, normal_spec
+from flax_layoutmap._core.axes import clash, dim_axes, normal_spec
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -29,7 +29,7 @@ from flax_layoutmap._core.processes import Agreement, digest_of_value
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import current_rules, get_default_mesh
+from flax_layoutmap._rules.scope import current_rules, get_default_mesh, split_axes
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.graph import update
@@ -194,6 +194,7 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
     if isinstance(layout, str):
         layout = _named(layout)
     layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
+    layout = _without(layout, split_axes())
     if layout.device_mesh is not None:
         return layout
     mesh = _ambient_mesh() or otherwise
@@ -207,6 +208,17 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
         "or call inside a flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
         "jax.set_mesh(mesh)"
     )
+
+
+def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
+    """The layout without these axes."""
+    if not set(axes).intersection(layout.axis_names):
+        return layout
+    dims = [
+        dim if dim is ... else tuple(axis for axis in dim_axes(dim) if axis not in axes)
+        for dim in layout.axes
+    ]
+    return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
 
 
 def mesh_of(layout: TensorLayout) -> DeviceMesh:

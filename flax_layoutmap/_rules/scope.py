@@ -175,3 +175,24 @@ def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
 def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
     # A trace depends on the rules only through their names.
     return keyed(("names", rules)) if rules.names else contextlib.nullcontext()
+
+
+# The axes over which the surrounding `flm.accumulate` has split the batch.
+_SPLIT: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "flax_layoutmap_split", default=()
+)
+
+
+def split_axes() -> tuple[str, ...]:
+    """The axes over which the surrounding `flm.accumulate` has split the batch."""
+    return _SPLIT.get()
+
+
+def call_split_over(axes: tuple[str, ...], call: Callable[[], _T]) -> _T:
+    """Call where each device has its own rows along these axes: layouts omit them."""
+    before = _SPLIT.get()
+    try:
+        _SPLIT.set(axes)
+        return call()
+    finally:
+        _SPLIT.set(before)

@@ -27,6 +27,7 @@ CLASSES = [
     "TensorLayout",
 ]
 FUNCTIONS = [
+    "accumulate",
     "activation_scope",
     "create",
     "create_optimizer",

@@ -1,0 +1,615 @@
+"""`flm.accumulate`: values, gradients, what changes, and the collectives of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from helpers import needs_libtpu
+from pods import compiled, payload
+
+import flax_layoutmap as flm
+
+ROWS = 64
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, between: Callable[[nnx.Rngs], Any]) -> None:
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.between = between(rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(self.between(nnx.relu(self.up(x))))
+
+
+def plain(rngs: nnx.Rngs) -> Any:
+    return nnx.Sequential()
+
+
+def batch_norm(rngs: nnx.Rngs) -> Any:
+    return nnx.BatchNorm(16, rngs=rngs)
+
+
+def dropout(rngs: nnx.Rngs) -> Any:
+    return nnx.Dropout(0.5, rngs=rngs)
+
+
+def loss_of(model: Any, batch: Any) -> Any:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def batch_of(rows: int = ROWS) -> Any:
+    numbers = np.random.default_rng(0)
+    return {name: numbers.normal(size=(rows, 8)).astype(np.float32) for name in "xy"}
+
+
+def rules(mesh: Any, **layouts: Any) -> flm.LayoutMap:
+    """Rules for the model; the batch is over `data` and `fsdp`."""
+    mesh = flm.DeviceMesh(mesh) if isinstance(mesh, str) else mesh
+    axes = [axis for axis in ("data", "fsdp") if axis in mesh.axis_names]
+    layout_map = flm.LayoutMap(mesh, batch=axes, strict=False)
+    for pattern, layout in layouts.items():
+        layout_map[pattern] = layout
+    return layout_map
+
+
+def trained(
+    layout_map: Any, between: Any = plain, steps: int = 0, **options: Any
+) -> Any:
+    """A model after two steps, and their losses; without accumulation for 0."""
+    model = flm.create(lambda: Mlp(nnx.Rngs(0), between), layout_map)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        gradient = nnx.value_and_grad(loss_of)
+        if steps:
+            gradient = flm.accumulate(loss_of, steps=steps, **options)
+        loss, gradients = gradient(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(train_step(model, optimizer, batch_of())) for _ in range(2)]
+    assert train_step._cache_size() == 1
+    return model, losses
+
+
+ONE = rules(flm.DeviceMesh((1,), ("data",), devices=jax.devices()[:1]))
+LAYOUTS: dict[str, Any] = {
+    "one device": ONE,
+    "replicated": rules("data=8"),
+    "fsdp over data": rules("data=8", kernel=(None, "data")),
+    "fsdp": rules("data=4,fsdp=2", kernel=(None, "fsdp")),
+    "tensor": rules("data=2,fsdp=2,tensor=2", **{"up/kernel": ("fsdp", "tensor")}),
+    "explicit": rules(flm.DeviceMesh("data=8", axis_types="explicit")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_step_without_it(name: str) -> None:
+    expected, losses = trained(LAYOUTS[name])
+    for steps, axes in ((1, None), (4, None), (8, None), (4, ())):
+        model, found = trained(LAYOUTS[name], steps=steps, axes=axes)
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+        for one, other in zip(
+            jax.tree.leaves(nnx.state(model)),
+            jax.tree.leaves(nnx.state(expected)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+            assert one.sharding == other.sharding
+
+
+# --------------------------------------------------------- arguments of every kind
+
+
+def gradients(layout_map: Any, loss_fn: Any, *args: Any, **options: Any) -> Any:
+    """Value and gradients with `flm.accumulate`, in `flm.jit`."""
+    return flm.jit(
+        lambda *args: flm.accumulate(loss_fn, **options)(*args), layout_map=layout_map
+    )(*args)
+
+
+def linear(params: Any, batch: Any) -> Any:
+    return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+
+def close(found: Any, expected: Any) -> None:
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+PARAMS = {"w": np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)}
+
+
+def test_parameters_of_linen() -> None:
+    model: Any = linen.Dense(8)
+    variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+
+    def loss_fn(variables: Any, batch: Any) -> Any:
+        return ((model.apply(variables, batch["x"]) - batch["y"]) ** 2).mean()
+
+    found = gradients(rules("data=8"), loss_fn, variables, batch_of(), steps=4)
+    close(found, jax.value_and_grad(loss_fn)(variables, batch_of()))
+
+
+def test_argnums_of_several_arguments() -> None:
+    def loss_fn(one: Any, batch: Any, other: Any) -> Any:
+        return linear(one, batch) + linear(other, batch)
+
+    args = PARAMS, batch_of(), {"w": PARAMS["w"] * 2}
+    found = gradients(rules("data=8"), loss_fn, *args, steps=2, argnums=(2, 0))
+    close(found, jax.value_and_grad(loss_fn, argnums=(2, 0))(*args))
+
+
+def test_a_filter_and_a_frozen_teacher() -> None:
+    teacher = Mlp(nnx.Rngs(1), plain)
+    student = Mlp(nnx.Rngs(0), plain)
+    wrt = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("down")))
+
+    def loss_fn(student: Any, teacher: Any, batch: Any) -> Any:
+        return ((student(batch["x"]) - teacher(batch["x"])) ** 2).mean()
+
+    args = student, teacher, batch_of()
+    found = gradients(rules("data=8"), loss_fn, *args, steps=2, argnums=wrt)
+    assert list(found[1]) == ["down"]
+    close(found, nnx.value_and_grad(loss_fn, argnums=wrt)(*args))
+
+
+def test_aux_of_every_micro_batch() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss = linear(params, batch)
+        return loss, {"loss": loss, "rows": len(batch["x"])}
+
+    found = gradients(
+        rules("data=8"), loss_fn, PARAMS, batch_of(), steps=4, has_aux=True
+    )
+    (loss, aux), _ = found
+    assert aux["loss"].shape == (32,) and aux["rows"].tolist() == [2] * 32
+    close(aux["loss"].mean(), loss)
+
+
+def test_constants_scalars_and_closures() -> None:
+    weights = np.linspace(0, 1, 8, dtype=np.float32)
+
+    def step(params: Any, batch: Any, scale: Any, weights: Any) -> Any:
+        def loss_fn(
+            params: Any, batch: Any, scale: Any, kind: str, double: bool
+        ) -> Any:
+            assert kind == "squares"
+            errors = batch["x"] @ params["w"] - batch["y"]
+            return (errors**2 * weights).mean() * (scale * 2 if double else scale)
+
+        gradient = flm.accumulate(loss_fn, steps=4)
+        found = gradient(params, batch, scale, "squares", double=True)
+        return found, jax.value_and_grad(loss_fn)(params, batch, scale, "squares", True)
+
+    found, expected = flm.jit(step, layout_map=rules("data=8"))(
+        PARAMS, batch_of(), jnp.float32(3), weights
+    )
+    close(found, expected)
+
+
+def test_a_mean_with_a_mask() -> None:
+    """The recipe of the documentation, for batches with fewer real rows."""
+    layout_map = rules("data=8")
+    batch, mask = flm.pad_batch(batch_of(43), 64)
+
+    def step(params: Any, batch: Any, mask: Any) -> Any:
+        share = mask.mean()
+
+        def loss_fn(params: Any, batch: Any, mask: Any) -> Any:
+            errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
+            return (errors.mean(-1) * mask).mean() / share
+
+        return flm.accumulate(loss_fn, steps=8)(params, batch, mask)
+
+    found = flm.jit(step, layout_map=layout_map)(PARAMS, batch, mask)
+    close(found, jax.value_and_grad(linear)(PARAMS, batch_of(43)))
+
+
+def test_rules_for_activations_and_names_leave_the_axis_out() -> None:
+    layout_map = rules("data=4,fsdp=2", kernel=(None, "fsdp"))
+    layout_map.activations["up"] = (("data", "fsdp"), None)
+    layout_map.names["hidden"] = ("data", "fsdp")
+    seen = []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        hidden = flm.distribute_tensor(model.up(batch["x"]), "hidden")
+        seen.append(hidden.shape)
+        return (model.down(nnx.relu(hidden)) ** 2).mean()
+
+    model = layout_map.place(Mlp(nnx.Rngs(0), plain))
+    found = gradients(layout_map, loss_fn, model, batch_of(), steps=2)
+    whole = flm.jit(
+        lambda model, batch: nnx.value_and_grad(loss_fn)(model, batch),
+        layout_map=layout_map,
+    )
+    close(found, whole(model, batch_of()))
+    assert seen == [(8, 16), (64, 16)]
+
+
+# --------------------------------------------------------------- random numbers
+
+
+def drawn(mesh: str, loss_fn: Any, state: Any, *more: Any) -> Any:
+    """What the loss draws in each micro-batch."""
+    found = gradients(
+        rules(mesh), loss_fn, state, batch_of(), *more, steps=4, has_aux=True
+    )
+    return np.asarray(found[0][1])
+
+
+def test_each_micro_batch_of_each_device_has_its_own_dropout() -> None:
+    class Noise(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.weight = nnx.Param(jnp.ones(()))
+            self.rngs = rngs
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model.weight[...], jax.random.uniform(model.rngs.noise())
+
+    model = Noise(nnx.Rngs(noise=0))
+    assert len(set(drawn("data=8", loss_fn, model).tolist())) == 32
+    assert model.rngs.noise.count[...] == 4
+    key = model.rngs.noise.key[...]
+    assert jnp.all(key == jax.random.key(0))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_are_folded(make: Any) -> None:
+    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
+        return linear(params, batch), jax.random.uniform(key)
+
+    found = drawn("data=2,fsdp=4", loss_fn, PARAMS, make(0))
+    expected = [jax.random.uniform(jax.random.fold_in(make(0), n)) for n in range(32)]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_dropout_trains() -> None:
+    model, losses = trained(rules("data=8"), dropout, steps=4)
+    assert model.between.rngs.count[...] == 8 and losses[1] != losses[0]
+
+
+def test_running_statistics_are_means_over_devices() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return (model(batch) ** 2).mean()
+
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    batch = batch_of()["x"]
+    gradients(rules("data=8"), loss_fn, model, batch, steps=1)
+    parts = batch.reshape(8, 8, 8)
+    close(model.mean[...], 0.01 * batch.mean(0))
+    close(model.var[...], 0.99 + 0.01 * parts.var(1).mean(0))
+
+
+def test_sums_are_in_float32() -> None:
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return (params["w"] * batch).mean()
+
+    batch = np.full(2048, 1 + 2**-7, jnp.bfloat16)
+    loss, grads = gradients(ONE, loss_fn, params, batch, steps=256)
+    assert grads["w"].dtype == loss.dtype == jnp.bfloat16
+    assert float(grads["w"]) == 1 + 2**-7  # sums of bfloat16 stop at 256
+
+
+def test_outside_of_jit() -> None:
+    gradient = flm.accumulate(linear, steps=4, layout_map=rules("data=8"))
+    expected = jax.value_and_grad(linear)(PARAMS, batch_of())
+    close(gradient(PARAMS, batch_of()), expected)
+    close(jax.jit(gradient)(PARAMS, batch_of()), expected)
+    with jax.disable_jit():
+        close(gradients(rules("data=8"), linear, PARAMS, batch_of(), steps=4), expected)
+
+
+def test_gradients_stay_on_the_device() -> None:
+    layout_map = rules("data=8", w=(None, None))
+    on_host = flm.TensorLayout(("data", None), memory_kind="pinned_host")
+    layout_map.optimizer["w"] = on_host
+    _, grads = gradients(layout_map, linear, PARAMS, batch_of(), steps=4)
+    expected = flm.TensorLayout(("data", None), layout_map.device_mesh).sharding(2)
+    assert grads["w"].sharding == expected
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def planned(layout_map: Any, **options: Any) -> Any:
+    """The plan of a step of four micro-batches: (kind, axes) → (times, payload)."""
+
+    def make() -> Any:
+        model = Mlp(nnx.Rngs(0), plain)
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> None:
+        _, grads = flm.accumulate(loss_of, steps=4, **options)(model, batch)
+        optimizer.update(model, grads)
+
+    report = flm.pod.plan(
+        train_step,
+        nnx.eval_shape(lambda: make()[0]),
+        nnx.eval_shape(lambda: make()[1]),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
+        layout_map=layout_map,
+    )
+    assert not report.unrecognised
+    found: dict[Any, Any] = {}
+    for one in report.collectives:
+        times, payload = found.get((one.kind, one.axes), (0, 0))
+        found[one.kind, one.axes] = (
+            times + one.executions,
+            payload + one.bytes_per_step,
+        )
+    return found
+
+
+# Bytes of the gradients of 128 + 128 weights, and of 16 + 8 biases.
+KERNELS, BIASES = 1024, 96
+
+
+def test_the_gradients_are_reduced_over_data_once() -> None:
+    layout_map = rules(flm.DeviceMesh.abstract("data=8"))
+    assert planned(layout_map) == {("all-reduce", ("data",)): (4, KERNELS + BIASES)}
+    assert planned(layout_map, axes=()) == {
+        ("all-reduce", ("data",)): (4 * 4, 4 * (KERNELS + BIASES))
+    }
+
+
+def test_over_fsdp_parameters_move_in_each_micro_batch() -> None:
+    layout_map = rules(flm.DeviceMesh.abstract("data=4,fsdp=2"), kernel=(None, "fsdp"))
+    layout_map.activations[".*"] = (("data", "fsdp"), None)
+    assert planned(layout_map) == {
+        ("all-gather", ("fsdp",)): (4 * 2, 4 * KERNELS),
+        ("reduce-scatter", ("fsdp",)): (4 * 2, 4 * KERNELS),
+        ("all-reduce", ("fsdp",)): (4 * 2, 4 * BIASES),
+        ("all-reduce", ("data",)): (4, KERNELS // 2 + BIASES),
+    }
+
+
+def test_zero() -> None:
+    """ZeRO-1 scatters the gradients once, ZeRO-2 in each micro-batch."""
+    replicated = rules(flm.DeviceMesh.abstract("data=8"), kernel=(None, None))
+    zero1 = flm.presets.zero1(replicated)
+    small = ("all-reduce", ("data",))
+    once = {
+        ("reduce-scatter", ("data",)): (2, KERNELS),
+        ("all-gather", ("data",)): (2, KERNELS),
+        small: (2, BIASES),
+    }
+    assert planned(zero1) == once
+    assert planned(zero1, axes=()) == {
+        ("reduce-scatter", ("data",)): (4 * 2, 4 * KERNELS),
+        ("all-gather", ("data",)): (2, KERNELS),
+        small: (4 * 2, 4 * BIASES),
+    }
+
+
+def test_the_compiled_program_reduces_once() -> None:
+    """On CPU devices, with loops multiplied."""
+    mesh = flm.DeviceMesh("data=4,fsdp=2")
+    layout_map = rules(mesh, kernel=(None, "fsdp"))
+    layout_map.activations[".*"] = (("data", "fsdp"), None)
+    model = layout_map.place(Mlp(nnx.Rngs(0), plain))
+
+    def sent(**options: Any) -> Any:
+        step = flm.jit(
+            lambda model, batch: flm.accumulate(loss_of, steps=4, **options)(
+                model, batch
+            )[1],
+            layout_map=layout_map,
+        )
+        return payload(compiled(step, model, batch_of(4096), mesh=mesh))
+
+    once, each = sent(), sent(axes=())
+    assert once["all-reduce", ("data",)] == KERNELS // 2 + BIASES
+    assert each["all-reduce", ("data",)] == 4 * KERNELS // 2
+    assert each["all-reduce", ("data", "fsdp")] == 4 * BIASES
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_the_compiler_for_tpus_scatters_once() -> None:
+    replicated = rules(flm.DeviceMesh.abstract("data=8"), kernel=(None, None, None))
+    layout_map = flm.presets.zero1(replicated)
+    model = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
+    tx = optax.adam(1e-2)
+    report = flm.pod.compile(
+        train_step_of(4),
+        model,
+        nnx.eval_shape(lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), tx, wrt=nnx.Param)),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
+        topology="v5e:2x4",
+        mesh="data=8",
+        layout_map=layout_map,
+        donate_argnames=("model", "optimizer"),
+    )
+    assert report.collectives
+    assert all(one.executions == 1 for one in report.collectives)
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+def refused(
+    loss_fn: Any = linear, batch: Any = None, *, steps: Any = 4, **more: Any
+) -> str:
+    with pytest.raises(flm.LayoutError) as error:
+        batch = batch_of() if batch is None else batch
+        gradients(rules("data=8"), loss_fn, PARAMS, batch, steps=steps, **more)
+    return str(error.value)
+
+
+def test_rows_that_do_not_divide() -> None:
+    assert refused(steps=3) == (
+        "accumulate(steps=3): 64 rows do not divide by 3 × 8, the steps and the parts "
+        "over the batch axes ('data',):\n  - batch/x (64,8)\n  - batch/y (64,8)\n"
+        "take steps=2, or pad it, batch, mask = flm.pad_batch(batch, 24), and use the "
+        "mask in the loss"
+    )
+
+
+def test_rows_that_differ() -> None:
+    batch = {**batch_of(), "weights": np.ones(8, np.float32)}
+    assert "batch/weights (8,)" in (text := refused(batch=batch))
+    assert "pass an array without rows in a closure" in text
+
+
+def test_no_rows() -> None:
+    assert "no rows to split" in refused(batch=jnp.float32(1))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_steps(steps: Any) -> None:
+    assert refused(steps=steps) == f"accumulate(steps=…) takes 1 or more, got {steps}"
+
+
+def test_axes_and_argnums() -> None:
+    assert "'dat', which is none of the batch axes ('data',)" in refused(axes="dat")
+    assert "argnums names argument number 4" in refused(argnums=4)
+
+
+def test_without_rules() -> None:
+    with pytest.raises(flm.LayoutError, match=r"layout_map=layout_map\)"):
+        flm.accumulate(linear, steps=2)(PARAMS, batch_of())
+
+
+def test_a_loss_that_changes_the_structure() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        model.seen = nnx.Variable(batch["x"].sum())
+        return loss_of(model, batch)
+
+    with pytest.raises(flm.LayoutError, match="structure of its arguments: model/seen"):
+        gradients(
+            rules("data=8"), loss_fn, Mlp(nnx.Rngs(0), plain), batch_of(), steps=2
+        )
+
+
+def test_a_loss_that_changes_integers() -> None:
+    class Counter(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.ones(()))
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        model.calls[...] += 1
+        return model.weight[...] * batch["x"].mean()
+
+    model = Counter()
+    with pytest.raises(flm.LayoutError, match=r"changes model/calls \(\) int32"):
+        gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2)
+    gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2, axes=())
+    assert model.calls[...] == 2
+
+
+# ------------------------------------------------------------------------------ Muon
+
+
+class Stack(nnx.Module):
+    """Eight layers with stacked kernels."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.split_rngs(splits=8)(nnx.vmap(lambda rngs: Mlp(rngs, plain)))
+        self.layers = make(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        call = nnx.scan(
+            lambda layer, x: x + layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+        )
+        return call(self.layers, x)
+
+
+def muon_by_layer(parameters: Any) -> Any:
+    dims = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda x: dims if x.ndim == 3 else None, parameters)
+
+
+MUON = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=muon_by_layer)
+
+
+def muon_rules(mesh: Any, by_layer: bool) -> flm.LayoutMap:
+    layout_map = rules(mesh, kernel=(None, "fsdp", None))
+    layout_map.activations["layers/.*"] = (("data", "fsdp"), None)
+    if by_layer:
+        layout_map.optimizer["kernel"] = ("fsdp", None, None)
+    return layout_map
+
+
+def train_step_of(steps: int) -> Any:
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        gradient = nnx.value_and_grad(loss_of)
+        if steps:
+            gradient = flm.accumulate(loss_of, steps=steps)
+        loss, grads = gradient(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return train_step
+
+
+def of_newton_schulz(report: Any) -> list[Any]:
+    found = [one for one in report.collectives if "newton_schulz" in (one.source or "")]
+    return [(one.kind, one.axes) for one in found]
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9),
+    reason="With jax 0.8 the source of a collective has no name of its function.",
+)
+@pytest.mark.parametrize("steps", [0, 4])
+def test_muon_by_layer_moves_nothing_in_newton_schulz(steps: int) -> None:
+    def collectives(by_layer: bool) -> list[Any]:
+        report = flm.pod.plan(
+            train_step_of(steps),
+            nnx.eval_shape(lambda: Stack(nnx.Rngs(0))),
+            nnx.eval_shape(
+                lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), MUON, wrt=nnx.Param)
+            ),
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(512)
+            ),
+            layout_map=muon_rules(flm.DeviceMesh.abstract("data=2,fsdp=4"), by_layer),
+        )
+        return of_newton_schulz(report)
+
+    assert collectives(by_layer=False)
+    assert not collectives(by_layer=True)
+
+
+def test_muon_by_layer_computes_the_same() -> None:
+    found = []
+    for by_layer, steps in ((False, 0), (True, 0), (True, 4)):
+        layout_map = muon_rules("data=2,fsdp=4", by_layer)
+        model = flm.create(lambda: Stack(nnx.Rngs(0)), layout_map)
+        optimizer = flm.create_optimizer(model, MUON, wrt=nnx.Param)
+        step = flm.jit(train_step_of(steps), layout_map=layout_map)
+        found.append([float(step(model, optimizer, batch_of())) for _ in range(3)])
+        momenta = [x for x in jax.tree.leaves(optimizer.opt_state) if np.ndim(x) == 3]
+        first = ("fsdp",) if by_layer else (None, "fsdp")
+        assert momenta and {tuple(x.sharding.spec) for x in momenta} == {first}
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+
+
+def test_explicit_axes_with_sharded_parameters() -> None:
+    if jax.__version_info__ < (0, 9):
+        pytest.skip("JAX 0.8 refuses a dim on a manual and an Explicit axis.")
+    mesh = flm.DeviceMesh("data=4,fsdp=2", axis_types="explicit")
+    layout_map = rules(mesh, w=(None, "fsdp"))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        whole = jax.sharding.reshard(params["w"], jax.sharding.PartitionSpec())
+        return linear({"w": whole}, batch)
+
+    found = gradients(
+        layout_map, loss_fn, layout_map.place(PARAMS), batch_of(), steps=4
+    )
+    close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
+    assert tuple(found[1]["w"].sharding.spec) == (None, "fsdp")
