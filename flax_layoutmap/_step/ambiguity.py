@@ -1,0 +1,98 @@
+"""Messages about layouts that JAX cannot choose on Explicit axes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from flax_layoutmap._core.axes import dim_axes
+from flax_layoutmap._core.errors import bullet_list
+from flax_layoutmap._core.fetch import unboxed
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.paths import join_keys
+
+
+def ambiguous(
+    path: str,
+    kind: str,
+    given: Mapping[str, Any],
+    held: Mapping[str, Any],
+    cause: str,
+    rules: RuleSet,
+) -> str:
+    """In the call of a module without a rule, JAX cannot choose a layout.
+
+    `given` are its arguments by name, and `held` is what the module holds.
+    """
+    own = _arrays(held)
+    lines = [
+        f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
+        for name, x in [*_arrays(given), *own]
+    ]
+    widest = max((x for _, x in own), key=lambda x: x.ndim, default=None)
+    return (
+        f"{path or 'the model'} ({kind}): on Explicit axes JAX cannot choose the "
+        f"layout of a result from those of its operands:\n{bullet_list(lines)}\n"
+        f"{cause}\nadd a rule for the output of this module, which then runs as on "
+        f"Auto axes: {_rule_to_add(path, widest, rules)}"
+    )
+
+
+def no_layout(path: str, x: Any, rules: RuleSet) -> str:
+    """A module with a rule has an output that no rule lays out."""
+    return (
+        f"no rule lays out the output {path!r} {show_shape(x.shape)} of a module that "
+        "has a rule and so runs as on Auto axes, where outputs have no layouts of "
+        f"their own: {_rule_to_add(path, None, rules)}"
+    )
+
+
+def ran_on_auto_axes(path: str, rule: Rule) -> str:
+    """A note for other errors in such a module."""
+    return (
+        f"In {path or 'the model'}, which runs as on Auto axes because the rule "
+        f"{rule.pattern!r} lays out its output: there, no layout can be given for "
+        "Explicit axes (`out_sharding`, `reshard`), and values that the module closes "
+        "over must be arguments or Variables. Without the rule it runs on Explicit axes."
+    )
+
+
+def outside_of_modules(name: str, cause: str) -> str:
+    """The same outside of the calls of modules."""
+    return (
+        f"{name}, outside of the calls of its modules: on Explicit axes JAX cannot "
+        f"choose the layout of a result: {cause}\nLay out an operand, "
+        "x = flm.distribute_tensor(x, layout) or by a rule for the output of a module; "
+        "or compute this part as on Auto axes, "
+        "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
+    )
+
+
+def _arrays(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The arrays on a mesh in some trees, with their names."""
+    found: list[tuple[str, Any]] = []
+    for keys, leaf in jax.tree.leaves_with_path(dict(parts), is_leaf=is_object):
+        x = unboxed(leaf)
+        if isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.axis_names:
+            found.append((join_keys(keys), x))
+    return found
+
+
+def _rule_to_add(path: str, parameter: Any, rules: RuleSet) -> str:
+    """A rule for an output: batch first, and last what the parameter has there."""
+    mesh = rules.mesh
+    batch = tuple(a for a in rules.batch if mesh is None or a in mesh.axis_names)
+    axes: list[Any] = [batch[0] if len(batch) == 1 else batch or None, ...]
+    if parameter is not None and parameter.ndim > 1:
+        spec = jax.typeof(parameter).sharding.spec
+        last = dim_axes(spec[-1] if len(spec) == parameter.ndim else None)
+        last = tuple(axis for axis in last if axis not in batch)
+        if last:
+            axes.append(last[0] if len(last) == 1 else last)
+    pattern = re.sub(r"\d+", ".*", re.escape(path)) or "^$"
+    return f'layout_map.activations["{pattern}"] = {TensorLayout(axes)}'
