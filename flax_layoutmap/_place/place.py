@@ -194,23 +194,25 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
     if isinstance(layout, str):
         layout = _named(layout)
     layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
-    if layout.device_mesh is not None:
-        return _as_in_context(layout, layout.device_mesh)
-    mesh = _ambient_mesh() or otherwise
-    if mesh is not None:
+    if layout.device_mesh is None:
+        mesh = _ambient_mesh() or otherwise
+        if mesh is None:
+            raise MeshError(
+                f"no mesh for the layout {layout}: give it one, "
+                "flm.TensorLayout(axes, mesh); or call inside a "
+                "flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
+                "jax.set_mesh(mesh)"
+            )
         own = otherwise.jax_mesh if otherwise is not None else None
         if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
             mesh = otherwise  # the same one, with its devices
-        return _as_in_context(layout.on(mesh), mesh)
-    raise MeshError(
-        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
-        "or call inside a flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
-        "jax.set_mesh(mesh)"
-    )
+        layout = layout.on(mesh)
+    return _as_in_context(layout)
 
 
-def _as_in_context(layout: TensorLayout, mesh: DeviceMesh) -> TensorLayout:
-    """The layout on Auto axes inside of `jax.sharding.auto_axes`, where those are."""
+def _as_in_context(layout: TensorLayout) -> TensorLayout:
+    """Inside of `jax.sharding.auto_axes`, the layout on the Auto axes there."""
+    mesh = mesh_of(layout)
     context: Any = jax.sharding.get_abstract_mesh()
     if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
         return layout

@@ -288,8 +288,9 @@ class Active:
                 kind, cause = type(module).__name__, str(error)
                 text = ambiguous(own[0], kind, given, held, cause, self._rules)
                 raise LayoutError(text) from error
-            if self.is_on_auto_axes(prefix, path):
-                error.add_note(ran_on_auto_axes(own[0], self._rule(*own)))
+            rule = self._rule(*own) if has_explicit_axes() else None
+            if rule is not None:
+                error.add_note(ran_on_auto_axes(own[0], rule))
             raise
 
     def laid_out(
@@ -311,10 +312,9 @@ class Active:
             x = self._leaf([*own, forms(prefix, path)], x, several)
             if crossing is None:
                 return x
-            if x.shape if is_inside(x) and not crossing.knows(x) else ():
-                raise LayoutError(
-                    no_layout((own or [forms(prefix, path)])[0][0], x, self._rules)
-                )
+            if is_inside(x) and x.shape and not crossing.knows(x):
+                full = forms(prefix, path)[0] if not own else own[0][0]
+                raise LayoutError(no_layout(full, x, self._rules))
             return crossing.leave(x)
 
         return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])

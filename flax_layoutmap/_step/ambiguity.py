@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import bullet_list
@@ -29,17 +30,20 @@ def ambiguous(
 
     `given` are its arguments by name, and `held` is what the module holds.
     """
-    own = _arrays(held)
+    inputs, own = _arrays(given), _arrays(held)
     lines = [
         f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
-        for name, x in [*_arrays(given), *own]
+        for name, x in [*inputs, *own]
     ]
-    widest = max((x for _, x in own), key=lambda x: x.ndim, default=None)
+    layout = _layout_by(rules, max((x for _, x in own), key=np.ndim, default=None))
+    if inputs and not own:
+        # A layer without parameters, such as Dropout, keeps the layout of its input.
+        layout = TensorLayout(tuple(jax.typeof(inputs[0][1]).sharding.spec))
     return (
         f"{path or 'the model'} ({kind}): on Explicit axes JAX cannot choose the "
         f"layout of a result from those of its operands:\n{bullet_list(lines)}\n"
         f"{cause}\nadd a rule for the output of this module, which then runs as on "
-        f"Auto axes: {_rule_to_add(path, widest, rules)}"
+        f"Auto axes: {_rule(path, layout)}"
     )
 
 
@@ -48,7 +52,7 @@ def no_layout(path: str, x: Any, rules: RuleSet) -> str:
     return (
         f"no rule lays out the output {path!r} {show_shape(x.shape)} of a module that "
         "has a rule and so runs as on Auto axes, where outputs have no layouts of "
-        f"their own: {_rule_to_add(path, None, rules)}"
+        f"their own: {_rule(path, _layout_by(rules, None))}"
     )
 
 
@@ -57,8 +61,9 @@ def ran_on_auto_axes(path: str, rule: Rule) -> str:
     return (
         f"In {path or 'the model'}, which runs as on Auto axes because the rule "
         f"{rule.pattern!r} lays out its output: there, no layout can be given for "
-        "Explicit axes (`out_sharding`, `reshard`), and values that the module closes "
-        "over must be arguments or Variables. Without the rule it runs on Explicit axes."
+        "Explicit axes (out_sharding=, reshard), and a value that the module closes "
+        "over must be an argument or in a Variable; without the rule it runs on "
+        "Explicit axes"
     )
 
 
@@ -66,9 +71,9 @@ def outside_of_modules(name: str, cause: str) -> str:
     """The same outside of the calls of modules."""
     return (
         f"{name}, outside of the calls of its modules: on Explicit axes JAX cannot "
-        f"choose the layout of a result: {cause}\nLay out an operand, "
-        "x = flm.distribute_tensor(x, layout) or by a rule for the output of a module; "
-        "or compute this part as on Auto axes, "
+        f"choose the layout of a result: {cause}\nlay out an operand, "
+        "x = flm.distribute_tensor(x, layout), or by a rule for the output of a "
+        "module; or compute this part as on Auto axes, "
         "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
     )
 
@@ -83,16 +88,18 @@ def _arrays(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _rule_to_add(path: str, parameter: Any, rules: RuleSet) -> str:
-    """A rule for an output: batch first, and last what the parameter has there."""
+def _layout_by(rules: RuleSet, parameter: Any) -> TensorLayout:
+    """A layout of an output: batch first, and last as the last dim of a parameter."""
     mesh = rules.mesh
     batch = tuple(a for a in rules.batch if mesh is None or a in mesh.axis_names)
-    axes: list[Any] = [batch[0] if len(batch) == 1 else batch or None, ...]
+    last: tuple[str, ...] = ()
     if parameter is not None and parameter.ndim > 1:
-        spec = jax.typeof(parameter).sharding.spec
-        last = dim_axes(spec[-1] if len(spec) == parameter.ndim else None)
-        last = tuple(axis for axis in last if axis not in batch)
-        if last:
-            axes.append(last[0] if len(last) == 1 else last)
+        *_, entry = jax.typeof(parameter).sharding.spec
+        last = tuple(axis for axis in dim_axes(entry) if axis not in batch)
+    return TensorLayout((batch, ..., last) if last else (batch, ...))
+
+
+def _rule(path: str, layout: TensorLayout) -> str:
+    """The code that adds a rule for the output of a module, and of those like it."""
     pattern = re.sub(r"\d+", ".*", re.escape(path)) or "^$"
-    return f'layout_map.activations["{pattern}"] = {TensorLayout(axes)}'
+    return f'layout_map.activations["{pattern}"] = {layout}'
