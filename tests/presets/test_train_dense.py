@@ -163,7 +163,7 @@ def test_explicit_axes(name: str, axes: str) -> None:
 
 
 def train_step_with_sharded_classes(model: Any, optimizer: Any, tokens: Any) -> Any:
-    losses_of = jax.sharding.auto_axes(
+    losses_of: Any = jax.sharding.auto_axes(
         optax.softmax_cross_entropy_with_integer_labels, out_sharding=jax.P("fsdp")
     )
 

@@ -335,9 +335,9 @@ def test_training_is_as_on_auto_axes(name: str, kind: str) -> None:
     ):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(leaf, other, atol=1e-6, err_msg=str(path))
-    if "CNN" in name:
-        # Between the layers types fix the layouts, where on Auto axes XLA moves more.
-        assert found.total() <= wanted.total()
+    if "CNN" in name or jax.__version_info__ < (0, 10):
+        # Between the modules types fix layouts, where on Auto axes XLA moves more.
+        assert 0.99 * wanted.total() < found.total() <= wanted.total()
     else:
         assert found == wanted
 

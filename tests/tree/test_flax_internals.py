@@ -322,7 +322,7 @@ class Noisy(linen.Module):
 def test_a_linen_module_is_called_on_other_values() -> None:
     noisy, x = Noisy(), jnp.ones((1, 2))
     keys = {"params": jax.random.key(0), "noise": jax.random.key(1)}
-    variables = noisy.init(keys, x)
+    variables: Any = noisy.init(keys, x)
     seen: list[Any] = []
 
     def doubled(run: Any, variables: Any, keys: Any) -> Any:
