@@ -261,7 +261,7 @@ class Active:
         if mark is None:
             return plain(*args, **kw)
         where = mark.prefix, mark.path
-        with self.explained(*where, module, args, kw, vars(module)):
+        with self.explained(*where, module, args, kw):
             if self.is_on_auto_axes(*where):
                 finish = functools.partial(self.laid_out, *where)
                 return call_module(plain, module, args, kw, finish)
@@ -273,20 +273,16 @@ class Active:
 
     @contextlib.contextmanager
     def explained(
-        self, prefix: str, path: str, module: Any, args: Any, kw: Any, held: Any
+        self, prefix: str, path: str, module: Any, args: Any, kw: Any
     ) -> Iterator[None]:
-        """In the call of a module, name it in JAX's errors about Explicit axes.
-
-        `held` is what it holds, by name.
-        """
+        """In the call of a module, name it in JAX's errors about Explicit axes."""
         own = forms(prefix, path)
         try:
             yield
         except Exception as error:
             if is_sharding_type_error(error):
                 given = {f"argument {at}": x for at, x in enumerate(args)} | kw
-                kind, cause = type(module).__name__, str(error)
-                text = ambiguous(own[0], kind, given, held, cause, self._rules)
+                text = ambiguous(own[0], module, given, str(error), self._rules)
                 raise LayoutError(text) from error
             rule = self._rule(*own) if has_explicit_axes() else None
             if rule is not None:
@@ -458,8 +454,7 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if active is None or context.method_name != "__call__":
         return plain(*args, **kwargs)
     module, path = context.module, "/".join(map(escape, context.module.path))
-    own = {name: x for part in module.variables.values() for name, x in part.items()}
-    with active.explained("", path, module, args, kwargs, own):
+    with active.explained("", path, module, args, kwargs):
         if active.is_on_auto_axes("", path):
             finish = functools.partial(active.laid_out, "", path)
             return call_linen(module, args, kwargs, finish)

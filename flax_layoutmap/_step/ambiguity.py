@@ -19,18 +19,13 @@ from flax_layoutmap._tree.paths import join_keys
 
 
 def ambiguous(
-    path: str,
-    kind: str,
-    given: Mapping[str, Any],
-    held: Mapping[str, Any],
-    cause: str,
-    rules: RuleSet,
+    path: str, module: Any, given: Mapping[str, Any], cause: str, rules: RuleSet
 ) -> str:
     """In the call of a module without a rule, JAX cannot choose a layout.
 
-    `given` are its arguments by name, and `held` is what the module holds.
+    `given` are its arguments by name.
     """
-    inputs, own = _arrays(given), _arrays(held)
+    inputs, own = _arrays(given), _arrays(_held(module))
     lines = [
         f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
         for name, x in [*inputs, *own]
@@ -39,10 +34,10 @@ def ambiguous(
     if inputs and not own:
         # A layer without parameters, such as Dropout, keeps the layout of its input.
         layout = TensorLayout(tuple(jax.typeof(inputs[0][1]).sharding.spec))
+    name = f"{path or 'the model'} ({type(module).__name__})"
     return (
-        f"{path or 'the model'} ({kind}): on Explicit axes JAX cannot choose the "
-        f"layout of a result from those of its operands:\n{bullet_list(lines)}\n"
-        f"{cause}\nadd a rule for the output of this module, which then runs as on "
+        f"{name}: on Explicit axes JAX cannot choose the layout of a result from "
+        f"those of its operands:\n{bullet_list(lines)}\n{cause}\nadd a rule for the output of this module, which then runs as on "
         f"Auto axes: {_rule(path, layout)}"
     )
 
@@ -86,6 +81,13 @@ def _arrays(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.axis_names:
             found.append((join_keys(keys), x))
     return found
+
+
+def _held(module: Any) -> dict[str, Any]:
+    """What an NNX or a Linen module holds, by name."""
+    if is_object(module):
+        return vars(module)
+    return {name: x for part in module.variables.values() for name, x in part.items()}
 
 
 def _layout_by(rules: RuleSet, parameter: Any) -> TensorLayout:

@@ -149,9 +149,9 @@ def test_explicit_axes(name: str, axes: str) -> None:
         layout_map = flm.presets.load(family, mesh, variant=variant)
         model = flm.create(lambda: Decoder(**sizes), layout_map)
         optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
-        whole = "tensor" not in axes
+        is_as_is = kind == "auto" or "tensor" not in axes
         step = flm.jit(
-            train_step if whole else train_step_with_sharded_classes,
+            train_step if is_as_is else train_step_with_sharded_classes,
             layout_map=layout_map,
         )
         collectives = compiled(step, model, optimizer, TOKENS, mesh=mesh)
