@@ -37,8 +37,9 @@ def ambiguous(
     name = f"{path or 'the model'} ({type(module).__name__})"
     return (
         f"{name}: on Explicit axes JAX cannot choose the layout of a result from "
-        f"those of its operands:\n{bullet_list(lines)}\n{cause}\nadd a rule for the output of this module, which then runs as on "
-        f"Auto axes: {_rule(path, layout)}"
+        f"those of its operands:\n{bullet_list(lines)}\n{cause}\nadd a rule for "
+        "the output of this module, which then runs as on Auto axes: "
+        f"{_rule(path, layout)}"
     )
 
 
