@@ -104,5 +104,7 @@ def _layout_by(rules: RuleSet, parameter: Any) -> TensorLayout:
 
 def _rule(path: str, layout: TensorLayout) -> str:
     """The code that adds a rule for the output of a module, and of those like it."""
-    pattern = re.sub(r"\d+", ".*", re.escape(path)) or "^$"
+    *outer, last = re.escape(path).split("/")
+    outer = [re.sub(r"\d+", ".*", name) for name in outer]
+    pattern = "/".join([*outer, ".*" if last.isdigit() else last]) or "^$"
     return f'layout_map.activations["{pattern}"] = {layout}'
