@@ -279,6 +279,8 @@ class Active:
         own = forms(prefix, path)
         try:
             yield
+        except LayoutError:
+            raise
         except Exception as error:
             if is_sharding_type_error(error):
                 given = {f"argument {at}": x for at, x in enumerate(args)} | kw
