@@ -33,7 +33,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
 
 import flax_layoutmap as flm  # noqa: E402
 
@@ -44,6 +44,7 @@ DICT = "`jax.jit` on a pure dict"
 STATE = "`jax.jit` on `nnx.State`"
 BARE = "the Variables in a list: read, `jax.jit`, write; nothing checked"
 OURS = "**flm.jit**, model and optimizer"
+EXPLICIT = "**flm.jit**, model and optimizer on Explicit axes"
 OURS_FLIP = "**flm.jit**, after `train()` and `eval()` in turn"
 OTHER_FLIP = "**flm.jit**, after another model's `train()` and `eval()`"
 OURS_DICT = "**flm.jit** on a pure dict"
@@ -67,10 +68,11 @@ def make(layers: int) -> tuple[Layers, nnx.Optimizer[Any]]:
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
 
-def rules(devices: int) -> flm.LayoutMap:
+def rules(devices: int, kind: AxisType = AxisType.Auto) -> flm.LayoutMap:
     """Kernels over the columns, on a mesh of so many devices."""
     grid = np.array(jax.devices()[:devices]).reshape(2 if devices > 1 else 1, -1)
-    layout_map = flm.LayoutMap(Mesh(grid, ("data", "model")), strict=False)
+    mesh = Mesh(grid, ("data", "model"), axis_types=(kind, kind))
+    layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = (None, "model")
     return layout_map
 
@@ -115,8 +117,11 @@ class Flipping:
 class Bench:
     """The rows for one number of layers and devices."""
 
-    def __init__(self, layers: int, devices: int) -> None:
-        self.layers, self.layout_map = layers, rules(devices)
+    def __init__(
+        self, layers: int, devices: int, kind: AxisType = AxisType.Auto
+    ) -> None:
+        self.layers, self.devices = layers, devices
+        self.layout_map = rules(devices, kind)
         self.x = self.layout_map.place(jnp.zeros(()))
 
     def placed(self) -> Any:
@@ -140,6 +145,7 @@ class Bench:
         yield STATE, self.hold(jax.jit, self.state(), pinned=True)
         yield BARE, self.unchecked()
         yield OURS, self.on_objects(self.ours())
+        yield EXPLICIT, self.on_explicit_axes()
         yield OTHER_FLIP, self.flipping(own=False)
         yield OURS_FLIP, self.flipping(own=True)
         yield OURS_DICT, self.hold(self.ours_pure, nnx.to_pure_dict(self.state()))
@@ -179,6 +185,11 @@ class Bench:
             return result
 
         return call
+
+    def on_explicit_axes(self) -> Call:
+        """Our jit on a mesh of Explicit axes."""
+        other = Bench(self.layers, self.devices, AxisType.Explicit)
+        return other.on_objects(other.ours())
 
     def ours(self) -> Any:
         """Our jit of the step."""
@@ -300,6 +311,7 @@ def report(cells: dict[tuple[str, int, int], float], columns: list[Any]) -> int:
         ("at most 1/6 of `nnx.jit`", OURS, NNX_JIT, {8: 1 / 6, 1: 1 / 6}),
         ("a dict: at most 1.1 × `jax.jit`", OURS_DICT, DICT, {8: 1.1, 1: 1.1}),
         ("a State: at most 1.1 × `jax.jit`", OURS_STATE, STATE, {8: 1.1, 1: 1.1}),
+        ("Explicit axes: at most 1.1 × Auto axes", EXPLICIT, OURS, {8: 1.1, 1: 1.1}),
         ("a known flip costs no rebind", OURS_FLIP, OTHER_FLIP, {8: 1.2, 1: 1.2}),
     ):
         found = [

@@ -195,19 +195,34 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
         layout = _named(layout)
     layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
     layout = _without(layout, split_axes())
-    if layout.device_mesh is not None:
-        return layout
-    mesh = _ambient_mesh() or otherwise
-    if mesh is not None:
+    if layout.device_mesh is None:
+        mesh = _ambient_mesh() or otherwise
+        if mesh is None:
+            raise MeshError(
+                f"no mesh for the layout {layout}: give it one, "
+                "flm.TensorLayout(axes, mesh); or call inside a "
+                "flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
+                "jax.set_mesh(mesh)"
+            )
         own = otherwise.jax_mesh if otherwise is not None else None
         if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
             mesh = otherwise  # the same one, with its devices
-        return layout.on(mesh)
-    raise MeshError(
-        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
-        "or call inside a flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
-        "jax.set_mesh(mesh)"
-    )
+        layout = layout.on(mesh)
+    return _as_in_context(layout)
+
+
+def _as_in_context(layout: TensorLayout) -> TensorLayout:
+    """Inside of `jax.sharding.auto_axes`, the layout on the Auto axes there."""
+    mesh = mesh_of(layout)
+    context: Any = jax.sharding.get_abstract_mesh()
+    if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
+        return layout
+    if context.axis_names != mesh.axis_names or context.axis_sizes != mesh.shape:
+        return layout
+    if mesh.is_abstract:
+        return layout.on(DeviceMesh(context))
+    types = context.axis_types
+    return layout.on(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
 def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
@@ -407,8 +422,8 @@ def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
             )
 
 
-def explicit_axes(mesh: DeviceMesh) -> set[str]:
-    """The names of the Explicit axes."""
+def explicit_axes(mesh: Any) -> set[str]:
+    """The names of the Explicit axes of a mesh of ours or of JAX."""
     return _axes_of_type(mesh, AxisType.Explicit)
 
 

@@ -4,6 +4,8 @@ Models are not changed: while a function is traced, the calls of modules are int
 (by `linen.intercept_methods`, and `intercept_calls` for NNX) to constrain their
 outputs. NNX modules do not know their paths, so each carries its path as a note
 meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
+
+On Explicit axes, a module whose output has a rule runs as on Auto axes.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from flax import linen, nnx
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import (
@@ -30,10 +32,19 @@ from flax_layoutmap._rules.matching import (
 )
 from flax_layoutmap._rules.rules import Remark, RuleSet, news
 from flax_layoutmap._rules.scope import Block, keyed, using_rules
+from flax_layoutmap._step.ambiguity import ambiguous, no_layout, ran_on_auto_axes
+from flax_layoutmap._step.auto_axes import (
+    Crossing,
+    call_linen,
+    call_module,
+    has_explicit_axes,
+    is_inside,
+)
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,
     is_nnx_object,
+    is_sharding_type_error,
     named_objects_of,
     note_of,
     set_note,
@@ -140,7 +151,9 @@ def _activated(
     """Constrain the outputs of layers inside the block."""
     was, active = _ACTIVE.get(), None
     if rules is not None and (
-        rules.activations or any(map(is_for_outputs, rules.rules))
+        rules.activations
+        or any(map(is_for_outputs, rules.rules))
+        or (rules.mesh is not None and explicit_axes(rules.mesh))
     ):
         active = Active(rules)
         active.learn(parameters)
@@ -238,15 +251,53 @@ class Active:
                 return self.call(plain, module, args, kw)
         self._depth += 1
         try:
-            output = plain(*args, **kw)
+            return self._called_at(mark, plain, module, args, kw)
         finally:
             self._depth -= 1
-        if mark is None:
-            return output
-        return self.laid_out(mark.prefix, mark.path, output)
 
-    def laid_out(self, prefix: str, path: str, output: Any) -> Any:
-        """The output of the module at a path, each leaf constrained to its layout."""
+    def _called_at(
+        self, mark: Any, plain: Callable[..., Any], module: Any, args: Any, kw: Any
+    ) -> Any:
+        if mark is None:
+            return plain(*args, **kw)
+        where = mark.prefix, mark.path
+        with self.explained(*where, module, args, kw):
+            if self.is_on_auto_axes(*where):
+                finish = functools.partial(self.laid_out, *where)
+                return call_module(plain, module, args, kw, finish)
+            return self.laid_out(*where, plain(*args, **kw))
+
+    def is_on_auto_axes(self, prefix: str, path: str) -> bool:
+        """Whether a module has a rule, and the mesh in context Explicit axes."""
+        return has_explicit_axes() and self._rule(*forms(prefix, path)) is not None
+
+    @contextlib.contextmanager
+    def explained(
+        self, prefix: str, path: str, module: Any, args: Any, kw: Any
+    ) -> Iterator[None]:
+        """In the call of a module, name it in JAX's errors about Explicit axes."""
+        own = forms(prefix, path)
+        try:
+            yield
+        except LayoutError:
+            raise
+        except Exception as error:
+            if is_sharding_type_error(error):
+                given = {f"argument {at}": x for at, x in enumerate(args)} | kw
+                text = ambiguous(own[0], module, given, str(error), self._rules)
+                raise LayoutError(text) from error
+            rule = self._rule(*own) if has_explicit_axes() else None
+            if rule is not None:
+                error.add_note(ran_on_auto_axes(own[0], rule))
+            raise
+
+    def laid_out(
+        self, prefix: str, path: str, output: Any, crossing: Crossing | None = None
+    ) -> Any:
+        """The output of the module at a path, each leaf constrained to its layout.
+
+        Of a call on Auto axes, every leaf needs a layout.
+        """
         self._called[forms(prefix, path)] = True
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             output, is_leaf=is_nnx_object
@@ -256,7 +307,13 @@ class Active:
         def laid(keys: Any, x: Any) -> Any:
             name = join_keys(keys)
             own = [forms(prefix, f"{path}/{name}".lstrip("/"))] if name else []
-            return self._leaf([*own, forms(prefix, path)], x, several)
+            x = self._leaf([*own, forms(prefix, path)], x, several)
+            if crossing is None:
+                return x
+            if is_inside(x) and x.shape and not crossing.knows(x):
+                full = forms(prefix, path)[0] if not own else own[0][0]
+                raise LayoutError(no_layout(full, x, self._rules))
+            return crossing.leave(x)
 
         return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])
 
@@ -396,10 +453,14 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
         return plain(*args, **kwargs)
     if active is not None and not context.module.path:
         active.learn(flatten(context.module.variables).every_form())
-    output = plain(*args, **kwargs)
     if active is None or context.method_name != "__call__":
-        return output
-    return active.laid_out("", "/".join(map(escape, context.module.path)), output)
+        return plain(*args, **kwargs)
+    module, path = context.module, "/".join(map(escape, context.module.path))
+    with active.explained("", path, module, args, kwargs):
+        if active.is_on_auto_axes("", path):
+            finish = functools.partial(active.laid_out, "", path)
+            return call_linen(module, args, kwargs, finish)
+        return active.laid_out("", path, plain(*args, **kwargs))
 
 
 def _modules_of(root: Any) -> list[tuple[Any, Any]]:

@@ -100,7 +100,9 @@ def jit(
     container. Any other TrainState, optax state, `nnx.State` or mapping with the key
     "params" is laid out by the rules. The rest is left to the compiler.
 
-    Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`.
+    Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`, and
+    `layout_map.activations` lay out the outputs of modules. On Explicit axes a module
+    with such a rule runs as on Auto axes, so that stock layers need no `out_sharding=`.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
@@ -128,7 +130,8 @@ def jit(
             the rules say, a batch does not divide, two NNX arguments share a Variable,
             a Variable has `ref` or `hijax`, or the function uses an NNX object or a
             Variable from a closure, a global or the like, not from an argument. Nothing
-            was run.
+            was run. On Explicit axes also: JAX cannot choose the layout of a result,
+            and no rule does.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different

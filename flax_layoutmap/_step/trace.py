@@ -14,10 +14,11 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
-from flax_layoutmap._core.errors import StructureError, warn
+from flax_layoutmap._core.errors import LayoutError, StructureError, warn
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules, trace_key
 from flax_layoutmap._step.activations import call_activated, forget_path
+from flax_layoutmap._step.ambiguity import outside_of_modules
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
@@ -33,7 +34,11 @@ from flax_layoutmap._step.refusals import (
     named_parts,
     refuse_integers,
 )
-from flax_layoutmap._tree.flax_internals import check_can_write, is_nnx_object
+from flax_layoutmap._tree.flax_internals import (
+    check_can_write,
+    is_nnx_object,
+    is_sharding_type_error,
+)
 from flax_layoutmap._tree.graph import (
     Change,
     Graph,
@@ -194,6 +199,10 @@ def trace_job(
         closed, shapes = call_with_rules(call.rules, traced)
     except TypeError as error:
         refuse_integers(call.arguments, job.name, error)
+        raise
+    except Exception as error:
+        if is_sharding_type_error(error):
+            raise LayoutError(outside_of_modules(job.name, str(error))) from error
         raise
     closures.check(closed.jaxpr)
     return Traced(with_own_arrays(closed), shapes, outcomes[-1], remarks)

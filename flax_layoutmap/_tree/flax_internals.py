@@ -23,12 +23,17 @@ Flax (0.12.4 to 0.12.8):
   leave out: a note on a module has it. Fallback: a name of its own, which they show.
 - `__call__` of the classes of NNX modules: wrapped while functions with activation
   rules are traced, as NNX has no hook like `linen.intercept_methods`. Plain Python.
+- `flax.core.lift.pack` and `flax.linen.transforms.lift_transform`, of which Linen's own
+  transformations are made: no private names, and in no documentation. Without them, a
+  Linen module cannot be called on Auto axes.
 - `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from 0.12.5): shared
   Variables once, as the default may change.
 
 JAX (0.8.1 to 0.10.2):
 
+- the name of `ShardingTypeError`, which has no public one. Fallback: the error as JAX
+  raises it.
 - `Tracer.sharding`: replaced while a constructor is traced. Fallback: the time of a
   trace grows with the square of its length.
 - `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
@@ -44,11 +49,12 @@ import inspect
 import itertools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
+from flax.core import lift
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
@@ -394,6 +400,41 @@ def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
 def _with_subclasses(cls: type) -> set[type]:
     below = {own for child in cls.__subclasses__() for own in _with_subclasses(child)}
     return below | {cls}
+
+
+def call_linen_lifted(
+    call: Callable[..., tuple[Any, Any]],
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a Linen module on other values of its variables and random keys.
+
+    `call(run, variables, keys)` calls `run` with these or others, for the output and
+    the variables that may have changed, and returns both.
+    """
+
+    def transform(core: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(
+            scopes_of: Any, repack: Any, variables: Any, keys: Any, *own: Any, **kw: Any
+        ) -> tuple[Any, Any]:
+            def run(variables: Any, keys: Any) -> tuple[Any, Any]:
+                scopes = scopes_of(variables, keys)
+                output = core(scopes, *own, **kw)
+                return output, repack(scopes)
+
+            return call(run, variables, keys)
+
+        every = (True,)
+        return lift.pack(inner, every, every, every, enable_kwargs=True)
+
+    method = type(module).__call__
+    return linen.transforms.lift_transform(transform, method)(module, *args, **kwargs)
+
+
+def is_sharding_type_error(error: BaseException) -> bool:
+    """Whether JAX raised this as a layout on Explicit axes is ambiguous."""
+    return type(error).__name__ == "ShardingTypeError"
 
 
 @contextlib.contextmanager

@@ -85,15 +85,18 @@ def dims_of(family: str, path: str, array: Any) -> Dims:
     return found[0] if found else ((),) * array.ndim
 
 
-@pytest.mark.parametrize("mesh_line", MESHES)
+@pytest.mark.parametrize(
+    ("mesh_line", "kind"),
+    [*((line, "auto") for line in MESHES), (MESHES[0], "explicit")],
+)
 @pytest.mark.parametrize("family", MODELS)
 def test_a_step_on_8_devices_equals_one_on_one_device(
-    family: str, mesh_line: str
+    family: str, mesh_line: str, kind: str
 ) -> None:
     def make() -> nnx.Module:
         return MODELS[family][0](nnx.Rngs(0))
 
-    layout_map = flm.presets.load(family, mesh_line)
+    layout_map = flm.presets.load(family, flm.DeviceMesh(mesh_line, axis_types=kind))
     # A large eps: adam divides by a gradient's size, also where that is rounding.
     mesh, tx = layout_map.device_mesh, optax.adamw(1e-2, eps=1e-4)
     assert mesh is not None

@@ -1,0 +1,110 @@
+"""Messages about layouts that JAX cannot choose on Explicit axes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_layoutmap._core.axes import dim_axes
+from flax_layoutmap._core.errors import bullet_list
+from flax_layoutmap._core.fetch import unboxed
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.paths import join_keys
+
+
+def ambiguous(
+    path: str, module: Any, given: Mapping[str, Any], cause: str, rules: RuleSet
+) -> str:
+    """In the call of a module without a rule, JAX cannot choose a layout.
+
+    `given` are its arguments by name.
+    """
+    inputs, own = _arrays(given), _arrays(_held(module))
+    lines = [
+        f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
+        for name, x in [*inputs, *own]
+    ]
+    layout = _layout_by(rules, max((x for _, x in own), key=np.ndim, default=None))
+    if inputs and not own:
+        # A layer without parameters, such as Dropout, keeps the layout of its input.
+        layout = TensorLayout(tuple(jax.typeof(inputs[0][1]).sharding.spec))
+    name = f"{path or 'the model'} ({type(module).__name__})"
+    return (
+        f"{name}: on Explicit axes JAX cannot choose the layout of a result from "
+        f"those of its operands:\n{bullet_list(lines)}\n{cause}\nadd a rule for "
+        "the output of this module, which then runs as on Auto axes: "
+        f"{_rule(path, layout)}"
+    )
+
+
+def no_layout(path: str, x: Any, rules: RuleSet) -> str:
+    """A module with a rule has an output that no rule lays out."""
+    return (
+        f"no rule lays out the output {path!r} {show_shape(x.shape)} of a module that "
+        "has a rule and so runs as on Auto axes, where outputs have no layouts of "
+        f"their own: {_rule(path, _layout_by(rules, None))}"
+    )
+
+
+def ran_on_auto_axes(path: str, rule: Rule) -> str:
+    """A note for other errors in such a module."""
+    return (
+        f"In {path or 'the model'}, which runs as on Auto axes because the rule "
+        f"{rule.pattern!r} lays out its output: there, no layout can be given for "
+        "Explicit axes (out_sharding=, reshard), and a value that the module closes "
+        "over must be an argument or in a Variable; without the rule it runs on "
+        "Explicit axes"
+    )
+
+
+def outside_of_modules(name: str, cause: str) -> str:
+    """The same outside of the calls of modules."""
+    return (
+        f"{name}, outside of the calls of its modules: on Explicit axes JAX cannot "
+        f"choose the layout of a result: {cause}\nlay out an operand, "
+        "x = flm.distribute_tensor(x, layout), or by a rule for the output of a "
+        "module; or compute this part as on Auto axes, "
+        "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
+    )
+
+
+def _arrays(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The arrays on a mesh in some trees, with their names."""
+    found: list[tuple[str, Any]] = []
+    for keys, leaf in jax.tree.leaves_with_path(dict(parts), is_leaf=is_object):
+        x = unboxed(leaf)
+        if isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.axis_names:
+            found.append((join_keys(keys), x))
+    return found
+
+
+def _held(module: Any) -> dict[str, Any]:
+    """What an NNX or a Linen module holds, by name."""
+    if is_object(module):
+        return vars(module)
+    return {name: x for part in module.variables.values() for name, x in part.items()}
+
+
+def _layout_by(rules: RuleSet, parameter: Any) -> TensorLayout:
+    """A layout of an output: batch first, and last as the last dim of a parameter."""
+    mesh = rules.mesh
+    batch = tuple(a for a in rules.batch if mesh is None or a in mesh.axis_names)
+    last: tuple[str, ...] = ()
+    if parameter is not None and parameter.ndim > 1:
+        *_, entry = jax.typeof(parameter).sharding.spec
+        last = tuple(axis for axis in dim_axes(entry) if axis not in batch)
+    return TensorLayout((batch, ..., last) if last else (batch, ...))
+
+
+def _rule(path: str, layout: TensorLayout) -> str:
+    """The code that adds a rule for the output of a module, and of those like it."""
+    *outer, last = re.escape(path).split("/")
+    outer = [re.sub(r"\d+", ".*", name) for name in outer]
+    pattern = "/".join([*outer, ".*" if last.isdigit() else last]) or "^$"
+    return f'layout_map.activations["{pattern}"] = {layout}'

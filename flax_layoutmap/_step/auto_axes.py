@@ -1,0 +1,197 @@
+"""Call a module as on Auto axes, in a step on Explicit axes.
+
+On Explicit axes layouts are part of the types of values, and JAX refuses an operation
+whose result could lie in several ways; stock layers do not say which. A module whose
+output has a rule therefore runs as by `jax.sharding.auto_axes`: what it reads (its
+arguments, its Variables, its random keys) loses its Explicit axes, and what it changes
+gets them back. Neither is an operation of the compiled program.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from flax_layoutmap._place.place import explicit_axes
+from flax_layoutmap._tree.flax_internals import (
+    attributes_of,
+    call_linen_lifted,
+    is_plain_variable,
+    objects_of,
+    read_value,
+    write_value,
+)
+from flax_layoutmap._tree.objects import is_object, objects_in
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh in context has Explicit axes."""
+    return bool(explicit_axes(jax.sharding.get_abstract_mesh()))
+
+
+@contextlib.contextmanager
+def _on_auto_axes() -> Iterator[None]:
+    """In the block, the Explicit axes of the mesh in context are Auto."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    types = dict.fromkeys(explicit_axes(mesh), AxisType.Auto)
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(types)):
+        yield
+
+
+class Crossing:
+    """The values that went into a call on Auto axes, to bring them out again."""
+
+    def __init__(self) -> None:
+        # By the id of a value inside: that value, and the one outside.
+        self._entered: dict[int, tuple[Any, Any]] = {}
+
+    def enter(self, tree: Any) -> Any:
+        """A tree as the call reads it; NNX objects in it stay as they are."""
+        with _on_auto_axes():
+            return jax.tree.map(self._enter, tree, is_leaf=is_object)
+
+    def _enter(self, x: Any) -> Any:
+        if not explicit_axes(_mesh_of(x)):
+            return x
+        inside = jax.sharding.reshard(x, PartitionSpec())
+        self._entered[id(inside)] = inside, x
+        return inside
+
+    def knows(self, x: Any) -> bool:
+        """Whether the call left a value as it was."""
+        return id(x) in self._entered
+
+    def leave(self, x: Any, was: Any = None) -> Any:
+        """A value after the call: where `was` is, if it has that shape; or replicated.
+
+        What the call left as it was is the value from before.
+        """
+        if id(x) in self._entered:
+            return self._entered[id(x)][1]
+        if not is_inside(x):
+            return x
+        is_like = explicit_axes(_mesh_of(was)) and was.shape == x.shape
+        spec = jax.typeof(was).sharding.spec if is_like else PartitionSpec()
+        return jax.sharding.reshard(x, spec)
+
+    def leave_tree(self, tree: Any, was: Any) -> Any:
+        """The same for a tree, and one from before, by the paths of their leaves."""
+        before = dict(jax.tree.leaves_with_path(was, is_leaf=is_object))
+        return jax.tree.map_with_path(
+            lambda keys, x: self.leave(x, before.get(keys)), tree, is_leaf=is_object
+        )
+
+
+def is_inside(x: Any) -> bool:
+    """Whether a value has the Auto axes of a call that is over."""
+    mesh = _mesh_of(x)
+    context: Any = jax.sharding.get_abstract_mesh()
+    return bool(mesh.axis_names) and mesh.axis_types != context.axis_types
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh in the type of an array, without axes for all else."""
+    if is_object(x) or not isinstance(x, jax.Array):
+        return jax.sharding.AbstractMesh((), ())
+    return jax.typeof(x).sharding.mesh
+
+
+# Lays out the output of a call, in the step.
+_Finish = Callable[[Any, Crossing], Any]
+
+
+def call_module(
+    plain: Callable[..., Any],
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    finish: _Finish,
+) -> Any:
+    """Call an NNX module on Auto axes.
+
+    Meanwhile the module, and other NNX objects among the arguments, hold the values
+    that it reads.
+    """
+    crossing = Crossing()
+    given = [module, *objects_in((args, kwargs))]
+    before = {cell: cell.read() for cell in _cells(given)}
+    try:
+        _write({cell: crossing.enter(value) for cell, value in before.items()})
+        args, kwargs = crossing.enter((tuple(args), dict(kwargs)))
+        with _on_auto_axes():
+            output = plain(*args, **kwargs)
+        after = {
+            cell: crossing.leave_tree(cell.read(), before.get(cell))
+            for cell in _cells([*given, *objects_in(output)])
+        }
+    except BaseException:
+        _write(before)
+        raise
+    _write({**before, **after})
+    return finish(output, crossing)
+
+
+class _Cell(NamedTuple):
+    """Where an NNX object holds a value: a Variable, or an attribute of a module."""
+
+    owner: Any
+    name: str | None = None
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Cell)
+        return self.owner is other.owner and self.name == other.name
+
+    def read(self) -> Any:
+        return (
+            read_value(self.owner) if self.name is None else vars(self.owner)[self.name]
+        )
+
+    def write(self, value: Any) -> None:
+        """At any level of tracing, as the usual value comes back after the call."""
+        if self.name is None:
+            write_value(self.owner, value)
+        else:
+            vars(self.owner)[self.name] = value
+
+
+def _cells(nodes: Iterable[Any]) -> list[_Cell]:
+    """Where some NNX objects hold arrays."""
+    found: list[_Cell] = []
+    for owner in objects_of(list(nodes)):
+        if isinstance(owner, nnx.Variable):
+            found += [_Cell(owner)] if is_plain_variable(owner) else []
+            continue
+        attributes = attributes_of(owner)
+        for name, value in attributes[0].items() if attributes else ():
+            leaves = jax.tree.leaves(value, is_leaf=is_object)
+            if any(isinstance(leaf, jax.Array) for leaf in leaves):
+                found.append(_Cell(owner, name))
+    return found
+
+
+def _write(values: Mapping[_Cell, Any]) -> None:
+    for cell, value in values.items():
+        if cell.read() is not value:
+            cell.write(value)
+
+
+def call_linen(
+    module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], finish: _Finish
+) -> Any:
+    """Call a Linen module on Auto axes."""
+    crossing = Crossing()
+
+    def call(run: Callable[..., Any], variables: Any, keys: Any) -> tuple[Any, Any]:
+        inside = crossing.enter((variables, keys))
+        with _on_auto_axes():
+            output, changed = run(*inside)
+        return output, crossing.leave_tree(changed, variables)
+
+    args, kwargs = crossing.enter((tuple(args), dict(kwargs)))
+    return finish(call_linen_lifted(call, module, args, kwargs), crossing)
