@@ -103,7 +103,7 @@ class TensorLayout:
             dims = axes.axes
         elif isinstance(axes, NamedSharding):
             on = on or DeviceMesh(axes.mesh)
-            memory_kind = memory_kind or _own_memory_kind(axes)
+            memory_kind = memory_kind or own_memory_kind(axes)
             dims = read_dims(spec_entries(axes.spec), axes, names_of(on))
         elif isinstance(axes, PartitionSpec):
             dims = read_dims(spec_entries(axes), axes, names_of(on))
@@ -711,10 +711,10 @@ def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
     return () if mesh is None else mesh.axis_names
 
 
-def _own_memory_kind(sharding: NamedSharding) -> str | None:
-    """The memory kind, or None for the default, which JAX fills in."""
-    kind = sharding.memory_kind
-    if kind is None or not isinstance(sharding.mesh, Mesh):
+def own_memory_kind(sharding: Any) -> str | None:
+    """The memory kind of a sharding, or None for the default, which JAX fills in."""
+    kind = getattr(sharding, "memory_kind", None)
+    if kind is None or not isinstance(getattr(sharding, "mesh", None), Mesh):
         return kind
     default = sharding.mesh.devices.flat[0].default_memory().kind
     return None if kind == default else kind
