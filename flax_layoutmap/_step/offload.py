@@ -13,17 +13,17 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.layout import own_memory_kind
+from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 
 
-def is_offloaded(sharding: Any) -> bool:
+def is_on_host(sharding: Any) -> bool:
     """Whether a sharding is in another memory than that of the device."""
-    return own_memory_kind(sharding) not in (None, "device")
+    return is_offloaded(own_memory_kind(sharding))
 
 
 def in_device_memory(sharding: Any) -> Any:
     """The sharding in the memory of the device."""
-    if not is_offloaded(sharding):
+    if not is_on_host(sharding):
         return sharding
     return NamedSharding(sharding.mesh, sharding.spec)
 

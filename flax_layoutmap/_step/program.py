@@ -20,7 +20,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
-from flax_layoutmap._step.offload import Transfers, in_device_memory, is_offloaded
+from flax_layoutmap._step.offload import Transfers, in_device_memory, is_on_host
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
@@ -149,8 +149,8 @@ def make_program(job: Job, call: Call) -> Program:
     places = _places(arguments, set(outcome.changed))
     outs = [*layouts[: outcome.count], *(sharding for _, sharding in pinned)]
     transfers = Transfers(
-        tuple(at for at, sharding in enumerate(wanted) if is_offloaded(sharding)),
-        tuple(at for at, sharding in enumerate(outs) if is_offloaded(sharding)),
+        tuple(at for at, sharding in enumerate(wanted) if is_on_host(sharding)),
+        tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
     )
     fun = _on_inputs(traced, moved, pinned, places, transfers)
     fun.__name__ = job.name
