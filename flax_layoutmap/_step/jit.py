@@ -75,6 +75,7 @@ def jit(
     static_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
+    offload_chunk_bytes: int | None = None,
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
@@ -118,6 +119,10 @@ def jit(
         donate_argnames: arguments whose buffers may be reused for the results. Of an
             NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
+        offload_chunk_bytes: of state that rules keep in host memory: leaves with more
+            bytes per device are updated in slices along their first dim, of about so
+            many bytes together, where that dim is not sharded and the update
+            elementwise. None moves each leaf whole.
 
     Returns:
         A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
@@ -160,6 +165,7 @@ def jit(
             static_argnums=static_argnums,
             donate_argnames=donate_argnames,
             donate_argnums=donate_argnums,
+            offload_chunk_bytes=offload_chunk_bytes,
         )
     return Jitted(
         fun,
@@ -168,6 +174,7 @@ def jit(
         out_shardings,
         (static_argnames, static_argnums),
         (donate_argnames, donate_argnums),
+        offload_chunk_bytes,
     )
 
 
@@ -182,6 +189,7 @@ class Jitted:
         out_shardings: Any,
         static: tuple[Any, Any],
         donated: tuple[Any, Any],
+        chunk_bytes: int | None = None,
     ) -> None:
         signature = signature_of(fun)
         functools.update_wrapper(self, fun)
@@ -201,6 +209,7 @@ class Jitted:
             out_shardings,
             names_of(signature, *static, "static_argnames"),
             names_of(signature, *donated, "donate_argnames"),
+            chunk_bytes,
         )
         names_of(signature, given, (), "in_shardings")
         both = sorted(job.static & (job.donated | set(given)))

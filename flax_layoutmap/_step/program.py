@@ -149,8 +149,9 @@ def make_program(job: Job, call: Call) -> Program:
     places = _places(arguments, set(outcome.changed))
     outs = [*layouts[: outcome.count], *(sharding for _, sharding in pinned)]
     transfers = Transfers(
-        tuple(at for at, sharding in enumerate(wanted) if is_on_host(sharding)),
+        {at: sharding for at, sharding in enumerate(wanted) if is_on_host(sharding)},
         tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
+        job.chunk_bytes,
     )
     fun = _on_inputs(traced, moved, pinned, places, transfers)
     fun.__name__ = job.name

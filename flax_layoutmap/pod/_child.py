@@ -196,10 +196,13 @@ def _dumped(dump: Path, name: str, end: str) -> str:
 def allocated(buffers: str) -> dict[str, int]:
     """Bytes of a device's memory by kind, from the text of a buffer assignment.
 
-    Allocations with a color are in other memories, such as that of the vector unit.
+    Allocations with a color are in other memories, such as that of the vector unit or
+    of the host; thread-local ones are those of computations within the program.
     """
     found = {"arguments": 0, "temporary": 0, "allocated": 0}
     for size, what in _ALLOCATION.findall(buffers):
+        if what.startswith("thread-local"):
+            continue
         found["allocated"] += int(size)
         if what.startswith("parameter "):
             found["arguments"] += int(size)

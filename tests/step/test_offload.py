@@ -10,28 +10,15 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from memory_kinds import needs_host_memory
 
 import flax_layoutmap as flm
 
 MESH = flm.DeviceMesh("data=2,fsdp=4")
 
 
-def _can_offload() -> bool:
-    """Whether XLA compiles programs with host memory for several CPUs."""
-    jax_mesh: Any = MESH.jax_mesh
-    host = NamedSharding(jax_mesh, PartitionSpec("data"), memory_kind="pinned_host")
-    try:
-        jax.jit(jnp.zeros, static_argnums=0, out_shardings=host).lower(8).compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(
-    not _can_offload(),
-    reason="XLA of this JAX compiles no program with host memory for several CPUs.",
-)
+pytestmark = needs_host_memory
 
 
 class Model(nnx.Module):
@@ -84,6 +71,7 @@ TX = {
 }
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("tx", TX.values(), ids=TX)
 @pytest.mark.parametrize("params", [None, "pinned_host"])
 def test_an_unmodified_step(tx: Any, params: str | None) -> None:
@@ -235,3 +223,37 @@ def test_a_checkpoint_keeps_the_kinds(tmp_path: Path) -> None:
     assert kinds(nnx.state(restored["model"])) == {"device"}
     assert float(step(restored["model"], restored["optimizer"], x)) == wanted
     assert step._cache_size() == 1
+
+
+def test_activations_by_name() -> None:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["kernel"] = flm.TensorLayout((None, "fsdp"), memory_kind="pinned_host")
+    params = {"kernel": np.linspace(-1, 1, 512, dtype=np.float32).reshape(16, 32)}
+    x = np.ones((8, 16), np.float32)
+    found = []
+    for chosen in (None, policy):
+
+        @flm.jit(
+            layout_map=layout_map, donate_argnames="params", static_argnames="policy"
+        )
+        def step(params: Any, x: jax.Array, policy: Any = chosen) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                hidden = checkpoint_name(jnp.sin(x @ params["kernel"]), "hidden")
+                return (hidden**2).mean()
+
+            wrapped = jax.checkpoint(loss_fn, policy=policy) if policy else loss_fn
+            grads = jax.grad(wrapped)(params)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+        placed = layout_map.place(params)
+        text = str(step.trace(placed, x).jaxpr)
+        # The activation goes to the host and comes back.
+        assert text.count("<host>[8,32]") == (0 if chosen is None else 2)
+        found.append(np.asarray(step(placed, x)["kernel"]))
+    np.testing.assert_allclose(*found, rtol=1e-6)
