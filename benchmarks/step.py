@@ -117,7 +117,8 @@ class Bench:
     """The rows for one number of layers and devices."""
 
     def __init__(self, layers: int, devices: int) -> None:
-        self.layers, self.layout_map = layers, rules(devices)
+        self.layers, self.devices = layers, devices
+        self.layout_map = rules(devices)
         self.x = self.layout_map.place(jnp.zeros(()))
 
     def placed(self, layout_map: Any = None) -> Any:
@@ -194,7 +195,7 @@ class Bench:
 
     def offloaded(self) -> tuple[Any, Any]:
         """Our jit, and model and optimizer, which a rule keeps in host memory."""
-        layout_map = rules(self.layout_map.device_mesh.size)
+        layout_map = rules(self.devices)
         layout_map.optimizer[".*"] = flm.TensorLayout((...,), memory_kind="pinned_host")
         return self.ours(layout_map), self.placed(layout_map)
 

@@ -12,7 +12,7 @@ import flax_layoutmap as flm
 
 
 @functools.cache
-def _can_offload() -> bool:
+def can_offload() -> bool:
     """Whether XLA compiles programs with host memory for several CPUs."""
     jax_mesh: Any = flm.DeviceMesh("data=8").jax_mesh
     host = NamedSharding(jax_mesh, PartitionSpec("data"), memory_kind="pinned_host")
@@ -23,7 +23,5 @@ def _can_offload() -> bool:
     return True
 
 
-needs_host_memory = pytest.mark.skipif(
-    not _can_offload(),
-    reason="XLA of this JAX compiles no program with host memory for several CPUs.",
-)
+WHY_NOT = "XLA of this JAX compiles no program with host memory for several CPUs."
+needs_host_memory = pytest.mark.skipif(not can_offload(), reason=WHY_NOT)
