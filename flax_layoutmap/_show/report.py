@@ -285,10 +285,10 @@ def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[
 
 
 def held(on_device: int, on_host: int) -> str:
-    """`4 KiB per device`, and what is on its host, in bytes.
+    """`4.0 KiB per device`, and what is on its host, in bytes.
 
     >>> held(4096, 8192)
-    '4 KiB per device and 8 KiB per device in host memory'
+    '4.0 KiB per device and 8.0 KiB per device in host memory'
     """
     text = f"{human_bytes(on_device)} per device"
     if on_host:

@@ -198,6 +198,15 @@ class Jitted:
                 "in_shardings is a mapping from the name of an argument to its "
                 f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
             )
+        if chunk_bytes is not None and (
+            isinstance(chunk_bytes, bool)
+            or not isinstance(chunk_bytes, int)
+            or chunk_bytes < 1
+        ):
+            raise LayoutError(
+                "offload_chunk_bytes is a positive number of bytes, such as 64 * 2**20,"
+                f" or None for whole leaves; got {chunk_bytes!r}"
+            )
         given = dict(in_shardings or {})
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")

@@ -304,7 +304,10 @@ def test_the_keys_of_reports_are_those_of_the_tables() -> None:
     resolution = done.names["resolution"]
     data = json.loads(resolution.report("json"))
     assert report == list(data) and leaf == list(data["leaves"][0])
-    totals = "`leaves`, `total_bytes`, `bytes_per_device`, `replicated_bytes`"
+    totals = (
+        "`leaves`, `total_bytes`, `bytes_per_device`, `replicated_bytes`, "
+        "`host_bytes_per_device`"
+    )
     assert re.findall(r"\w+", totals) == list(data["totals"]["parameter"])
     assert totals in page
     found = json.loads(resolution.diff(done.names["after"]).report("json"))

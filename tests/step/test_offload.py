@@ -217,6 +217,13 @@ def test_a_checkpoint_keeps_the_kinds(tmp_path: Path) -> None:
     flm.checkpoint.save(tmp_path / "1", tree)
     x = np.ones((8, 16), np.float32)
     wanted = float(step(model, optimizer, x))
+    plan = flm.checkpoint.plan(tmp_path / "1", tree, layout_map=layout_map)
+    moments = [
+        leaf for leaf in plan.leaves if "/mu/" in leaf.path or "/nu/" in leaf.path
+    ]
+    on_host = sum(leaf.bytes_per_device for leaf in moments)
+    every = sum(leaf.bytes_per_device for leaf in plan.leaves)
+    assert on_host and plan.bytes_per_device == every - on_host
     restored = flm.checkpoint.restore(tmp_path / "1", tree, layout_map=layout_map)
     state = nnx.state(restored["optimizer"], nnx.optimizer.OptState)
     assert kinds(state) == {"pinned_host"}

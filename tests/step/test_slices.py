@@ -108,6 +108,34 @@ def test_what_runs_in_a_loop() -> None:
     assert loops == [loops[0], loops[0], loops[0] + 8]
 
 
+@pytest.mark.parametrize("size", [0, -1, 1.5, True])
+def test_a_chunk_is_a_positive_number_of_bytes(size: Any) -> None:
+    with pytest.raises(flm.LayoutError) as error:
+        flm.jit(loss_of, offload_chunk_bytes=size)
+    assert str(error.value) == (
+        "offload_chunk_bytes is a positive number of bytes, such as 64 * 2**20, or "
+        f"None for whole leaves; got {size!r}"
+    )
+
+
+def test_a_plan_counts_host_memory_apart() -> None:
+    struct = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
+    params, tx = {"up": struct, "down": struct}, optax.adamw(1e-3)
+    opt_state = jax.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    one = 8 * 64 * 64 * 4 // 4  # bytes of a moment on one device
+    for kind in ("device", "pinned_host"):
+        step = step_of(rules(None, optimizer=kind), tx)
+        report = flm.pod.plan(step, params, opt_state, x, mesh="data=2,fsdp=4")
+        at_rest, on_host = report.memory.at_rest, report.memory.host_at_rest
+        assert at_rest["parameter"] == 2 * one
+        on_device = kind == "device"
+        assert at_rest["optimizer"] == 4 + (4 * one if on_device else 0)
+        assert on_host == ({} if on_device else {"optimizer": 4 * one})
+        line = "at rest in host memory: 128.0 KiB per device"
+        assert (line in report.report().splitlines()) is not on_device
+
+
 @needs_libtpu
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_memory_of_a_tpu() -> None:
