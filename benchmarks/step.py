@@ -45,6 +45,7 @@ STATE = "`jax.jit` on `nnx.State`"
 BARE = "the Variables in a list: read, `jax.jit`, write; nothing checked"
 OURS = "**flm.jit**, model and optimizer"
 EXPLICIT = "**flm.jit**, model and optimizer on Explicit axes"
+OURS_HOST = "**flm.jit**, the optimizer in host memory (on CPUs, where it is the same)"
 OURS_FLIP = "**flm.jit**, after `train()` and `eval()` in turn"
 OTHER_FLIP = "**flm.jit**, after another model's `train()` and `eval()`"
 OURS_DICT = "**flm.jit** on a pure dict"
@@ -124,10 +125,12 @@ class Bench:
         self.layout_map = rules(devices, kind)
         self.x = self.layout_map.place(jnp.zeros(()))
 
-    def placed(self) -> Any:
+    def placed(self, layout_map: Any = None) -> Any:
         """A model and an optimizer, where the rules say."""
         model, optimizer = make(self.layers)
-        placed = self.layout_map.place({"model": model, "optimizer": optimizer})
+        placed = (layout_map or self.layout_map).place(
+            {"model": model, "optimizer": optimizer}
+        )
         return placed["model"], placed["optimizer"]
 
     def state(self) -> Any:
@@ -146,6 +149,7 @@ class Bench:
         yield BARE, self.unchecked()
         yield OURS, self.on_objects(self.ours())
         yield EXPLICIT, self.on_explicit_axes()
+        yield OURS_HOST, self.on_objects(*self.offloaded())
         yield OTHER_FLIP, self.flipping(own=False)
         yield OURS_FLIP, self.flipping(own=True)
         yield OURS_DICT, self.hold(self.ours_pure, nnx.to_pure_dict(self.state()))
@@ -191,19 +195,27 @@ class Bench:
         other = Bench(self.layers, self.devices, AxisType.Explicit)
         return other.on_objects(other.ours())
 
-    def ours(self) -> Any:
+    def ours(self, layout_map: Any = None) -> Any:
         """Our jit of the step."""
         return flm.jit(
-            step, layout_map=self.layout_map, donate_argnames=("model", "optimizer")
+            step,
+            layout_map=layout_map or self.layout_map,
+            donate_argnames=("model", "optimizer"),
         )
+
+    def offloaded(self) -> tuple[Any, Any]:
+        """Our jit, and model and optimizer, which a rule keeps in host memory."""
+        layout_map = rules(self.devices)
+        layout_map.optimizer[".*"] = flm.TensorLayout((...,), memory_kind="pinned_host")
+        return self.ours(layout_map), self.placed(layout_map)
 
     def ours_pure(self, fun: Any, **options: Any) -> Any:
         """Our jit of the step on a tree."""
         return flm.jit(fun, layout_map=self.layout_map, donate_argnames="state")
 
-    def on_objects(self, jitted: Any) -> Call:
+    def on_objects(self, jitted: Any, objects: Any = None) -> Call:
         """Call with a model and an optimizer."""
-        model, optimizer = self.placed()
+        model, optimizer = objects or self.placed()
         return lambda: jitted(model, optimizer, self.x)
 
     def flipping(self, *, own: bool) -> Call:

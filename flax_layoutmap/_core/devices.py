@@ -150,3 +150,11 @@ def cpu_devices_beside(devices: Iterable[Any]) -> list[Any] | None:
             return None
         beside.append(spare[device.process_index].pop())
     return beside
+
+
+def memory_kinds(device: Any) -> list[str]:
+    """The kinds of memory that a device has; empty if it does not say."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except jax.errors.JaxRuntimeError:  # that of a topology without devices
+        return []

@@ -103,7 +103,7 @@ class TensorLayout:
             dims = axes.axes
         elif isinstance(axes, NamedSharding):
             on = on or DeviceMesh(axes.mesh)
-            memory_kind = memory_kind or _own_memory_kind(axes)
+            memory_kind = memory_kind or own_memory_kind(axes)
             dims = read_dims(spec_entries(axes.spec), axes, names_of(on))
         elif isinstance(axes, PartitionSpec):
             dims = read_dims(spec_entries(axes), axes, names_of(on))
@@ -652,7 +652,7 @@ class TensorLayout:
         if self.memory_kind is not None:
             raise LayoutError(
                 f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
-                f"layout {self}; pickle it, or write it without"
+                f"layout {self._axes_text()}; pickle it, or write it without"
             )
         return LayoutRecord(
             tuple(self.sharding_specs), mesh_to_record(self._some_mesh())
@@ -682,15 +682,17 @@ class TensorLayout:
         return self._hash
 
     def __str__(self) -> str:
-        if self.axes == (...,):
-            return "replicated"
+        text = "replicated" if self.axes == (...,) else self._axes_text()
+        return f"{text} in {self.memory_kind}" if self.memory_kind else text
+
+    def _axes_text(self) -> str:
         inner = ", ".join("..." if dim is ... else repr(dim) for dim in self.axes)
         return f"({inner},)" if len(self.axes) == 1 else f"({inner})"
 
     def __repr__(self) -> str:
         if not self.axes:
             return f"TensorLayout.replicated({self.device_mesh!r}, 0)"
-        axes = "()" if self.axes == (...,) else str(self)
+        axes = "()" if self.axes == (...,) else self._axes_text()
         mesh = "" if self.device_mesh is None else f", {self.device_mesh!r}"
         kind = "" if self.memory_kind is None else f", memory_kind={self.memory_kind!r}"
         return f"TensorLayout({axes}{mesh}{kind})"
@@ -711,10 +713,15 @@ def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
     return () if mesh is None else mesh.axis_names
 
 
-def _own_memory_kind(sharding: NamedSharding) -> str | None:
-    """The memory kind, or None for the default, which JAX fills in."""
-    kind = sharding.memory_kind
-    if kind is None or not isinstance(sharding.mesh, Mesh):
+def is_offloaded(memory_kind: str | None) -> bool:
+    """Whether this kind of memory is another one than that of the device."""
+    return memory_kind not in (None, "device")
+
+
+def own_memory_kind(sharding: Any) -> str | None:
+    """The memory kind of a sharding, or None for the default, which JAX fills in."""
+    kind = getattr(sharding, "memory_kind", None)
+    if kind is None or not isinstance(getattr(sharding, "mesh", None), Mesh):
         return kind
     default = sharding.mesh.devices.flat[0].default_memory().kind
     return None if kind == default else kind

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.axes import clash, normal_spec
+from flax_layoutmap._core.devices import memory_kinds
+from flax_layoutmap._core.errors import did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._resolve.leaves import Leaves
@@ -134,6 +136,8 @@ class Layer:
         dims = layout.dims(len(shape))
         if mesh is None:
             return _Laid(dims, normal_spec(dims))
+        if problem := _unknown_memory(layout.memory_kind, mesh):
+            return _Laid(problem=problem)
         sizes = mesh.axis_sizes
         for axis in (axis for axes in dims for axis in axes):
             if axis not in sizes:
@@ -166,6 +170,20 @@ class Layer:
     ) -> Decision:
         """The decision for a leaf that does not fit the rules."""
         return self.replicated("no rule", shape, matched, problem=problem)
+
+
+def _unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
+    """The problem with a kind of memory that the devices do not have."""
+    if kind is None or mesh.is_abstract:
+        return None
+    device = mesh.devices.flat[0]
+    kinds = memory_kinds(device)
+    if not kinds or kind in kinds:
+        return None
+    return (
+        f": devices of {device.platform!r} have no memory {kind!r}"
+        f"{did_you_mean(kind, kinds)}; they have {', '.join(map(repr, kinds))}"
+    )
 
 
 def _divisible(

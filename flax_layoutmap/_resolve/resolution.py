@@ -371,9 +371,11 @@ class Resolution(ResolvedTable):
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         count = "1 leaf" if len(self) == 1 else f"{len(self)} leaves"
+        on_host = self.host_bytes_per_device
+        more = f" and {human_bytes(on_host)} in host memory" if on_host else ""
         return (
             f"Resolution({count}, {mesh}, "
-            f"{human_bytes(self.bytes_per_device)} of "
+            f"{human_bytes(self.bytes_per_device)}{more} of "
             f"{human_bytes(self.total_bytes)} per device)"
         )
 

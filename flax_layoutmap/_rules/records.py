@@ -102,12 +102,17 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the leaves of one role, in bytes."""
+    """Sums over the leaves of one role, in bytes.
+
+    `bytes_per_device` are in the memory of the device; `host_bytes_per_device` are
+    those of the parts that rules with a `memory_kind` keep on its host.
+    """
 
     leaves: int
     total_bytes: int
     bytes_per_device: int
     replicated_bytes: int
+    host_bytes_per_device: int = 0
 
 
 def layout_of(row: Decision) -> TensorLayout:

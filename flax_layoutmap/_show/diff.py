@@ -14,6 +14,7 @@ import numpy as np
 
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.grid import Placement, received
+from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._rules.rules import SECTIONS
 from flax_layoutmap._show.report import ROLES, array_text
 from flax_layoutmap._show.snapshot import (
@@ -55,7 +56,8 @@ class ResolutionDiff:
         rules: rules and options that differ: `"- …"` before, `"+ …"` after.
         changes: the leaves that differ, sorted by path.
         unchanged: how many leaves do not.
-        bytes_per_device: role → bytes per device before and after.
+        bytes_per_device: role → bytes in device memory before and after, per device.
+        host_bytes_per_device: the same in host memory.
         received_bytes: per device of the mesh after, row by row, the bytes that it
             has to be sent for the leaves that moved; empty without a mesh.
         assumption: what the count of these bytes assumes.
@@ -67,6 +69,7 @@ class ResolutionDiff:
     changes: tuple[LeafChange, ...]
     unchanged: int
     bytes_per_device: Mapping[str, tuple[int, int]]
+    host_bytes_per_device: Mapping[str, tuple[int, int]]
     received_bytes: tuple[int, ...]
     assumption: str
     axes: tuple[str, ...]
@@ -134,6 +137,10 @@ class ResolutionDiff:
                 role: {"before": old, "after": new}
                 for role, (old, new) in self.bytes_per_device.items()
             },
+            "host_bytes_per_device": {
+                role: {"before": old, "after": new}
+                for role, (old, new) in self.host_bytes_per_device.items()
+            },
             "received_bytes": list(self.received_bytes),
             "assumption": self.assumption,
         }
@@ -188,9 +195,8 @@ def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
         rules=tuple(_rules(before.rules, after.rules)),
         changes=tuple(changes),
         unchanged=len(paths) - len(changes),
-        bytes_per_device={
-            role: (_held(before, role), _held(after, role)) for role in ROLES
-        },
+        bytes_per_device=_held(before, after, on_host=False),
+        host_bytes_per_device=_held(before, after, on_host=True),
         received_bytes=tuple(total.tolist()),
         assumption=assumption,
         axes=tuple(dict.fromkeys(itertools.chain(*(mesh.axes for mesh in meshes)))),
@@ -214,9 +220,19 @@ def _same_devices(before: Snapshot, after: Snapshot) -> tuple[list[int] | None, 
     )
 
 
-def _held(some: Snapshot, role: str) -> int:
-    leaves = some.leaves.values()
-    return sum(leaf.bytes_per_device for leaf in leaves if leaf.role == role)
+def _held(
+    before: Snapshot, after: Snapshot, *, on_host: bool
+) -> dict[str, tuple[int, int]]:
+    """Role → bytes per device before and after, in the memory of host or device."""
+
+    def held(some: Snapshot, role: str) -> int:
+        return sum(
+            leaf.bytes_per_device
+            for leaf in some.leaves.values()
+            if leaf.role == role and is_offloaded(leaf.memory_kind) is on_host
+        )
+
+    return {role: (held(before, role), held(after, role)) for role in ROLES}
 
 
 def _change_of(
@@ -340,6 +356,9 @@ def _totals(diff: ResolutionDiff) -> Iterator[str]:
         before, after = diff.bytes_per_device[role]
         if before or after:
             yield f"{name}: {_change(before, after)} per device"
+        before, after = diff.host_bytes_per_device[role]
+        if before or after:
+            yield f"{name}: {_change(before, after)} per device in host memory"
     if counts["moved"]:
         most, total = max(diff.received_bytes, default=0), sum(diff.received_bytes)
         if total:

@@ -67,7 +67,9 @@ def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
         lines.append(f"  {_near_miss(leaf.path, rules)}")
     if row.shard_shape is not None:
         per_device = human_bytes(leaf.bytes_per_device)
-        lines.append(f"  each device holds {show_shape(row.shard_shape)}, {per_device}")
+        where = f" in {row.memory_kind}" if row.memory_kind else ""
+        shard = show_shape(row.shard_shape)
+        lines.append(f"  each device holds {shard}, {per_device}{where}")
     return "\n".join(map(visible, lines))
 
 

@@ -117,6 +117,7 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
         "totals": {role: dataclasses.asdict(table.totals(role)) for role in ROLES},
         "total_bytes": table.total_bytes,
         "bytes_per_device": table.bytes_per_device,
+        "host_bytes_per_device": table.host_bytes_per_device,
         "replicated_share": table.replicated_share,
         "unused_rules": [rule.pattern for rule in table.unused_rules],
         "unmatched": [leaf.path for leaf in leaves if leaf.reason in UNMATCHED],
@@ -283,6 +284,18 @@ def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[
         yield f"×{many}: {many} leaves that are alike, with the sum of their bytes"
 
 
+def held(on_device: int, on_host: int) -> str:
+    """`4.0 KiB per device`, and what is on its host, in bytes.
+
+    >>> held(4096, 8192)
+    '4.0 KiB per device and 8.0 KiB per device in host memory'
+    """
+    text = f"{human_bytes(on_device)} per device"
+    if on_host:
+        text += f" and {human_bytes(on_host)} per device in host memory"
+    return text
+
+
 def _totals(table: ResolvedTable) -> Iterator[str]:
     roles = [(role, name, table.totals(role)) for role, name in ROLES.items()]
     roles = [found for found in roles if found[2].leaves]
@@ -290,7 +303,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
         line = (
             f"{name}: {sums.leaves} {'leaf' if sums.leaves == 1 else 'leaves'}, "
             f"{human_bytes(sums.total_bytes)}, "
-            f"{human_bytes(sums.bytes_per_device)} per device"
+            f"{held(sums.bytes_per_device, sums.host_bytes_per_device)}"
         )
         # With only one role, the last line has it; counters are never sharded.
         several = len(roles) > 1 and role != "other"
@@ -300,7 +313,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
         yield line
     where = "no mesh" if table.mesh is None else f"mesh {table.mesh}"
     yield (
-        f"{where}: {human_bytes(table.bytes_per_device)} per device of "
+        f"{where}: {held(table.bytes_per_device, table.host_bytes_per_device)} of "
         f"{human_bytes(table.total_bytes)}; {human_share(table.replicated_share)} of "
         "the bytes replicated"
     )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.layout import TensorLayout, is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.matching import Rule, is_for_outputs
 from flax_layoutmap._rules.records import (
@@ -196,22 +196,26 @@ class ResolvedTable:
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
-        leaves = total = per_device = replicated = 0
-        for (own, shape, dtype, shard), count in self._alike.items():
+        leaves = total = replicated = 0
+        held = {False: 0, True: 0}  # on the device, and on its host
+        for (own, shape, dtype, shard, kind), count in self._alike.items():
             if role is None or own == role:
                 leaves += count
                 whole = count * leaf_bytes(shape, dtype)
                 total += whole
-                per_device += count * leaf_bytes(shard or shape, dtype)
+                held[is_offloaded(kind)] += count * leaf_bytes(shard or shape, dtype)
                 if shard in (None, shape):
                     replicated += whole
-        return Totals(leaves, total, per_device, replicated)
+        return Totals(leaves, total, held[False], replicated, held[True])
 
     @functools.cached_property
-    def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None]]:
-        """How many leaves there are of each role, shape, dtype and shape of a shard."""
+    def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None, str | None]]:
+        """How many leaves there are of each role, shape, dtype, shard and memory."""
         shards = map(operator.attrgetter("shard_shape"), self._rows)
-        return Counter(zip(self._roles, self.shapes, self.dtypes, shards, strict=True))
+        kinds = map(operator.attrgetter("memory_kind"), self._rows)
+        return Counter(
+            zip(self._roles, self.shapes, self.dtypes, shards, kinds, strict=True)
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -220,8 +224,13 @@ class ResolvedTable:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that each device holds."""
+        """Bytes that each device holds in its own memory."""
         return self.totals().bytes_per_device
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes per device that rules with a `memory_kind` keep in host memory."""
+        return self.totals().host_bytes_per_device
 
     @property
     def replicated_share(self) -> float:

@@ -162,10 +162,19 @@ def golden_text(data: Mapping[str, Any]) -> str:
     kept = {
         "schema": data["schema"],
         "rules": data["rules"],
-        "totals": data["totals"],
+        "totals": {role: _some(sums) for role, sums in data["totals"].items()},
         "leaves": leaves,
     }
     return f"{_lines(kept, 2)}\n"
+
+
+def _some(sums: Mapping[str, int]) -> dict[str, int]:
+    """The totals of a role; those in host memory only where there are some."""
+    return {
+        name: size
+        for name, size in sums.items()
+        if size or name != "host_bytes_per_device"
+    }
 
 
 def rule_lines(rules: RuleSet) -> dict[str, list[str]]:

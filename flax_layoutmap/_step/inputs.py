@@ -22,6 +22,7 @@ from flax_layoutmap._core.errors import (
     warn,
 )
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
+from flax_layoutmap._core.layout import own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
@@ -438,7 +439,9 @@ def _goes_by_its_name(flat: Flat, at: int, rules: RuleSet) -> bool:
 def show_sharding(sharding: Any) -> str:
     """A sharding in a few words, for messages."""
     if isinstance(sharding, NamedSharding):
-        return f"{show_spec(sharding.spec)} on mesh {DeviceMesh(sharding.mesh)}"
+        kind = own_memory_kind(sharding)
+        spec = show_spec(sharding.spec) + (f" {kind}" if kind else "")
+        return f"{spec} on mesh {DeviceMesh(sharding.mesh)}"
     devices = getattr(sharding, "device_set", ())
     if len(devices) == 1:
         return f"on the single device {next(iter(devices))}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 
 from flax_layoutmap._core.errors import warn
 from flax_layoutmap._step.arguments import (
@@ -20,6 +20,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
+from flax_layoutmap._step.offload import Transfers, in_device_memory, is_on_host
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
@@ -122,7 +123,7 @@ def make_program(job: Job, call: Call) -> Program:
     check_plain(arguments)
     wanted, resolved = wanted_before(job, call)
     avals = [
-        leaf if sharding is None else abstract(leaf, sharding)
+        leaf if sharding is None else abstract(leaf, in_device_memory(sharding))
         for leaf, sharding in zip(leaves, wanted, strict=True)
     ]
     made = resolved.resolution
@@ -146,7 +147,13 @@ def make_program(job: Job, call: Call) -> Program:
         if jax.process_count() > 1:
             fingerprints = resolved.resolution.fingerprint_lines()
     places = _places(arguments, set(outcome.changed))
-    fun = _on_inputs(traced, moved, pinned, places)
+    outs = [*layouts[: outcome.count], *(sharding for _, sharding in pinned)]
+    transfers = Transfers(
+        {at: sharding for at, sharding in enumerate(wanted) if is_on_host(sharding)},
+        tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
+        job.chunk_bytes,
+    )
+    fun = _on_inputs(traced, moved, pinned, places, transfers)
     fun.__name__ = job.name
     result = jax.tree.unflatten(outcome.out_tree, [sharding for _, sharding in pinned])
     jitted = jax.jit(
@@ -192,7 +199,11 @@ def _places(arguments: Sequence[Argument], changed: set[int]) -> Places:
 
 
 def _on_inputs(
-    traced: Traced, moved: Sequence[int], pinned: Sequence[Pin], places: Places
+    traced: Traced,
+    moved: Sequence[int],
+    pinned: Sequence[Pin],
+    places: Places,
+    transfers: Transfers,
 ) -> Callable[..., Any]:
     """The traced function on the inputs of a program; not traced a second time.
 
@@ -225,8 +236,7 @@ def _on_inputs(
                 values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
             raise StaleProgramError
-        # Not jaxpr_as_fun, after which debug_nans checks nothing (jax 0.10.2).
-        after = eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        after = transfers.evaluate(closed, values)
         new, results = after[: outcome.count], after[outcome.count :]
         results = [
             strong(value) if is_state else value

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
 from flax_layoutmap._show.table import human_bytes, text_table
@@ -287,7 +288,7 @@ class RestorePlan:
         ignored: paths of the checkpoint that are not read.
         needed: process → bytes in the files of the shards on its devices.
         read: process → bytes that it reads from the files.
-        bytes_per_device: bytes of the result on one device.
+        bytes_per_device: bytes of the result in the memory of one device.
         host_bytes: upper bound of the bytes on the host of the busiest process, for
             all arrays or for one portion under `host_memory`.
         host_available: free bytes of memory on this host.
@@ -368,7 +369,11 @@ def described(reads: Reads, options: Options) -> RestorePlan:
         plan.ignored,
         total_of(way.needed for way in ways.values()),
         total_of(way.read for way in ways.values()),
-        sum(leaf.bytes_per_device for leaf in leaves),
+        sum(
+            leaf.bytes_per_device
+            for leaf, read in zip(leaves, plan.reads.values(), strict=True)
+            if not is_offloaded(own_memory_kind(read.sharding))
+        ),
         host if options.host_memory is None else min(host, options.host_memory),
         _host_available(),
         _device_available() if is_here else None,

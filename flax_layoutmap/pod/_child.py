@@ -29,6 +29,7 @@ _FIGURES = {
     "temporary": "temp_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
+_ON_HOST = {"argument": 1, "output": 1, "temp": 1, "alias": -1}
 # The compiler writes these one after the other; the last one begins when the others
 # are complete.
 _PARTITIONED = ".after_spmd-partitioning."
@@ -119,6 +120,11 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
         for key, name in _FIGURES.items()
         if hasattr(stats, name)
     }
+    if "peak" in answer["memory"]:  # of all memories, that of the host included
+        answer["memory"]["peak"] -= sum(
+            sign * int(getattr(stats, f"host_{name}_size_in_bytes"))
+            for name, sign in _ON_HOST.items()
+        )
     answer["stage"] = "text"
     text = _dumped(folder / "dump", _PROGRAM, "}\n\n")
     _write(folder / "program.txt", text)
@@ -190,10 +196,13 @@ def _dumped(dump: Path, name: str, end: str) -> str:
 def allocated(buffers: str) -> dict[str, int]:
     """Bytes of a device's memory by kind, from the text of a buffer assignment.
 
-    Allocations with a color are in other memories, such as that of the vector unit.
+    Allocations with a color are in other memories, such as that of the vector unit or
+    of the host; thread-local ones are those of computations within the program.
     """
     found = {"arguments": 0, "temporary": 0, "allocated": 0}
     for size, what in _ALLOCATION.findall(buffers):
+        if what.startswith("thread-local"):
+            continue
         found["allocated"] += int(size)
         if what.startswith("parameter "):
             found["arguments"] += int(size)

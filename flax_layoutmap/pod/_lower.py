@@ -297,7 +297,7 @@ def _lower_program(
     return Lowered(
         job.name,
         lowered,
-        leaves_of(arguments, kept, [at in donated for at in kept]),
+        leaves_of(arguments, kept, [at in donated for at in kept], avals),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(arguments, fixed),
@@ -355,7 +355,12 @@ def lower_jitted(
     return Lowered(
         getattr(step, "__name__", "the step"),
         lowered,
-        leaves_of(taken, kept, [donated[at] for at in kept]),
+        leaves_of(
+            taken,
+            kept,
+            [donated[at] for at in kept],
+            [leaf for one in taken for leaf in one.leaves],
+        ),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(taken),

@@ -22,6 +22,7 @@ from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument
 from flax_layoutmap._step.inputs import holds_parameters, split_leaf
+from flax_layoutmap._step.offload import is_on_host
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.jaxprs import every
@@ -151,6 +152,7 @@ class Leaf:
     path: str  # starts with the name of the argument
     role: str  # "parameter", "optimizer", "data" or "other"
     is_donated: bool
+    is_on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,9 +221,15 @@ def lower(traced: Any, platform: str, name: str) -> Any:
 
 
 def leaves_of(
-    arguments: Sequence[Argument], kept: Sequence[int], donated: Sequence[bool]
+    arguments: Sequence[Argument],
+    kept: Sequence[int],
+    donated: Sequence[bool],
+    avals: Sequence[Any],
 ) -> list[Leaf]:
-    """Path and role of each argument of a program, whose leaves are `kept`."""
+    """Path, role and memory of each argument of a program, whose leaves are `kept`.
+
+    `avals` are the leaves of all arguments with the program's shardings.
+    """
     every: list[tuple[str, str]] = []
     for one in arguments:
         flat = flatten(Roots({one.name: one.value}))
@@ -234,7 +242,11 @@ def leaves_of(
                     role = "other" if at in caches else section.role
                     roles[at] = _role(role, one.leaves[at])
         every += zip(paths, roles, strict=True)
-    return [Leaf(*every[at], gone) for at, gone in zip(kept, donated, strict=True)]
+    on_host = [is_on_host(getattr(leaf, "sharding", None)) for leaf in avals]
+    return [
+        Leaf(*every[at], gone, on_host[at])
+        for at, gone in zip(kept, donated, strict=True)
+    ]
 
 
 def _caches(argument: Argument, paths: Sequence[str]) -> set[int]:

@@ -206,13 +206,18 @@ def memory_of(
 ) -> Memory:
     """Bytes of the arguments on one device, by role."""
     sums: dict[str, int] = dict.fromkeys(_ROLES, 0)
+    on_host = dict(sums)
     padding = 0
     for value, leaf in zip(arguments, leaves, strict=True):
         size = value.local_bytes
-        sums[leaf.role] += size
-        padding += max(0, tiled_bytes(value) - size)
+        if leaf.is_on_host:
+            on_host[leaf.role] += size
+        else:
+            sums[leaf.role] += size
+            padding += max(0, tiled_bytes(value) - size)
     return Memory(
         at_rest={role: size for role, size in sums.items() if size},
+        host_at_rest={role: size for role, size in on_host.items() if size},
         padding_bytes=padding,
         limit_bytes=None if topology is None else topology.generation.hbm_limit_bytes,
         note="a plan does not know what the step needs besides, such as activations",

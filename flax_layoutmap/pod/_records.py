@@ -106,7 +106,8 @@ class Memory:
 
     Attributes:
         at_rest: role of the arguments (`"parameter"`, `"optimizer"`, `"data"`,
-            `"other"`) → bytes of their shards.
+            `"other"`) → bytes of their shards in the memory of the device.
+        host_at_rest: the same for the shards that a `memory_kind` keeps on its host.
         padding_bytes: what the tiles of the accelerator add to them; an estimate in a
             plan.
         temporary_bytes: what the step needs besides; None where it is not known.
@@ -118,6 +119,7 @@ class Memory:
 
     __module__ = "flax_layoutmap.pod"
     at_rest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host_at_rest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     padding_bytes: int = 0
     temporary_bytes: int | None = None
     peak_bytes: int | None = None
@@ -126,7 +128,7 @@ class Memory:
 
     @property
     def at_rest_bytes(self) -> int:
-        """Bytes of all arguments, before tile padding."""
+        """Bytes of all arguments in device memory, before tile padding."""
         return sum(self.at_rest.values())
 
     @property

@@ -273,15 +273,21 @@ def _drifts(drift: Sequence[Drift]) -> Iterator[str]:
         yield f"drift: {some.text} came as {before}, left as {after}"
 
 
+def _by_role(sizes: Mapping[str, int]) -> str:
+    """`3 MiB per device (parameter 1 MiB, optimizer 2 MiB)`."""
+    parts = [f"{role} {human_bytes(size)}" for role, size in sizes.items()]
+    listed = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+    return f"{human_bytes(sum(sizes.values()))} per device{listed}"
+
+
 def _memory(report: Findings) -> Iterator[str]:
     memory = report.memory
-    parts = [f"{role} {human_bytes(size)}" for role, size in memory.at_rest.items()]
     padding = ""
     if memory.padding_bytes and report.topology is not None:
         padding = f"; tiles of a TPU add {human_bytes(memory.padding_bytes)}"
-    whole = human_bytes(memory.at_rest_bytes)
-    listed = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    yield f"at rest: {whole} per device{listed}{padding}"
+    yield f"at rest: {_by_role(memory.at_rest)}{padding}"
+    if memory.host_at_rest:
+        yield f"at rest in host memory: {_by_role(memory.host_at_rest)}"
     if memory.temporary_bytes is not None:
         yield f"temporary: {human_bytes(memory.temporary_bytes)} per device"
     if memory.peak_bytes is not None:
@@ -368,6 +374,7 @@ def comparison(first: Findings, second: Findings) -> str:
     """Two reports side by side."""
     rows = [
         ("at rest", first.memory.at_rest_bytes, second.memory.at_rest_bytes),
+        *_on_host(first, second),
         ("operations", first.flops_per_device, second.flops_per_device),
     ]
     sums = []
@@ -388,6 +395,13 @@ def comparison(first: Findings, second: Findings) -> str:
     names, right = ("per device", "1", "2", "change"), (False, True, True, True)
     table = Grid(names, right, tuple(lines)).text()
     return "\n".join([f"1: {title(first)}", f"2: {title(second)}", "", table])
+
+
+def _on_host(first: Findings, second: Findings) -> list[tuple[str, int, int]]:
+    """The row of state in host memory, where one of two reports has some."""
+    before = sum(first.memory.host_at_rest.values())
+    after = sum(second.memory.host_at_rest.values())
+    return [("at rest in host memory", before, after)] if before or after else []
 
 
 def _change(before: int, after: int) -> str:

@@ -33,6 +33,7 @@ from flax_layoutmap._tree.trace import ReadsValues, trace
 P = PartitionSpec
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 NAMES = ("data", "model")
+PINNED = TensorLayout(("data",), memory_kind="pinned_host")
 
 
 def placed(**options: Any) -> flm.LayoutMap:
@@ -51,6 +52,12 @@ def mapped(rules: dict[str, Any] | None = None, **options: Any) -> flm.LayoutMap
 
 def fit(rules: dict[str, Any], tree: Any, **options: Any) -> Any:
     return mapped(rules, **options).resolve(tree)
+
+
+def placed_with(layout: TensorLayout) -> Any:
+    layout_map = placed()
+    layout_map["w"] = layout
+    return layout_map.place({"w": jnp.zeros(8)})
 
 
 def annotated(**metadata: Any) -> Any:
@@ -498,6 +505,20 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "DTensor has no word for the memory kind 'pinned_host' of the layout "
         "('data',); pickle it, or write it without",
+    ),
+    "rule: a memory that the devices lack": Case(
+        lambda: placed_with(TensorLayout(("data",), memory_kind="pinned_hots")),
+        flm.errors.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → "
+        "('data',) in pinned_hots: devices of 'cpu' have no memory 'pinned_hots'; did "
+        "you mean 'pinned_host'?; they have 'device', 'pinned_host', 'unpinned_host'",
+    ),
+    "rule: layouts that differ in memory": Case(
+        lambda: fit({"w$": ("data",), ".*": PINNED}, {"w": struct(8)}),
+        flm.errors.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): rules with different "
+        "layouts match it: rule 1 'w$' → ('data',), rule 2 '.*' → ('data',) in "
+        f"pinned_host; {TWO_WAYS}",
     ),
     "layout: DTensor's text": Case(
         lambda: TensorLayout.from_string("x,y"),

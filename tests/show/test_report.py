@@ -239,6 +239,44 @@ def test_rules_that_are_cut_are_listed_below() -> None:
     assert "optimizer 1 …" in layout_map.resolve(tree).report(width=120)
 
 
+def test_bytes_in_host_memory_are_no_bytes_of_the_device() -> None:
+    mesh = flm.DeviceMesh.abstract("fsdp=4")
+    params = {"w": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+    state = jax.eval_shape(optax.adam(1.0).init, params)
+    tree = {"params": params, "opt_state": state}
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["w"] = ("fsdp", None)
+    on_device = layout_map.resolve(tree)
+    layout_map.optimizer["w"] = flm.TensorLayout(
+        ("fsdp", None), memory_kind="pinned_host"
+    )
+    resolution = layout_map.resolve(tree)
+    sums = resolution.totals("optimizer")
+    assert (sums.bytes_per_device, sums.host_bytes_per_device) == (4, 2048)
+    assert resolution.bytes_per_device == 1024 + 4
+    assert resolution.host_bytes_per_device == 2048
+    text = resolution.report()
+    lines = text.splitlines()
+    assert (
+        "optimizer state: 3 leaves, 8.0 KiB, 4 B per device and 2.0 KiB per device in "
+        "host memory; <0.1% replicated" in lines
+    )
+    assert lines[-1].startswith(
+        "mesh fsdp=4: 1.0 KiB per device and 2.0 KiB per device in host memory of "
+        "12.0 KiB; "
+    )
+    assert "1.0 KiB and 2.0 KiB in host memory of 12.0 KiB" in repr(resolution)
+    data = resolution.to_json()
+    assert data["totals"]["optimizer"]["host_bytes_per_device"] == 2048
+    assert "1.0 KiB in pinned_host" in resolution.explain("opt_state/0/mu/w")
+    diff = on_device.diff(resolution)
+    assert diff.bytes_per_device["optimizer"] == (2052, 4)
+    assert diff.host_bytes_per_device["optimizer"] == (0, 2048)
+    lines = diff.report().splitlines()
+    assert "optimizer state: 2.0 KiB → 4 B (-99.8%) per device" in lines
+    assert "optimizer state: 0 B → 2.0 KiB per device in host memory" in lines
+
+
 def test_memory_kinds_and_other_meshes_are_shown() -> None:
     layout_map = rules()
     layout_map["w"] = flm.TensorLayout(("model",), memory_kind="pinned_host")

@@ -1,0 +1,119 @@
+"""Offloaded leaves: state that the rules keep in the memory of the host.
+
+The user's function is traced as if all of its state were in the memory of the device.
+Its program fetches offloaded leaves where they are used, and returns them to the host.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
+from flax_layoutmap._step.slices import find_regions
+
+
+def is_on_host(sharding: Any) -> bool:
+    """Whether a sharding is in another memory than that of the device."""
+    return is_offloaded(own_memory_kind(sharding))
+
+
+def in_device_memory(sharding: Any) -> Any:
+    """The sharding in the memory of the device."""
+    if not is_on_host(sharding):
+        return sharding
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfers:
+    """What of a traced function is offloaded.
+
+    Attributes:
+        inputs: position of each offloaded input → its sharding.
+        outputs: positions of the offloaded outputs.
+        chunk_bytes: bytes on one device of what is fetched at a time, where leaves are
+            larger and can be updated in slices; None for whole leaves.
+    """
+
+    inputs: Mapping[int, NamedSharding]
+    outputs: tuple[int, ...]
+    chunk_bytes: int | None
+
+    def evaluate(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """The outputs for these inputs; XLA schedules the transfers of whole leaves.
+
+        Those outputs that are inputs stay where they are. `out_shardings` of the
+        program move the others to the host.
+        """
+        fetched = list(values)
+        for at in self.inputs:
+            fetched[at] = jax.device_put(values[at], jax.memory.Space.Device)
+        rows = self._row_bytes(closed)
+        if rows and self.chunk_bytes is not None and not closed.effects:
+            after = self._in_slices(closed, values, fetched, rows, self.chunk_bytes)
+        else:
+            # Not jaxpr_as_fun, after which debug_nans checks nothing (jax 0.10.2).
+            after = eval_jaxpr(closed.jaxpr, closed.consts, *fetched)
+        known = {id(fetched[at]): values[at] for at in self.inputs}
+        for at in self.outputs:
+            after[at] = known.get(id(after[at]), after[at])
+        return after
+
+    def _row_bytes(self, closed: ClosedJaxpr) -> dict[int, int]:
+        """Position of each leaf larger than a chunk → bytes of a row on one device."""
+        found: dict[int, int] = {}
+        for at, sharding in self.inputs.items():
+            aval: Any = closed.in_avals[at]
+            shard = sharding.shard_shape(aval.shape)
+            size = math.prod(shard) * aval.dtype.itemsize
+            rows = aval.shape[0] if len(shard) > 1 else 1
+            if rows > 1 and shard[:1] == (rows,) and size > (self.chunk_bytes or size):
+                found[at] = size // rows
+        return found
+
+    def _in_slices(
+        self,
+        closed: ClosedJaxpr,
+        values: Sequence[Any],
+        fetched: Sequence[Any],
+        row_bytes: Mapping[int, int],
+        chunk_bytes: int,
+    ) -> list[Any]:
+        """The outputs, where large leaves are updated in slices."""
+        jaxpr = closed.jaxpr
+        rows = {jaxpr.invars[at]: size for at, size in row_bytes.items()}
+        parts = find_regions(jaxpr, rows, self.outputs, chunk_bytes)
+        host = {jaxpr.invars[at]: values[at] for at in row_bytes}
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(jaxpr.invars, fetched, strict=True))
+
+        def evaluate(eqns: Sequence[JaxprEqn]) -> None:
+            made = {v for eqn in eqns for v in eqn.outvars}
+            read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+            inputs = [v for v in known if v in read]
+            outputs = [v for v in made if v in wanted]
+            part = jaxpr.replace(
+                constvars=[],
+                invars=inputs,
+                outvars=outputs,
+                eqns=list(eqns),
+                debug_info=jaxpr.debug_info.with_unknown_names(),
+            )
+            after = eval_jaxpr(part, [], *map(known.__getitem__, inputs))
+            known.update(zip(outputs, after, strict=True))
+
+        wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+        wanted |= {
+            v for e in jaxpr.eqns for v in e.invars if not isinstance(v, Literal)
+        }
+        evaluate(parts.before)
+        for region in parts.regions:
+            known.update(region.run(known, host))
+        evaluate(parts.after)
+        return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]

@@ -1,0 +1,168 @@
+"""Offloaded leaves that are updated in slices: bits, kinds, and what has no slices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import needs_libtpu
+from memory_kinds import needs_host_memory
+
+import flax_layoutmap as flm
+
+MESH = flm.DeviceMesh("data=2,fsdp=4")
+SIZE = 8 * 16 * 32 // 4 * 4  # bytes of a stacked leaf on one device
+TX = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+}
+
+
+def rules(mesh: Any = MESH, *, optimizer: Any = None, params: Any = None) -> Any:
+    layout_map = flm.LayoutMap(mesh, batch="data")
+    layout_map["up"] = flm.TensorLayout((None, None, "fsdp"), memory_kind=params)
+    layout_map["down"] = flm.TensorLayout((None, "fsdp", None), memory_kind=params)
+    if optimizer is not None:
+        layout_map.optimizer["up"] = flm.TensorLayout(
+            (None, None, "fsdp"), memory_kind=optimizer
+        )
+        layout_map.optimizer["down"] = flm.TensorLayout(
+            (None, "fsdp", None), memory_kind=optimizer
+        )
+    return layout_map
+
+
+def loss_of(params: Any, x: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, layer: Any) -> Any:
+        return h + jnp.tanh(h @ layer["up"]) @ layer["down"], None
+
+    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+
+def step_of(layout_map: Any, tx: Any, **options: Any) -> Any:
+    @flm.jit(layout_map=layout_map, donate_argnames=("params", "opt_state"), **options)
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    up = rng.normal(size=(8, 16, 32)).astype(np.float32) / 8
+    return {"up": up, "down": np.ascontiguousarray(up.swapaxes(1, 2))}
+
+
+def train(layout_map: Any, tx: Any, **options: Any) -> Any:
+    params = layout_map.place(arrays())
+    opt_state = flm.create_optimizer(params, tx, layout_map=layout_map)
+    step = step_of(layout_map, tx, **options)
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
+    text = str(step.trace(params, opt_state, x).jaxpr)
+    loss = None
+    for _ in range(3):
+        before = jax.tree.leaves((params, opt_state))
+        params, opt_state, loss = step(params, opt_state, x)
+        assert all(leaf.is_deleted() for leaf in before if leaf.ndim == 3)
+    assert step._cache_size() == 1
+    return (params, opt_state, loss), text
+
+
+@needs_host_memory
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("params", [None, "pinned_host"])
+@pytest.mark.parametrize("name", TX)
+def test_values_are_those_of_whole_leaves(
+    name: str, params: str | None, rows: int
+) -> None:
+    layout_map = rules(optimizer="pinned_host", params=params)
+    found, text = train(layout_map, TX[name](), offload_chunk_bytes=SIZE * rows // 4)
+    expected, _ = train(rules(optimizer="device"), TX[name]())
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(one), np.asarray(other), rtol=2e-6, atol=1e-6
+        )
+    moments = [leaf for leaf in jax.tree.leaves(found[1]) if leaf.ndim == 3]
+    assert all(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[0])}
+    assert kinds == {params or "device"}
+
+
+@needs_host_memory
+def test_what_runs_in_a_loop() -> None:
+    tx, layout_map = optax.adamw(1e-2), rules(optimizer="pinned_host")
+    loops = [
+        train(layout_map, tx, offload_chunk_bytes=size)[1].count("dynamic_slice")
+        for size in (None, 2 * SIZE, SIZE // 8)
+    ]
+    # Of either shape the parameter, its gradient and two moments.
+    assert loops == [loops[0], loops[0], loops[0] + 8]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True])
+def test_a_chunk_is_a_positive_number_of_bytes(size: Any) -> None:
+    with pytest.raises(flm.LayoutError) as error:
+        flm.jit(loss_of, offload_chunk_bytes=size)
+    assert str(error.value) == (
+        "offload_chunk_bytes is a positive number of bytes, such as 64 * 2**20, or "
+        f"None for whole leaves; got {size!r}"
+    )
+
+
+def test_a_plan_counts_host_memory_apart() -> None:
+    struct = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
+    params, tx = {"up": struct, "down": struct}, optax.adamw(1e-3)
+    opt_state = jax.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    one = 8 * 64 * 64 * 4 // 4  # bytes of a moment on one device
+    for kind in ("device", "pinned_host"):
+        step = step_of(rules(None, optimizer=kind), tx)
+        report = flm.pod.plan(step, params, opt_state, x, mesh="data=2,fsdp=4")
+        at_rest, on_host = report.memory.at_rest, report.memory.host_at_rest
+        assert at_rest["parameter"] == 2 * one
+        on_device = kind == "device"
+        assert at_rest["optimizer"] == 4 + (4 * one if on_device else 0)
+        assert on_host == ({} if on_device else {"optimizer": 4 * one})
+        line = "at rest in host memory: 128.0 KiB per device"
+        assert (line in report.report().splitlines()) is not on_device
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_memory_of_a_tpu() -> None:
+    """With slices, nothing of the moments stays on the device."""
+    layers, width = 8, 1024
+    struct = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    params, tx = {"up": struct, "down": struct}, optax.adamw(1e-3)
+    opt_state = jax.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((8, width), jnp.float32)
+    moment, peaks = layers * width * width, []  # bytes of one moment on a device
+    for kind, size in (
+        ("device", None),
+        ("pinned_host", None),
+        ("pinned_host", 4 * width * width),
+    ):
+        report = flm.pod.compile(
+            step_of(rules(None, optimizer=kind), tx, offload_chunk_bytes=size),
+            params,
+            opt_state,
+            x,
+            mesh="data=1,fsdp=4",
+            topology="v5e:2x2",
+        )
+        assert report.memory.peak_bytes is not None
+        peaks.append(report.memory.peak_bytes)
+        held = report.memory.host_at_rest.get("optimizer", 0)
+        assert held == (4 * moment if kind != "device" else 0)
+    on_device, whole, sliced = peaks
+    assert sliced < on_device - 3 * moment
+    assert sliced < whole
