@@ -1,7 +1,8 @@
 """The loop over micro-batches of `flm.accumulate`.
 
 On Auto axes the compiler reduces the gradients of every micro-batch. Here the loop runs
-in `jax.shard_map`, where the sums of a device are its own until the loop has ended.
+for each device of the batch axes by itself, so that its sums stay its own until the
+loop has ended.
 """
 
 import functools
@@ -179,12 +180,14 @@ class MicroBatches:
     def _mapped(self, call: Any) -> Any:
         """The function over dim 0 of devices and rows.
 
-        On Auto axes by `vmap`: XLA's partitioner may abort in a `shard_map` over some
-        axes of a mesh. On Explicit axes `vmap` does not allow what a loss may do.
+        In `shard_map`; but by `vmap` beside Auto axes that are not of the batch, as
+        `tensor`: XLA's partitioner aborts where a `shard_map` over some axes gathers
+        from a dim that is sharded over others (jax 0.10.2, the loss of a vocabulary).
         """
         mesh = self.rules.mesh
         assert mesh is not None
-        if not explicit_axes(mesh).intersection(self.axes):
+        others = {axis for axis, size in mesh.axis_sizes.items() if size > 1}
+        if others - {*self.rules.batch} - explicit_axes(mesh):
             axes: Any = {"in_axes": (0, 0, None), "out_axes": (0, None, 0)}
             return jax.vmap(call, **axes, spmd_axis_name=self.axes)
 
@@ -213,7 +216,9 @@ class MicroBatches:
 
     def _on_devices(self, one: Any, device: Any, rows: _Leaves, whole: _Leaves) -> Any:
         """The loop, on the rows that a device has along the manual axes."""
-        return call_split_over(self.axes, lambda: self._looped(one, device, rows, whole))
+        return call_split_over(
+            self.axes, lambda: self._looped(one, device, rows, whole)
+        )
 
     def _looped(self, one: Any, device: Any, rows: _Leaves, whole: _Leaves) -> Any:
         first = device * self.steps
