@@ -417,7 +417,8 @@ def test_the_compiled_program_reduces_once() -> None:
 
 def test_a_vocabulary_over_tensor() -> None:
     """In a shard_map over data, XLA's partitioner would end the process."""
-    layout_map = rules("data=2,fsdp=2,tensor=2", w=("fsdp", "tensor"))
+    mesh = flm.DeviceMesh("data=2,fsdp=2,tensor=2")
+    layout_map = rules(mesh, w=("fsdp", "tensor"))
     params = layout_map.place(PARAMS)
     tokens = np.arange(ROWS, dtype=np.int32) % 8
 
@@ -432,7 +433,7 @@ def test_a_vocabulary_over_tensor() -> None:
     step = flm.jit(
         lambda *args: flm.accumulate(loss_fn, steps=4)(*args)[1], layout_map=layout_map
     )
-    sent = payload(compiled(step, *args, mesh=layout_map.device_mesh))
+    sent = payload(compiled(step, *args, mesh=mesh))
     assert sent["all-reduce", ("data",)] == 8 * 8 * 4 // 4
 
 
