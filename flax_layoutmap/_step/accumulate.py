@@ -87,7 +87,7 @@ def accumulate(
         (9.0, [6.0, 6.0, 6.0])
 
     Plain JAX: `jax.lax.scan` of `jax.value_and_grad` in a `jax.shard_map` over the data
-    axes, and `jax.lax.psum` after it.
+    axes, and `mean` of what comes out.
     """
     if not isinstance(steps, int | np.integer) or steps < 1:
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")

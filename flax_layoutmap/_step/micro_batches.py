@@ -1,7 +1,8 @@
 """The loop over micro-batches of `flm.accumulate`.
 
 On Auto axes the compiler reduces the gradients of every micro-batch. Here the loop runs
-in `jax.shard_map`, where the sums of a device are its own until the loop has ended.
+for each device of the batch axes by itself, so that its sums stay its own until the
+loop has ended.
 """
 
 import functools
@@ -20,7 +21,8 @@ from flax_layoutmap._core.errors import LayoutError, StructureError, bullet_list
 from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.batch import has_rows
-from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._place.place import distribute_tensor, explicit_axes
+from flax_layoutmap._place.relayout import relayout
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -153,20 +155,21 @@ class MicroBatches:
 
     def run(self, one: Callable[[Mapping[Slot, Any]], Any]) -> Any:
         """Loss, gradients and the rest; writes what changed into NNX objects."""
-        call: Any = functools.partial(self._on_devices, one)
+        call = functools.partial(self._on_devices, one)
         if self.axes:
-            assert self.rules.mesh is not None
-            rows = PartitionSpec(self.axes)
-            call = jax.shard_map(
-                call,
-                mesh=self.rules.mesh.jax_mesh,
-                in_specs=(rows, PartitionSpec()),
-                out_specs=(rows, PartitionSpec(), rows),
-                axis_names=set(self.axes),
-                check_vma=False,
+            mesh = self.rules.mesh
+            assert mesh is not None
+            count = math.prod(mesh.axis_sizes[axis] for axis in self.axes)
+            device = distribute_tensor(
+                jnp.arange(count), TensorLayout((self.axes,), mesh)
             )
-        sums, counts, aux = call(self.rows, self.whole)
-        (loss, grads), averages = jax.tree.map(lambda x: x.mean(0), sums)
+            rows = {at: self._by_device(x, count) for at, x in self.rows.items()}
+            sums, counts, aux = self._mapped(call)(device, rows, self.whole)
+            aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+            sums = jax.tree.map(lambda x: x.mean(0), sums)
+        else:
+            sums, counts, aux = call(0, self.rows, self.whole)
+        (loss, grads), averages = sums
         changed = averages | counts
         for argument, span in zip(self.arguments, spans(self.arguments), strict=True):
             new = {at - span.start: x for at, x in changed.items() if at in span}
@@ -174,12 +177,51 @@ class MicroBatches:
                 argument.write_back(new)
         return loss, self._laid_out(grads, in_loop=False), aux
 
-    def _on_devices(self, one: Any, rows: _Leaves, whole: _Leaves) -> Any:
-        """The loop, on the rows that a device has along the manual axes."""
-        return call_split_over(self.axes, lambda: self._looped(one, rows, whole))
+    def _mapped(self, call: Any) -> Any:
+        """The function over dim 0 of devices and rows.
 
-    def _looped(self, one: Any, rows: _Leaves, whole: _Leaves) -> Any:
-        first = jax.lax.axis_index(self.axes) * self.steps if self.axes else 0
+        In `shard_map`; but by `vmap` beside Auto axes that are not of the batch, as
+        `tensor`: XLA's partitioner aborts where a `shard_map` over some axes gathers
+        from a dim that is sharded over others (jax 0.10.2, the loss of a vocabulary).
+        """
+        mesh = self.rules.mesh
+        assert mesh is not None
+        others = {axis for axis, size in mesh.axis_sizes.items() if size > 1}
+        if others - {*self.rules.batch} - explicit_axes(mesh):
+            axes: Any = {"in_axes": (0, 0, None), "out_axes": (0, None, 0)}
+            return jax.vmap(call, **axes, spmd_axis_name=self.axes)
+
+        def local(device: Any, rows: _Leaves, whole: _Leaves) -> Any:
+            device, rows = jax.tree.map(lambda x: x[0], (device, rows))
+            sums, counts, aux = call(device, rows, whole)
+            sums, aux = jax.tree.map(lambda x: x[None], (sums, aux))
+            return sums, counts, aux
+
+        over, whole = PartitionSpec(self.axes), PartitionSpec()
+        return jax.shard_map(
+            local,
+            mesh=mesh.jax_mesh,
+            in_specs=(over, over, whole),
+            out_specs=(over, whole, over),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
+
+    def _by_device(self, x: Any, count: int) -> Any:
+        """The rows along each device of the axes, in a new first dim."""
+        rest = tuple(axis for axis in self.rules.batch if axis not in self.axes)
+        kept = (TensorLayout.MATCH,) * (x.ndim - 1)
+        layout = TensorLayout((self.axes, rest, *kept), self.rules.mesh)
+        return relayout(x.reshape(count, -1, *x.shape[1:]), layout, gradient="output")
+
+    def _on_devices(self, one: Any, device: Any, rows: _Leaves, whole: _Leaves) -> Any:
+        """The loop, on the rows that a device has along the manual axes."""
+        return call_split_over(
+            self.axes, lambda: self._looped(one, device, rows, whole)
+        )
+
+    def _looped(self, one: Any, device: Any, rows: _Leaves, whole: _Leaves) -> Any:
+        first = device * self.steps
         rows = {at: _micro_batches(x, self.steps) for at, x in rows.items()}
         like = {**whole, **{at: x[0] for at, x in rows.items()}}
         once = functools.partial(self._once, one)
@@ -211,8 +253,7 @@ class MicroBatches:
         counts = {at: x for at, x in changed.items() if at not in averages}
         means = jax.tree.map(lambda x: x / self.steps, sums)
         means = jax.tree.map(lambda x, like: x.astype(like.dtype), means, shapes[0])
-        own = jax.tree.map(lambda x: x[None], (means, averages))
-        return own, counts, aux
+        return (means, averages), counts, aux
 
     def _once(self, one: Any, values: _Leaves) -> Any:
         """Loss and gradients of a micro-batch, the leaves it changed, and the rest."""

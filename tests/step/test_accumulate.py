@@ -415,6 +415,28 @@ def test_the_compiled_program_reduces_once() -> None:
     assert each["all-reduce", ("data", "fsdp")] == 4 * BIASES
 
 
+def test_a_vocabulary_over_tensor() -> None:
+    """In a shard_map over data, XLA's partitioner would end the process."""
+    mesh = flm.DeviceMesh("data=2,fsdp=2,tensor=2")
+    layout_map = rules(mesh, w=("fsdp", "tensor"))
+    params = layout_map.place(PARAMS)
+    tokens = np.arange(ROWS, dtype=np.int32) % 8
+
+    def loss_fn(params: Any, batch: Any, tokens: Any) -> Any:
+        logits = batch["x"] @ params["w"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return losses.mean()
+
+    args = params, batch_of(), tokens
+    found = gradients(layout_map, loss_fn, *args, steps=4)
+    close(found, jax.value_and_grad(loss_fn)(PARAMS, batch_of(), tokens))
+    step = flm.jit(
+        lambda *args: flm.accumulate(loss_fn, steps=4)(*args)[1], layout_map=layout_map
+    )
+    sent = payload(compiled(step, *args, mesh=mesh))
+    assert sent["all-reduce", ("data",)] == 8 * 8 * 4 // 4
+
+
 @needs_libtpu
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_the_compiler_for_tpus_scatters_once() -> None:
