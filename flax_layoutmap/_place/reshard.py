@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.checksums import checksums
-from flax_layoutmap._core.errors import LayoutError, MeshError, bullet_list
+from flax_layoutmap._core.errors import LayoutError, bullet_list
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
-from flax_layoutmap._place.place import check_movable, put, with_leaves
+from flax_layoutmap._place.place import check_movable, need_devices, put, with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -55,17 +55,19 @@ def reshard(
         to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
             this tree on one.
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
-            of the slices of a leaf that is larger.
+            of the slices of a larger leaf, along its longest dim. Leaves on one device,
+            on the host, or in other memory than the devices' default move whole.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
             its part. An interrupt leaves the moved leaves of a module in the new
             layout; of any other tree they are lost.
-        verify: compare a checksum of each leaf before and after, as those of
-            checkpoints. It reads the leaf twice.
+        verify: compare a checksum of each JAX array before and after, as those of
+            checkpoints. It reads the array twice.
         progress: show a bar; None shows it on a terminal, from 1 GiB on.
 
     Returns:
         The tree with its leaves in the new layouts; those that have it already are
-        the same arrays.
+        the same arrays. What stays on its device may share memory with `tree`, as in
+        `jax.device_put`: a step that donates the one deletes it from the other, too.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was moved.
@@ -139,12 +141,7 @@ def _resolved(tree: Any, to: Any) -> Resolution:
         resolution = to
     else:
         resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
-    if resolution.mesh is None or resolution.mesh.is_abstract:
-        have = "no mesh" if resolution.mesh is None else f"{resolution.mesh!r}"
-        raise MeshError(
-            f"reshard needs a mesh of devices, the rules have {have}; use "
-            "layout_map.on(flm.DeviceMesh(...))"
-        )
+    need_devices(resolution, "reshard")
     resolution.announce()
     return resolution
 
