@@ -185,6 +185,11 @@ def _check(
             problems.append(f"{named} is traced: call reshard outside of jit")
         elif isinstance(move.value, jax.Array) and move.value.is_deleted():
             problems.append(f"{named} was donated or deleted before")
+        elif isinstance(move.value, jax.Array) and _is_cut_short(move.value.dtype):
+            problems.append(
+                f"{named} is {move.value.dtype}, which JAX moves with 64-bit types "
+                "alone: call reshard in a block of jax.enable_x64(True)"
+            )
         elif donate and len(paths) > len(move.places):
             problems.append(
                 f"{named} is also at {', '.join(paths[1:])}, in another layout: use "
@@ -192,6 +197,12 @@ def _check(
             )
     if problems:
         raise LayoutError(f"reshard moved nothing:\n{bullet_list(problems)}")
+
+
+def _is_cut_short(dtype: Any) -> bool:
+    """Whether JAX takes arrays of a dtype for those of a narrower one, as now set."""
+    known = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return known != dtype
 
 
 def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:

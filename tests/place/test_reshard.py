@@ -249,6 +249,19 @@ def test_nothing_moves_where_something_cannot() -> None:
         jax.jit(lambda a: flm.reshard({"a": a}, layout_map))(jnp.ones(8))
 
 
+def test_64_bits() -> None:
+    """`jax.device_put` alone makes an array of them whose buffers are of 32 bits."""
+    layout_map = flm.LayoutMap("fsdp=8")
+    layout_map["w"] = ("fsdp",)
+    with jax.enable_x64(True):
+        tree = {"w": jnp.arange(8) + 2**40}
+    with pytest.raises(flm.LayoutError, match=r"w \(8,\) is int64.*enable_x64\(True\)"):
+        flm.reshard(tree, layout_map)
+    with jax.enable_x64(True):
+        moved = flm.reshard(tree, layout_map, max_bytes=16)
+        assert moved["w"].tolist() == list(range(2**40, 2**40 + 8))
+
+
 def test_a_leaf_that_changes_on_its_way_is_an_error() -> None:
     layout_map = flm.LayoutMap("fsdp=8")
     layout_map["w"] = ("fsdp",)
