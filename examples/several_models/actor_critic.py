@@ -1,7 +1,8 @@
 """Actor–critic: two heads on one shared encoder, which appears once in the tree.
 
 The encoder is a member of both models, so its Variables are tied: they have one path,
-`actor/encoder/…`, and one layout; two optimizers update their own parts.
+`agent/actor/encoder/…`, and one layout. Two optimizers update their own parts: one the
+actor with the encoder, one the head of the critic.
 """
 
 import os
@@ -39,9 +40,11 @@ class Agent(nnx.Module):
 
 def make() -> dict:
     agent = Agent(nnx.Rngs(0))
+    actor, critic = optax.adam(3e-3), optax.adam(3e-3)
     return {
         "agent": agent,
-        "optimizer": nnx.Optimizer(agent, optax.adam(3e-3), wrt=nnx.Param),
+        "actor_optimizer": nnx.Optimizer(agent.actor, actor, wrt=nnx.Param),
+        "critic_optimizer": nnx.Optimizer(agent.critic.out, critic, wrt=nnx.Param),
     }
 
 
@@ -54,7 +57,7 @@ def rules_on(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     return layout_map
 
 
-def train_step(agent: Agent, optimizer: nnx.Optimizer, x, action, reward):
+def train_step(agent, actor_optimizer, critic_optimizer, x, action, reward):
     def loss_of(agent: Agent):
         value = agent.critic(x)[:, 0]
         advantage = jax.lax.stop_gradient(reward - value)
@@ -63,7 +66,8 @@ def train_step(agent: Agent, optimizer: nnx.Optimizer, x, action, reward):
         return (losses * advantage).mean() + ((reward - value) ** 2).mean()
 
     loss, gradients = nnx.value_and_grad(loss_of)(agent)
-    optimizer.update(agent, gradients)
+    actor_optimizer.update(agent.actor, gradients["actor"])
+    critic_optimizer.update(agent.critic.out, gradients["critic"]["out"])
     return loss
 
 

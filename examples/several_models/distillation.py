@@ -1,7 +1,7 @@
 """Distillation: a wide frozen teacher, sharded over "model", and a small student.
 
 The teacher is an argument of the step that nothing updates: `flm.jit` neither donates
-nor returns its Variables. `frozen` may be restored from a checkpoint on this mesh.
+nor returns its Variables. It may be restored from a checkpoint instead.
 """
 
 import os

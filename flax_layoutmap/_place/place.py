@@ -142,8 +142,8 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
     return jax.tree.unflatten(treedef, parts)
 
 
-def need_devices(rules: RuleSet, what: str) -> None:
-    """Raise MeshError where rules have no mesh of devices."""
+def need_devices(rules: RuleSet | Resolution, what: str) -> None:
+    """Raise MeshError where rules or a Resolution have no mesh of devices."""
     if rules.mesh is None or rules.mesh.is_abstract:
         have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
         raise MeshError(

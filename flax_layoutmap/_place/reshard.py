@@ -19,15 +19,16 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.checksums import checksums
-from flax_layoutmap._core.errors import LayoutError, MeshError, bullet_list
+from flax_layoutmap._core.errors import LayoutError, bullet_list
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
-from flax_layoutmap._place.place import check_movable, put, with_leaves
+from flax_layoutmap._place.place import check_movable, need_devices, put, with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import no_mesh
 
 _SHOW_FROM = 1 << 30
 
@@ -54,17 +55,19 @@ def reshard(
         to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
             this tree on one.
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
-            of the slices of a leaf that is larger.
+            of the slices of a larger leaf, along its longest dim. Leaves on one device,
+            on the host, or in other memory than the devices' default move whole.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
             its part. An interrupt leaves the moved leaves of a module in the new
             layout; of any other tree they are lost.
-        verify: compare a checksum of each leaf before and after, as those of
-            checkpoints. It reads the leaf twice.
+        verify: compare a checksum of each JAX array before and after, as those of
+            checkpoints. It reads the array twice.
         progress: show a bar; None shows it on a terminal, from 1 GiB on.
 
     Returns:
         The tree with its leaves in the new layouts; those that have it already are
-        the same arrays.
+        the same arrays. What stays on its device may share memory with `tree`, as in
+        `jax.device_put`: a step that donates the one deletes it from the other, too.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was moved.
@@ -93,6 +96,7 @@ def reshard(
     with Agreement("moving a tree", resolution.mesh) as agreement:
         agreement.add(resolution.fingerprint_lines)
         agreement.add(lambda: {"moved leaves": [move.path for move in moves]})
+        agreement.add(lambda: {"options": f"max_bytes={max_bytes}, verify={verify}"})
     total, done = sum(move.bytes for move in moves), 0
     shown = False if progress is None and total < _SHOW_FROM else progress
     new = list(leaves)
@@ -137,12 +141,7 @@ def _resolved(tree: Any, to: Any) -> Resolution:
         resolution = to
     else:
         resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
-    if resolution.mesh is None or resolution.mesh.is_abstract:
-        have = "no mesh" if resolution.mesh is None else f"{resolution.mesh!r}"
-        raise MeshError(
-            f"reshard needs a mesh of devices, the rules have {have}; use "
-            "layout_map.on(flm.DeviceMesh(...))"
-        )
+    need_devices(resolution, "reshard")
     resolution.announce()
     return resolution
 
@@ -186,6 +185,11 @@ def _check(
             problems.append(f"{named} is traced: call reshard outside of jit")
         elif isinstance(move.value, jax.Array) and move.value.is_deleted():
             problems.append(f"{named} was donated or deleted before")
+        elif isinstance(move.value, jax.Array) and _is_cut_short(move.value.dtype):
+            problems.append(
+                f"{named} is {move.value.dtype}, which JAX moves with 64-bit types "
+                "alone: call reshard in a block of jax.enable_x64(True)"
+            )
         elif donate and len(paths) > len(move.places):
             problems.append(
                 f"{named} is also at {', '.join(paths[1:])}, in another layout: use "
@@ -195,14 +199,22 @@ def _check(
         raise LayoutError(f"reshard moved nothing:\n{bullet_list(problems)}")
 
 
+def _is_cut_short(dtype: Any) -> bool:
+    """Whether JAX takes arrays of a dtype for those of a narrower one, as now set."""
+    known = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return known != dtype
+
+
 def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
     """Consecutive moves of at most `max_bytes` together, or a larger one alone."""
     chunk: list[_Move] = []
+    held = 0
     for move in moves:
-        if chunk and sum(one.bytes for one in chunk) + move.bytes > max_bytes:
+        if chunk and held + move.bytes > max_bytes:
             yield chunk
-            chunk = []
+            chunk, held = [], 0
         chunk.append(move)
+        held += move.bytes
     if chunk:
         yield chunk
 
@@ -223,28 +235,37 @@ def _moved(
             f"{', '.join(wrong)}; go back to a checkpoint, and report both layouts"
         )
     for move in arrays if donate else ():
-        if not _shares_memory(move.value, move.sharding):
+        if not (_keeps_a_part(move) and _cut(move, max_bytes) is None):
             move.value.delete()
     return moved
 
 
-def _shares_memory(x: jax.Array, target: NamedSharding) -> bool:
+def _keeps_a_part(move: _Move) -> bool:
     """Whether a device keeps its part of an array in a move: JAX may not copy it.
 
     (Nor does it with `device_put(may_alias=False)`, and `donate=True` deletes few
     arrays, and some that are shared; jax 0.10.2.)
     """
+    x, target = move.value, move.sharding
     before = x.sharding.addressable_devices_indices_map(x.shape)
     after = target.addressable_devices_indices_map(x.shape)
-    return any(before.get(device) == index for device, index in after.items())
+    return _memory(x.sharding) == _memory(target) and any(
+        before.get(device) == index for device, index in after.items()
+    )
+
+
+def _memory(sharding: jax.sharding.Sharding) -> str:
+    """The kind of memory of a sharding, by its name."""
+    default = next(iter(sharding.device_set)).default_memory().kind
+    return sharding.memory_kind or default
 
 
 def _put(move: _Move, max_bytes: int) -> Any:
     """Move a leaf, in slices if it is large."""
-    value, target = move.value, move.sharding
-    if move.bytes > max_bytes and (cut := _cut(value, target, max_bytes)):
-        return _in_slices(value, target, cut)
-    return put(value, target)
+    cut = _cut(move, max_bytes)
+    if cut is None:
+        return put(move.value, move.sharding)
+    return _in_slices(move.value, move.sharding, cut)
 
 
 # ------------------------------------------------------------------------- slices
@@ -264,17 +285,21 @@ class _Cut:
     step: int
 
 
-def _cut(x: Any, target: NamedSharding, max_bytes: int) -> _Cut | None:
-    """The cut of an array into slices of at most `max_bytes`, of the longest run.
+def _cut(move: _Move, max_bytes: int) -> _Cut | None:
+    """The cut of a large array into slices of at most `max_bytes`, of the longest run.
 
-    None: the array is on no mesh, not in the devices' default memory before and after,
-    or each of its dims is sharded to single elements.
+    None: it is no larger, or every device keeps its part; the array is on no mesh, not
+    in the devices' default memory before and after, or each of its dims is sharded to
+    single elements.
     """
+    x, target = move.value, move.sharding
     source = getattr(x, "sharding", None)
-    if not isinstance(source, NamedSharding) or not x.ndim:
+    if move.bytes <= max_bytes or not isinstance(source, NamedSharding) or not x.ndim:
         return None
-    default = {None, next(iter(target.device_set)).default_memory().kind}
-    if not {source.memory_kind, target.memory_kind} <= default:
+    default = next(iter(target.device_set)).default_memory().kind
+    if {_memory(source), _memory(target)} != {default}:
+        return None
+    if source.devices_indices_map(x.shape) == target.devices_indices_map(x.shape):
         return None
     before, after = (s.shard_shape(x.shape) for s in (source, target))
     runs = []
@@ -290,13 +315,15 @@ def _cut(x: Any, target: NamedSharding, max_bytes: int) -> _Cut | None:
 
 def _in_slices(x: Any, target: NamedSharding, cut: _Cut) -> Any:
     """Move an array slice by slice."""
-    moved = jnp.zeros(x.shape, x.dtype, device=target)
-    for start in range(0, cut.run, cut.step):
-        size = min(cut.step, cut.run - start)
-        part = _taker(cut, size, x.sharding)(x, np.uint32(start))
-        part = put(part, target)
-        moved = _writer(cut, size, target)(moved, part, np.uint32(start))
-        moved.block_until_ready()
+    # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
+    with no_mesh(), jax.transfer_guard("allow"):
+        moved = jnp.zeros(x.shape, x.dtype, device=target)
+        for start in range(0, cut.run, cut.step):
+            size = min(cut.step, cut.run - start)
+            part = _taker(cut, size, x.sharding)(x, np.uint32(start))
+            part = put(part, target)
+            moved = _writer(cut, size, target)(moved, part, np.uint32(start))
+            moved.block_until_ready()
     return moved
 
 

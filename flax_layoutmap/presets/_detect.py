@@ -23,8 +23,11 @@ from flax_layoutmap.presets._load import AXES, load
 
 _LOG = logging.getLogger("flax_layoutmap")
 
-# A head that is not the embedding, in each spelling.
-_HEAD = r"(^|[/.])(lm_head|output|unembed|logits_dense|reverse_embeddings)([/.]|$)"
+# A head that is not the embedding, in each spelling; in layers, `output` is no head.
+_HEAD = (
+    r"^(?!(.*[/.])?(layers?|blocks?|h)[/._])(.*[/.])?"
+    r"(lm_head|output|unembed|logits_dense|reverse_embeddings)([/.]|$)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,75 @@ def test_no_device_holds_more_than_a_slice_between() -> None:
     assert len(sizes) == 16 and max(sizes) == x.nbytes // 16
 
 
+def test_slices_in_the_context_of_another_mesh() -> None:
+    """As in a program that calls `jax.set_mesh` with its mesh of training."""
+    train, serve = flm.LayoutMap("fsdp=8"), flm.LayoutMap("fsdp=2,tensor=4")
+    train["w"], serve["w"] = ("fsdp", None), (None, "tensor")
+    host = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    tree = train.place({"w": host})
+    assert train.device_mesh is not None
+    mesh: Any = train.device_mesh.jax_mesh
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        moved = flm.reshard(tree, serve, max_bytes=1000, donate=True)
+    assert holds(
+        moved["w"], host, flm.TensorLayout((None, "tensor"), serve.device_mesh)
+    )
+    assert tree["w"].is_deleted()
+
+
+def test_slices_of_a_part_that_stays_are_copies() -> None:
+    """Whose source is deleted, too; what no device has to get is not copied."""
+    mesh = flm.DeviceMesh("fsdp=2,tensor=4")
+    after = flm.TensorLayout(("fsdp", None), mesh)
+    for layout, is_copied in (
+        (flm.TensorLayout((("fsdp", "tensor"), None), mesh), True),
+        (flm.TensorLayout(("all", None), flm.DeviceMesh("all=8")), True),
+        (flm.TensorLayout(("a", None), flm.DeviceMesh("a=2,b=4")), False),
+    ):
+        tree = {"w": flm.distribute_tensor(jnp.ones((64, 64)), layout)}
+        moved = flm.reshard(tree, rules_for(after), max_bytes=1000, donate=True)
+        assert holds(moved["w"], np.ones((64, 64), np.float32), after)
+        assert tree["w"].is_deleted() == is_copied
+    replicated = flm.TensorLayout((), flm.DeviceMesh("all=8"))
+    half = flm.DeviceMesh((4,), ("x",), devices=jax.devices()[:4])
+    tree = {"w": flm.distribute_tensor(jnp.ones((64, 64)), replicated)}
+    flm.reshard(
+        tree, rules_for(flm.TensorLayout((), half)), max_bytes=1000, donate=True
+    )
+    assert tree["w"].is_deleted()  # devices keep their parts, in copies
+
+
+def test_a_source_on_the_host_is_deleted() -> None:
+    layout_map = flm.LayoutMap("fsdp=8")
+    layout_map["w"] = ("fsdp",)
+    held = flm.TensorLayout(
+        ("fsdp",), layout_map.device_mesh, memory_kind="pinned_host"
+    )
+    tree = {"w": flm.distribute_tensor(jnp.ones(8), held)}
+    moved = flm.reshard(tree, layout_map, donate=True)
+    assert tree["w"].is_deleted() and moved["w"].sum() == 8
+
+
+def test_chunks_have_at_most_their_bytes() -> None:
+    layout_map = flm.LayoutMap("fsdp=8")
+    layout_map["."] = None
+    tree = {f"x{at}": jnp.ones(at % 7 + 1, "int8") for at in range(40)}
+    chunks: list[list[int]] = []
+
+    def seen(chunk: Any, *args: Any) -> Any:
+        chunks.append([move.bytes for move in chunk])
+        return moved(chunk, *args)
+
+    moved = module._moved
+    with mock.patch.object(module, "_moved", seen):
+        flm.reshard(tree, layout_map, max_bytes=10)
+    assert max(map(sum, chunks)) <= 10
+    assert all(
+        sum(one) + other[0] > 10 for one, other in zip(chunks, chunks[1:], strict=False)
+    )
+    assert sum(map(len, chunks)) == 40
+
+
 def test_a_model_and_its_optimizer_move_in_place() -> None:
     train, serve = flm.LayoutMap("fsdp=8"), flm.LayoutMap("fsdp=2,tensor=4")
     train["kernel"], train["bias"] = ("fsdp", None), None
@@ -178,6 +247,19 @@ def test_nothing_moves_where_something_cannot() -> None:
         )
     with pytest.raises(flm.LayoutError, match="traced: call reshard outside of jit"):
         jax.jit(lambda a: flm.reshard({"a": a}, layout_map))(jnp.ones(8))
+
+
+def test_64_bits() -> None:
+    """`jax.device_put` alone makes an array of them whose buffers are of 32 bits."""
+    layout_map = flm.LayoutMap("fsdp=8")
+    layout_map["w"] = ("fsdp",)
+    with jax.enable_x64(True):
+        tree = {"w": jnp.arange(8) + 2**40}
+    with pytest.raises(flm.LayoutError, match=r"w \(8,\) is int64.*enable_x64\(True\)"):
+        flm.reshard(tree, layout_map)
+    with jax.enable_x64(True):
+        moved = flm.reshard(tree, layout_map, max_bytes=16)
+        assert moved["w"].tolist() == list(range(2**40, 2**40 + 8))
 
 
 def test_a_leaf_that_changes_on_its_way_is_an_error() -> None:

@@ -94,6 +94,16 @@ def test_the_variant_is_chosen_by_the_model_and_the_reason_is_logged(
     assert second.startswith(f"preset {family}: ") and why in second
 
 
+def test_an_output_in_a_layer_is_no_head() -> None:
+    shapes = spelled("llama", "flax")
+    shapes = {
+        path: shape for path, shape in shapes.items() if not re.search(HEAD, path)
+    }
+    shapes["layers/0/self_attn/output/kernel"] = (8, 8)
+    tied = flm.presets.detect(tree_of(shapes), MESH)
+    assert tied == flm.presets.load("llama", MESH)
+
+
 def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tree = tree_of(spelled("llama", "tunix"))
     with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
