@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,8 +88,8 @@ def reshard(
 
     Plain JAX: `jax.device_put(tree, shardings)`.
     """
-    if max_bytes < 1:
-        raise LayoutError(f"max_bytes={max_bytes}: a chunk has at least one byte")
+    if not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
+        raise LayoutError(f"max_bytes={max_bytes!r}: a chunk is a number of bytes")
     resolution = _resolved(tree, to)
     leaves = flatten(tree).leaves
     moves = _moves(leaves, resolution)
@@ -97,16 +98,15 @@ def reshard(
         agreement.add(resolution.fingerprint_lines)
         agreement.add(lambda: {"moved leaves": [move.path for move in moves]})
         agreement.add(lambda: {"options": f"max_bytes={max_bytes}, verify={verify}"})
-    total, done = sum(move.bytes for move in moves), 0
+    total, done = sum(move.bytes for move in moves), Counter[str]()
     shown = False if progress is None and total < _SHOW_FROM else progress
     new = list(leaves)
     try:
-        with shown_progress("moving", total, shown, lambda: done):
+        with shown_progress("moving", total, shown, done.total):
             for chunk in _chunks(moves, max_bytes):
-                for move, value in _moved(chunk, max_bytes, donate, verify):
+                for move, value in _moved(chunk, max_bytes, donate, verify, done):
                     for at in move.places:
                         new[at] = value
-                    done += move.bytes
     except BaseException:
         if donate:
             with_leaves(tree, new)
@@ -178,6 +178,7 @@ def _check(
     paths_of: dict[int, list[str]] = {}
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         paths_of.setdefault(id(leaf), []).append(path)
+    sharing = _sharing_memory(resolution.paths, leaves) if donate else {}
     for move in moves:
         named = f"{move.path} {show_shape(getattr(move.value, 'shape', ()))}"
         paths = paths_of[id(move.value)]
@@ -195,8 +196,43 @@ def _check(
                 f"{named} is also at {', '.join(paths[1:])}, in another layout: use "
                 "donate=False"
             )
+        elif move.path in sharing:
+            problems.append(
+                f"{named} shares memory with {sharing[move.path]}: use donate=False"
+            )
+        elif _is_out_of_reach(move):
+            problems.append(
+                f"{named} is on devices of other processes, too, and not all of them "
+                "are in the new mesh: save a checkpoint and restore it there"
+            )
     if problems:
         raise LayoutError(f"reshard moved nothing:\n{bullet_list(problems)}")
+
+
+def _sharing_memory(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, str]:
+    """Path of an array → that of another one, with which it shares memory."""
+    holders: dict[tuple[Any, int], tuple[str, int]] = {}
+    found: dict[str, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+            continue
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if is_key or not leaf.size or leaf.is_deleted():
+            continue
+        for shard in leaf.addressable_shards:
+            data: Any = shard.data
+            place = shard.device, data.unsafe_buffer_pointer()
+            other, same = holders.setdefault(place, (path, id(leaf)))
+            if same != id(leaf):
+                found |= {path: other, other: path}
+    return found
+
+
+def _is_out_of_reach(move: _Move) -> bool:
+    """Whether an array of several processes would move to other devices."""
+    x = move.value
+    is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return is_spread and x.sharding.device_set != move.sharding.device_set
 
 
 def _is_cut_short(dtype: Any) -> bool:
@@ -220,13 +256,21 @@ def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
 
 
 def _moved(
-    chunk: Sequence[_Move], max_bytes: int, donate: bool, verify: bool
+    chunk: Sequence[_Move],
+    max_bytes: int,
+    donate: bool,
+    verify: bool,
+    done: Counter[str],
 ) -> list[tuple[_Move, Any]]:
-    """Move the leaves of a chunk, wait for them, and compare their checksums."""
+    """Move the leaves of a chunk, wait for them, and compare their checksums.
+
+    `done` counts the bytes of each path.
+    """
     arrays = [move for move in chunk if isinstance(move.value, jax.Array)]
     before = checksums({m.path: m.value for m in arrays}) if verify else {}
-    moved = [(move, _put(move, max_bytes)) for move in chunk]
+    moved = [(move, _put(move, max_bytes, done)) for move in chunk]
     jax.block_until_ready([value for _, value in moved])
+    done.update({move.path: move.bytes - done[move.path] for move in chunk})
     after = checksums({m.path: value for m, value in moved if m.path in before})
     wrong = [path for path in before if before[path] != after[path]]
     if wrong:
@@ -260,12 +304,12 @@ def _memory(sharding: jax.sharding.Sharding) -> str:
     return sharding.memory_kind or default
 
 
-def _put(move: _Move, max_bytes: int) -> Any:
+def _put(move: _Move, max_bytes: int, done: Counter[str]) -> Any:
     """Move a leaf, in slices if it is large."""
     cut = _cut(move, max_bytes)
     if cut is None:
         return put(move.value, move.sharding)
-    return _in_slices(move.value, move.sharding, cut)
+    return _in_slices(move, cut, done)
 
 
 # ------------------------------------------------------------------------- slices
@@ -313,8 +357,9 @@ def _cut(move: _Move, max_bytes: int) -> _Cut | None:
     return _Cut(dim, runs[dim], runs[dim] // slices)
 
 
-def _in_slices(x: Any, target: NamedSharding, cut: _Cut) -> Any:
+def _in_slices(move: _Move, cut: _Cut, done: Counter[str]) -> Any:
     """Move an array slice by slice."""
+    x, target = move.value, move.sharding
     # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
     with no_mesh(), jax.transfer_guard("allow"):
         moved = jnp.zeros(x.shape, x.dtype, device=target)
@@ -322,6 +367,7 @@ def _in_slices(x: Any, target: NamedSharding, cut: _Cut) -> Any:
             size = min(cut.step, cut.run - start)
             part = _taker(cut, size, x.sharding)(x, np.uint32(start))
             part = put(part, target)
+            done[move.path] += part.nbytes
             moved = _writer(cut, size, target)(moved, part, np.uint32(start))
             moved.block_until_ready()
     return moved

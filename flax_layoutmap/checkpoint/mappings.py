@@ -34,6 +34,7 @@ What other families have besides is said at each.
 from collections.abc import Sequence
 from typing import Any
 
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint import _mapping_families as _families
 from flax_layoutmap.checkpoint._mapping_steps import cast as cast
 from flax_layoutmap.checkpoint._mapping_steps import dequantize as dequantize
@@ -219,6 +220,11 @@ def gpt_oss(
             (experts, out, in / 32, 16) with two numbers in a byte, and `scales`, uint8
             (experts, out, in / 32).
     """
+    if keep_mxfp4 and not mxfp4:
+        raise CheckpointError(
+            "gpt_oss(mxfp4=False, keep_mxfp4=True): files in bfloat16 have no MXFP4 to "
+            "keep; leave one of them out"
+        )
     sinks: list[Any] = [("attention/sinks", "self_attn.sinks", ())]
     experts = _families.gpt_oss_experts(mxfp4, keep_mxfp4)
     experts = [*_families.router("mlp.router"), *experts]

@@ -54,8 +54,11 @@ def from_logical(
     target = as_mesh(mesh)
     if target is None:
         raise MeshError("from_logical(rules, model, mesh) needs a mesh")
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise RuleError(f"logical rules are a list of pairs, got {rules!r}")
     for number, entry in enumerate(rules, start=1):
-        if not isinstance(entry, tuple | list) or len(entry) != 2:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        if not is_pair or not isinstance(entry[0], str):
             raise RuleError(
                 f"logical rule {number} is no (name, mesh axes) pair: {entry!r}"
             )

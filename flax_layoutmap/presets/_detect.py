@@ -28,6 +28,7 @@ _HEAD = (
     r"^(?!(.*[/.])?(layers?|blocks?|h)[/._])(.*[/.])?"
     r"(lm_head|output|unembed|logits_dense|reverse_embeddings)([/.]|$)"
 )
+_EMBEDDING = r"embed|wte|shared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +173,12 @@ def _variant(
     plain = resolve(model, load(family, mesh, axes=axes))
     why = "no dim falls back"
     if name == "untied":
-        head = _first(_HEAD, [leaf.path for leaf in plain if leaf.role == "parameter"])
-        if head is None:
-            return None, "no head but the embedding"
-        why = f"{head} is a head of its own"
+        heads = [_first(_HEAD, paths) for paths in _members(plain)]
+        if not heads or None in heads:
+            return None, "no head but the embedding" + " in each model" * (
+                len(heads) > 1
+            )
+        why = f"{heads[0]} is a head of its own"
     other = resolve(model, load(family, mesh, variant=name, axes=axes))
     known = {leaf.path for leaf in plain.fallbacks}
     for leaf in other.fallbacks:
@@ -184,6 +187,20 @@ def _variant(
     if all(leaf.layout == plain[leaf.path].layout for leaf in other):
         return None, f"the variant {name} is the same on this mesh"
     return name, f"the variant {name}: {why}"
+
+
+def _members(resolution: Resolution) -> list[list[str]]:
+    """The paths of the parameters of each model in a tree that has an embedding."""
+    flat = resolution._flat
+    members = [
+        [
+            flat.paths[at]
+            for at in range(section.start, section.stop)
+            if resolution.leaf(at).role == "parameter"
+        ]
+        for section in flat.sections
+    ]
+    return [paths for paths in members if _first(_EMBEDDING, paths)]
 
 
 def _tree_of(model: Any, step: int | str | None, item: str | None) -> Any:

@@ -172,7 +172,7 @@ def resharded() -> dict[str, bool]:
     tree = before.place({"kernel": host, "bias": host[0]})
     try:
         flm.reshard(tree, rules(own), donate=True)
-    except flm.errors.MeshError as error:
+    except flm.LayoutError as error:
         checks["to other devices"] = "other processes" in str(error)
     kernel = before["kernel"]
     assert kernel is not None

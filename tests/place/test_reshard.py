@@ -226,6 +226,17 @@ def test_one_array_at_two_paths() -> None:
     flm.reshard({"a": y, "c": y}, layout_map)
 
 
+def test_arrays_that_share_memory_are_not_donated() -> None:
+    layout_map = flm.LayoutMap("fsdp=8")
+    layout_map["a"], layout_map["b"] = ("fsdp",), None
+    x = jax.device_put(jnp.ones(8), jax.devices()[0])
+    y = layout_map.place({"b": x, "a": jnp.ones(8)})["b"]  # has the memory of x
+    with pytest.raises(flm.LayoutError, match=r"a \(8,\) shares memory with b: use"):
+        flm.reshard({"a": x, "b": y}, layout_map, donate=True)
+    moved = flm.reshard({"a": x, "b": y}, layout_map)
+    assert moved["b"] is y and y.sum() == 8
+
+
 def test_nothing_moves_where_something_cannot() -> None:
     layout_map = flm.LayoutMap("fsdp=8", indivisible="error")
     layout_map["."] = ("fsdp",)
@@ -239,8 +250,11 @@ def test_nothing_moves_where_something_cannot() -> None:
         flm.reshard({"a": jnp.ones(9)}, layout_map)
     with pytest.raises(flm.LayoutError, match="reshard moves arrays, but a is abs"):
         flm.reshard({"a": jax.ShapeDtypeStruct((8,), "int8")}, layout_map)
-    with pytest.raises(flm.LayoutError, match="a chunk has at least one byte"):
+    with pytest.raises(flm.LayoutError, match="max_bytes=0: a chunk is a number"):
         flm.reshard(tree, layout_map, max_bytes=0)
+    size: Any = "1GiB"
+    with pytest.raises(flm.LayoutError, match="max_bytes='1GiB': a chunk is"):
+        flm.reshard(tree, layout_map, max_bytes=size)
     with pytest.raises(flm.errors.MeshError, match="needs a mesh of devices"):
         flm.reshard(
             {"a": jnp.ones(8)}, layout_map.on(flm.DeviceMesh.abstract("fsdp=8"))

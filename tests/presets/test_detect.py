@@ -104,6 +104,18 @@ def test_an_output_in_a_layer_is_no_head() -> None:
     assert tied == flm.presets.load("llama", MESH)
 
 
+def test_of_several_models_each_has_a_head_of_its_own() -> None:
+    """One of each is refused: the layouts of an untied one cost the other much."""
+    untied = {"params": tree_of(spelled("llama", "tunix"))}
+    tied = {"params": tree_of(spelled("llama", "tunix, tied"))}
+    alone = flm.presets.detect({"policy": untied}, MESH)
+    assert alone == flm.presets.load("llama", MESH, variant="untied")
+    with pytest.raises(flm.errors.RuleError, match="several families whose rules diff"):
+        flm.presets.detect({"policy": untied, "reference": tied}, MESH)
+    both = flm.presets.detect({"policy": tied, "reference": tied}, MESH)
+    assert both == flm.presets.load("llama", MESH)
+
+
 def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tree = tree_of(spelled("llama", "tunix"))
     with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
