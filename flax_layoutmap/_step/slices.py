@@ -30,6 +30,8 @@ Values = dict[Any, Any]  # by variable
 class Region:
     """Elementwise equations on arrays of one shape, which run in a loop.
 
+    On Explicit axes these have one layout, too.
+
     They depend on the inputs of the program and on `before`, not on other regions.
 
     Attributes:
@@ -48,13 +50,14 @@ class Region:
         """The outputs, given values on the device and the offloaded leaves."""
         own = {v: host[v] if v in host else device[v] for v in self.inputs}
         places = self._places(host)
-        start = [
-            jax.lax.full_like(device[self.inputs[0]], 0, out.aval.dtype)
-            if place is None
-            else own[place]
-            for out, place in zip(self.outputs, places, strict=True)
-        ]
         space = jax.memory.Space
+        start = []
+        for place, (out, goes) in zip(places, self.outputs.items(), strict=True):
+            if place is None:
+                new = jax.lax.full_like(device[self.inputs[0]], 0, out.aval.dtype)
+                start.append(jax.device_put(new, space.Host) if goes else new)
+            else:
+                start.append(own[place])
 
         def body(step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             at = step * self.rows
@@ -135,7 +138,7 @@ def find_regions(
     order = {v: at for at, v in enumerate(jaxpr.invars)}
     regions = []
     for shape, eqns in parts.items():
-        made = {eqn.outvars[0] for eqn in eqns}
+        made = dict.fromkeys(eqn.outvars[0] for eqn in eqns)  # in order
         read = dict.fromkeys(v for eqn in eqns for v in _arrays(eqn) if v not in made)
         size = sum(row_bytes.get(v, 0) for v in read)
         fitting = [n for n in range(1, shape[0] + 1) if n * size <= chunk_bytes]
@@ -174,12 +177,20 @@ def _regions_of(jaxpr: Jaxpr, large: Mapping[Any, int]) -> list[Any]:
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _ELEMENTWISE:
         return False
-    shape = _shape(eqn.outvars[0])
-    return bool(shape) and all(_shape(v) in (shape, ()) for v in eqn.invars)
+    out = eqn.outvars[0]
+    arrays = [v for v in eqn.invars if _shape(v)]
+    return bool(_shape(out)) and all(
+        _shape(v) == _shape(out) and _spec(v) == _spec(out) for v in arrays
+    )
 
 
 def _shape(var: Any) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
+
+
+def _spec(var: Any) -> Any:
+    """Its layout on Explicit axes."""
+    return var.aval.sharding.spec
 
 
 def _arrays(eqn: JaxprEqn) -> list[Any]:

@@ -108,6 +108,64 @@ def test_what_runs_in_a_loop() -> None:
     assert loops == [loops[0], loops[0], loops[0] + 8]
 
 
+def stepped(layouts: dict[str, Any], step: Any, mesh: Any = MESH) -> tuple[Any, Any]:
+    """A step on some arrays with slices of four rows, and by `jax.jit`."""
+    layout_map = flm.LayoutMap(mesh, batch="data", strict=False)
+    for pattern, layout in layouts.items():
+        layout_map[pattern] = layout
+    state = {"one": np.arange(128.0, dtype=np.float32).reshape(8, 16)}
+    state["two"] = np.ones((8, 16), np.float32)
+    fun = flm.jit(step, layout_map=layout_map, offload_chunk_bytes=64)
+    return fun(layout_map.place(state)), jax.jit(step)(state)
+
+
+HOST = flm.TensorLayout((None, "fsdp"), memory_kind="pinned_host")
+
+
+@needs_host_memory
+def test_an_output_that_no_leaf_has_room_for() -> None:
+    def step(state: Any) -> Any:
+        return {"one": state["one"] * 2, "two": (state["one"] * 3).astype(jnp.bfloat16)}
+
+    found, expected = stepped({".*": HOST}, step)
+    for name, one in found.items():
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(expected[name]))
+        assert one.sharding.memory_kind == "pinned_host"
+
+
+@needs_host_memory
+def test_arrays_in_several_layouts_on_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    mesh = flm.DeviceMesh(mesh.update(axis_types=(jax.sharding.AxisType.Explicit,) * 2))
+    host = flm.TensorLayout((None, None), memory_kind="pinned_host")
+
+    def step(state: Any) -> Any:
+        return {"one": state["one"] * 2 + state["two"], "two": state["two"]}
+
+    found, expected = stepped({"one": host, "two": ("fsdp", None)}, step, mesh)
+    np.testing.assert_array_equal(np.asarray(found["one"]), expected["one"])
+    assert found["one"].sharding.memory_kind == "pinned_host"
+
+
+@needs_host_memory
+def test_the_program_is_the_same_each_time() -> None:
+    """Processes trace it by themselves, and caches go by its text."""
+    layout_map = flm.LayoutMap(MESH, batch="data")
+    layout_map["one"] = HOST
+    state = layout_map.place({"one": np.ones((8, 16), np.float32)})
+
+    def text() -> str:
+        @flm.jit(layout_map=layout_map, offload_chunk_bytes=64)
+        def step(state: Any) -> Any:
+            parts = [state["one"] * float(number) for number in range(8)]
+            return {"one": sum(parts)}, [jnp.cumsum(part, 0) for part in parts]
+
+        return str(step.trace(state).jaxpr)
+
+    assert "dynamic_slice" in text()
+    assert len({text() for _ in range(4)}) == 1
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])
 def test_a_chunk_is_a_positive_number_of_bytes(size: Any) -> None:
     with pytest.raises(flm.LayoutError) as error:
