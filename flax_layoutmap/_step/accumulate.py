@@ -36,9 +36,10 @@ def accumulate(
     micro-batches, each with rows of every device; loss and gradients are the means over
     them. If the loss is a mean over rows, both are those of the whole batch.
 
-    Split are the arrays in arguments that hold no state (rows are their dim 0).
-    What is differentiated, NNX objects, scalars and constants are passed whole. A PRNG
-    key, also one in an NNX object, is folded with the number of the micro-batch.
+    Split are the arrays in arguments that hold no state (rows are their dim 0). What
+    is differentiated, NNX objects, containers in which a rule shards a leaf, scalars
+    and constants are passed whole; other parameters, pass in a closure. A PRNG key,
+    also one in an NNX object, is folded with the number of the micro-batch.
 
     Gradients are added up in float32 at least. They get the layouts of optimizer state:
     with `flm.presets.zero1`, the reduction leaves each device its part.
@@ -46,7 +47,7 @@ def accumulate(
     What is averaged over the rows inside of the model (BatchNorm) is averaged over the
     rows of one device in one micro-batch. Changes of floating-point Variables (running
     statistics) and of the counts of random numbers are kept, the former as means over
-    devices.
+    devices. Those of the keys of `nnx.Rngs` are not.
 
     Args:
         loss_fn: as for `nnx.value_and_grad`; it returns a scalar.

@@ -37,6 +37,7 @@ from flax_layoutmap._step.arguments import (
     strong,
     take_apart,
 )
+from flax_layoutmap._step.inputs import holds_parameters
 from flax_layoutmap._step.refusals import named_parts
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._tree.graph import Graph
@@ -77,10 +78,14 @@ class MicroBatches:
         """Take the arguments apart; without `axes`, find them."""
         names = frozenset[str]().union(*argnums)
         self.constants = {slot: x for slot, x in slots if _is_constant(x)}
-        self.arguments = [
+        arguments = (
             take_apart(slot, x, is_state=slot.is_among(names), is_donated=False)
             for slot, x in slots
             if slot not in self.constants
+        )
+        self.arguments = [
+            one if one.is_state or not holds_parameters(one, rules) else one.as_state()
+            for one in arguments
         ]
         self.rules, self.steps = rules, steps
         self.owned = list(leaves_with_owners(self.arguments))
@@ -212,7 +217,8 @@ class MicroBatches:
         rest = tuple(axis for axis in self.rules.batch if axis not in self.axes)
         kept = (TensorLayout.MATCH,) * (x.ndim - 1)
         layout = TensorLayout((self.axes, rest, *kept), self.rules.mesh)
-        return relayout(x.reshape(count, -1, *x.shape[1:]), layout, gradient="output")
+        parts = x.reshape(count, len(x) // count, *x.shape[1:])
+        return relayout(parts, layout, gradient="output")
 
     def _on_devices(self, one: Any, device: Any, rows: _Leaves, whole: _Leaves) -> Any:
         """The loop, on the rows that a device has along the manual axes."""
@@ -278,15 +284,16 @@ class MicroBatches:
             )
         changed: _Leaves = {}
         for number, (at, old) in enumerate(zip(positions, before.leaves, strict=True)):
-            if after.leaves[number] is not old:
+            owner, _ = before.holders[number] or (None, 0)
+            # Flax's transformations also return the keys, which its layers only read.
+            if after.leaves[number] is not old and not isinstance(owner, nnx.RngKey):
                 changed[at] = strong(after.leaves[number])
-                self._check_change(at, before.holders[number])
+                self._check_change(at, is_count=isinstance(owner, nnx.RngCount))
         return tuple(value), changed, aux
 
-    def _check_change(self, at: int, holder: tuple[Any, int] | None) -> None:
+    def _check_change(self, at: int, *, is_count: bool) -> None:
         """Raise StructureError where devices would have different values."""
         leaf = self.owned[at][2]
-        is_count = holder is not None and isinstance(holder[0], nnx.RngCount)
         if self.axes and not is_count and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise StructureError(
                 f"accumulate: the loss changes {self._path(at)} "

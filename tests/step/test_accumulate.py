@@ -163,6 +163,31 @@ def test_a_filter_and_a_frozen_teacher() -> None:
     close(found, nnx.value_and_grad(loss_fn, argnums=wrt)(*args))
 
 
+def test_parameters_that_are_not_differentiated_are_not_split() -> None:
+    """Not even with as many rows as the batch: a rule shards them, as for `flm.jit`."""
+
+    def loss_fn(params: Any, frozen: Any, batch: Any) -> Any:
+        return linear(params, batch) * frozen["w"].sum()
+
+    rows = batch_of()
+    args = (
+        PARAMS,
+        {"w": np.linspace(0, 1 / 64, ROWS * 8, dtype=np.float32).reshape(-1, 8)},
+        rows,
+    )
+    layout_map = rules("data=4,tensor=2", w=(None, "tensor"))
+    found = gradients(
+        layout_map, loss_fn, *map(layout_map.place, args[:2]), rows, steps=2
+    )
+    close(found, jax.value_and_grad(loss_fn)(*args))
+
+
+def test_a_leaf_of_the_batch_without_elements() -> None:
+    batch = {**batch_of(), "none": np.zeros((ROWS, 0), np.float32)}
+    found = gradients(rules("data=8"), linear, PARAMS, batch, steps=2)
+    close(found, jax.value_and_grad(linear)(PARAMS, batch))
+
+
 def test_aux_of_every_micro_batch() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         loss = linear(params, batch)
@@ -271,6 +296,28 @@ def test_keys_are_folded(make: Any) -> None:
     found = drawn("data=2,fsdp=4", loss_fn, PARAMS, make(0))
     expected = [jax.random.uniform(jax.random.fold_in(make(0), n)) for n in range(32)]
     np.testing.assert_array_equal(found, expected)
+
+
+class Rematerialized(Mlp):
+    def __call__(self, x: Any) -> Any:
+        return nnx.remat(Mlp.__call__)(self, x)
+
+
+def test_keys_that_a_transformation_returns_stay() -> None:
+    def drawn_by(kind: Any) -> Any:
+        model = kind(nnx.Rngs(0), dropout)
+        losses = [
+            gradients(rules("data=8"), loss_of, model, batch_of(), steps=2)
+            for _ in range(2)
+        ]
+        return losses, nnx.state(model, nnx.RngState)
+
+    (first, second), state = drawn_by(Rematerialized)
+    (same, other), expected = drawn_by(Mlp)
+    close((first, second), (same, other))
+    assert float(first[0]) != float(second[0])
+    for one, key in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert bool((one == key).all())
 
 
 def test_dropout_trains() -> None:
