@@ -20,7 +20,7 @@ import jax
 from flax import linen, nnx
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.layout import TensorLayout, is_offloaded
 from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
@@ -330,6 +330,14 @@ class Active:
             rule.rank == "skip" and not fits(rule.layout, len(x.shape))
         ):
             return x
+        if is_offloaded(kind := rule.layout.memory_kind):
+            raise LayoutError(
+                f"the rule {rule.pattern!r} for the output of {paths[-1][0]!r} "
+                f"{tuple(x.shape)} has memory_kind={kind!r}, and what reads the output "
+                "needs it on the device: leave the kind out, and keep activations in "
+                "the memory of the host by jax.checkpoint(f, policy=jax."
+                "checkpoint_policies.save_and_offload_only_these_names(…))"
+            )
         try:
             return distribute_tensor(x, self._layout(rule, x.shape))
         except (LayoutError, MeshError) as error:

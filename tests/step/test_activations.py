@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
 from shards import Dims, bare
 from shards import assert_lies as lies_on
 
@@ -716,3 +717,25 @@ def test_copies_have_no_path(layout_map: flm.LayoutMap) -> None:
     other.activations["layers/1"] = ("data", None, "model")
     with flm.activation_scope(other):
         assert not any(kept.layers[0](X).sharding.spec)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_rule_for_an_output_has_no_memory_kind(kind: Any) -> None:
+    mesh = flm.DeviceMesh(jax.make_mesh((8,), ("data",), axis_types=(kind,)))
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map.activations["0"] = flm.TensorLayout(
+        ("data", None), memory_kind="pinned_host"
+    )
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    model = layout_map.place(model)
+    with pytest.raises(flm.LayoutError) as error:
+        flm.jit(lambda model, x: model(x), layout_map=layout_map)(
+            model, np.ones((8, 4), np.float32)
+        )
+    assert str(error.value) == (
+        "the rule '0' for the output of 'layers/0' (8, 4) has "
+        "memory_kind='pinned_host', and what reads the output needs it on the device: "
+        "leave the kind out, and keep activations in the memory of the host by "
+        "jax.checkpoint(f, policy=jax.checkpoint_policies."
+        "save_and_offload_only_these_names(…))"
+    )
