@@ -205,7 +205,11 @@ def _typed(aval: Any, mesh: DeviceMesh | None) -> NamedSharding | None:
     jax_mesh: Any = mesh.jax_mesh
     is_explicit = all(kind is AxisType.Explicit for kind in mesh.axis_types)
     same = is_explicit and own.mesh == jax_mesh.abstract_mesh
-    return NamedSharding(jax_mesh, own.spec) if same else None
+    if not same:
+        return None
+    is_on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+    kind = "pinned_host" if is_on_host else None
+    return NamedSharding(jax_mesh, own.spec, memory_kind=kind)
 
 
 def _pin_tree(

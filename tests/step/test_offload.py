@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from memory_kinds import needs_host_memory
 
 import flax_layoutmap as flm
@@ -264,3 +265,19 @@ def test_activations_by_name() -> None:
         assert text.count("<host>[8,32]") == (0 if chosen is None else 2)
         found.append(np.asarray(step(placed, x)["kernel"]))
     np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@needs_host_memory
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_result_that_the_step_moves_to_the_host(kind: Any) -> None:
+    mesh = flm.DeviceMesh(jax.make_mesh((8,), ("data",), axis_types=(kind,)))
+    layout_map = flm.LayoutMap(mesh)
+    layout = flm.TensorLayout(("data", None), memory_kind="pinned_host")
+
+    @flm.jit(layout_map=layout_map)
+    def step(x: Any) -> Any:
+        return flm.distribute_tensor(x * 2, layout)
+
+    moved = step(np.ones((8, 4), np.float32))
+    assert moved.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(np.asarray(moved), 2 * np.ones((8, 4)))
