@@ -602,10 +602,14 @@ def test_saved_by_suffix(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_saved_as_png(name: str, tmp_path: Path) -> None:
+def test_saved_as_png(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(
         "matplotlib", reason="matplotlib, the extra 'plot', is not installed."
     )
+    # Other tests in this process may have loaded it: Keras does.
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     DRAWINGS[name]().save(str(tmp_path / "picture.png"))
     data = (tmp_path / "picture.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 5000
