@@ -287,8 +287,8 @@ def _moved(
 def _keeps_a_part(move: _Move) -> bool:
     """Whether a device keeps its part of an array in a move: JAX may not copy it.
 
-    (Nor does it with `device_put(may_alias=False)`, and `donate=True` deletes few
-    arrays, and some that are shared; jax 0.10.2.)
+    (Nor does it with `device_put(may_alias=False)`; its `donate=True` deletes few
+    arrays; jax 0.10.2.)
     """
     x, target = move.value, move.sharding
     before = x.sharding.addressable_devices_indices_map(x.shape)
