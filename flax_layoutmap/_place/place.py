@@ -160,11 +160,16 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     """
     if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
         return x
-    if isinstance(x, jax.Array) and x.sharding == sharding and x.committed:
+    if is_placed(x, sharding):
         return x
     if jax.process_count() > 1:
         return _put_across_processes(x, sharding)
     return jax.device_put(x, sharding)
+
+
+def is_placed(x: Any, sharding: NamedSharding) -> bool:
+    """Whether a value is an array on its devices, with this sharding."""
+    return isinstance(x, jax.Array) and x.sharding == sharding and x.committed
 
 
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:

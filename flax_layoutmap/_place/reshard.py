@@ -23,7 +23,13 @@ from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import LayoutError, bullet_list
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
-from flax_layoutmap._place.place import check_movable, need_devices, put, with_leaves
+from flax_layoutmap._place.place import (
+    check_movable,
+    is_placed,
+    need_devices,
+    put,
+    with_leaves,
+)
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -107,7 +113,7 @@ def reshard(
                 for move, value in _moved(chunk, max_bytes, donate, verify, done):
                     for at in move.places:
                         new[at] = value
-    except BaseException:
+    except BaseException:  # an interrupt too leaves a module whole
         if donate:
             with_leaves(tree, new)
         raise
@@ -159,13 +165,9 @@ def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
     return [
         move
         for move in found.values()
-        if not (
-            isinstance(move.value, jax.Array)
-            and not isinstance(move.value, Tracer)
-            and not move.value.is_deleted()
-            and move.value.committed
-            and move.value.sharding == move.sharding
-        )
+        if isinstance(move.value, Tracer)
+        or not is_placed(move.value, move.sharding)
+        or move.value.is_deleted()
     ]
 
 

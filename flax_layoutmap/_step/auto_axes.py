@@ -127,7 +127,7 @@ def call_module(
             cell: crossing.leave_tree(cell.read(), before.get(cell))
             for cell in _cells([*given, *objects_in(output)])
         }
-    except BaseException:
+    except BaseException:  # an interrupt too leaves the values from before
         _write(before)
         raise
     _write({**before, **after})

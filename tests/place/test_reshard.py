@@ -246,6 +246,10 @@ def test_nothing_moves_where_something_cannot() -> None:
     with pytest.raises(flm.LayoutError, match=r"b \(8,\) was donated or deleted"):
         flm.reshard(tree, layout_map, donate=True)
     assert not tree["a"].is_deleted()
+    placed = layout_map.place({"a": jnp.ones(8)})
+    placed["a"].delete()
+    with pytest.raises(flm.LayoutError, match=r"a \(8,\) was donated or deleted"):
+        flm.reshard(placed, layout_map)
     with pytest.raises(flm.LayoutError, match=r"dim 0 of size 9"):
         flm.reshard({"a": jnp.ones(9)}, layout_map)
     with pytest.raises(flm.LayoutError, match="reshard moves arrays, but a is abs"):
