@@ -188,11 +188,11 @@ def split_axes() -> tuple[str, ...]:
     return _SPLIT.get()
 
 
-def call_split_over(axes: tuple[str, ...], call: Callable[[], _T]) -> _T:
+def call_split_over(axes: tuple[str, ...], call: Callable[..., _T], *args: Any) -> _T:
     """Call where each device has its own rows along these axes: layouts omit them."""
     before = _SPLIT.get()
     try:
         _SPLIT.set(axes)
-        return call()
+        return call(*args)
     finally:
         _SPLIT.set(before)

@@ -10,7 +10,7 @@ from flax import nnx
 from flax_layoutmap._core.errors import LayoutError, did_you_mean
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._rules.scope import current_rules, split_axes
 from flax_layoutmap._step.arguments import (
     Slot,
     call_with,
@@ -19,6 +19,7 @@ from flax_layoutmap._step.arguments import (
     slots_of,
 )
 from flax_layoutmap._step.micro_batches import MicroBatches
+from flax_layoutmap._step.rows import arguments_of, is_constant, rows_of
 
 
 def accumulate(
@@ -26,6 +27,7 @@ def accumulate(
     *,
     steps: int,
     argnums: Any = 0,
+    batch_argnames: str | Iterable[str] | None = None,
     has_aux: bool = False,
     axes: str | Iterable[str] | None = None,
     layout_map: Any = None,
@@ -34,12 +36,11 @@ def accumulate(
 
     For a function that `flm.jit` compiles. The rows of the batch are split into
     micro-batches, each with rows of every device; loss and gradients are the means over
-    them. If the loss is a mean over rows, both are those of the whole batch.
+    them. If the loss is a mean over rows, both are those of the whole batch; if it is a
+    sum, both are that sum divided by the number of micro-batches on all devices.
 
-    Split are the arrays in arguments that hold no state (rows are their dim 0). What
-    is differentiated, NNX objects, containers in which a rule shards a leaf, scalars
-    and constants are passed whole; other parameters, pass in a closure. A PRNG key,
-    also one in an NNX object, is folded with the number of the micro-batch.
+    All other arguments are passed whole. A PRNG key, also one in an NNX object or in
+    the batch, is folded with the number of the micro-batch.
 
     Gradients are added up in float32 at least. They get the layouts of optimizer state:
     with `flm.presets.zero1`, the reduction leaves each device its part.
@@ -47,7 +48,7 @@ def accumulate(
     What is averaged over the rows inside of the model (BatchNorm) is averaged over the
     rows of one device in one micro-batch. Changes of floating-point Variables (running
     statistics) and of the counts of random numbers are kept, the former as means over
-    devices. Those of the keys of `nnx.Rngs` are not.
+    devices.
 
     Args:
         loss_fn: as for `nnx.value_and_grad`; it returns a scalar.
@@ -55,13 +56,18 @@ def accumulate(
         argnums: what is differentiated, as for `nnx.value_and_grad`: positions, or
             `nnx.DiffState(0, filter)`. Of an NNX module, its `nnx.Param`s; a tree of
             arrays (the parameters of Linen) as a whole.
+        batch_argnames: the arguments whose arrays are split along their rows (dim 0).
+            None: the only argument with rows, besides what is differentiated, NNX
+            objects, and containers in which a rule shards a leaf.
         has_aux: whether the loss returns something else, too. It is returned for each
             micro-batch of each device, along a new first dim.
         axes: the batch axes over which the sums are reduced once, after the last
             micro-batch. None: those over which no state is sharded; over the others
-            parameters are gathered and gradients reduced in each micro-batch. `()`
-            reduces in each micro-batch over all, which keeps only the part of the sums
-            that a device has of optimizer state (ZeRO-2).
+            parameters are gathered and gradients reduced in each micro-batch. All batch
+            axes: state is gathered once and gradients are reduced once, for which a
+            device holds both whole. `()` reduces in each micro-batch over all, which
+            keeps only the part of the sums that a device has of optimizer state
+            (ZeRO-2).
         layout_map: the rules; None takes those of the surrounding `flm.jit`.
 
     Returns:
@@ -70,8 +76,10 @@ def accumulate(
 
     Raises:
         LayoutError: the steps are no positive number, or axes no batch axes; or, when
-            called: there are no rules, or the rows do not divide.
-        StructureError: the loss adds or removes Variables, or changes integers.
+            called: there are no rules, several arguments may be the batch, or its rows
+            do not divide.
+        StructureError: the loss adds or removes Variables, or changes integers or the
+            keys of `nnx.Rngs`.
 
     Example:
         >>> import jax.numpy as jnp, flax_layoutmap as flm
@@ -90,22 +98,32 @@ def accumulate(
     Plain JAX: `jax.lax.scan` of `jax.value_and_grad` in a `jax.shard_map` over the data
     axes, and `mean` of what comes out.
     """
-    if not isinstance(steps, int | np.integer) or steps < 1:
+    is_number = isinstance(steps, int | np.integer) and not isinstance(steps, bool)
+    if not is_number or steps < 1:
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")
     signature = signature_of(loss_fn)
     several = isinstance(argnums, Sequence)
     numbers = [getattr(n, "argnum", n) for n in (argnums if several else [argnums])]
     given = [names_of(signature, (), n, "argnums") for n in numbers]
+    batch = batch_argnames
+    if batch is not None:
+        batch = names_of(signature, batch, (), "batch_argnames")
     gradient = nnx.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
         rules = _rules(layout_map)
-        own = None if axes is None else _chosen(axes, rules)
+        chosen = None if axes is None else _chosen(axes, rules)
         slots = slots_of(signature.bind(*args, **kwargs))
-        loop = MicroBatches(slots, given, rules, own, int(steps))
+        constants = {slot: x for slot, x in slots if is_constant(x)}
+        rest = [(slot, x) for slot, x in slots if slot not in constants]
+        arguments = arguments_of(rest, frozenset().union(*given), batch, rules)
+        rows = rows_of(arguments, batch, rules, int(steps))
+        wrt = [slot.name for own in given for slot, _ in rest if slot.is_among(own)]
+        loop = MicroBatches(arguments, rows, wrt, rules, chosen, int(steps))
 
         def one(values: Mapping[Slot, Any]) -> Any:
+            values = {**constants, **values}
             pairs = [(slot, values[slot]) for slot, _ in slots]
             result, grads = call_with(gradient, signature, pairs)
             loss, aux = result if has_aux else (result, ())
@@ -119,6 +137,11 @@ def accumulate(
 
 
 def _rules(layout_map: Any) -> RuleSet:
+    if outer := split_axes():
+        raise LayoutError(
+            "accumulate is called in the loss of another accumulate, which has split "
+            f"the rows over {outer}: take one, with the product of their steps"
+        )
     given = layout_map is not None
     rules = rule_set_of(layout_map, "accumulate") if given else current_rules()
     if rules is None or rules.mesh is None:

@@ -337,6 +337,25 @@ def leaves_with_owners(
             yield argument, at, leaf
 
 
+def rebuilt(
+    arguments: Sequence[Argument], leaves: Sequence[Any]
+) -> tuple[dict[Slot, Any], list[list[Any]], list[int]]:
+    """The arguments with new leaves, and what of them is in NNX objects.
+
+    That is, the outermost objects of each, and the positions of the leaves in them.
+    """
+    values: dict[Slot, Any] = {}
+    objects: list[list[Any]] = []
+    positions: list[int] = []
+    for argument, span in zip(arguments, spans(arguments), strict=True):
+        own = leaves[span.start : span.stop]
+        values[argument.slot], found = argument.rebuild(own)
+        objects.append(found)
+        is_pure = zip(span, argument.pure_leaves(), strict=True)
+        positions += [at for at, pure in is_pure if not pure]
+    return values, objects, positions
+
+
 def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
     """Take an argument apart.
 

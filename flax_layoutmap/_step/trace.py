@@ -25,6 +25,7 @@ from flax_layoutmap._step.arguments import (
     Slot,
     call_with,
     no_array,
+    rebuilt,
     spans,
     strong,
 )
@@ -251,16 +252,10 @@ def _on_leaves(
     report: Callable[[str], None],
 ) -> tuple[list[Any], list[Any], Outcome]:
     """Call the function on leaves: its changes, result leaves and outcome."""
-    values: dict[Slot, Any] = dict(call.static)
-    copies: list[list[Any]] = []  # of the NNX objects of each argument
-    positions: list[int] = []  # of the leaves in them
+    values, copies, positions = rebuilt(call.arguments, leaves)
+    values |= call.static
     donated: set[int] = set()
     for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
-        own = leaves[span.start : span.stop]
-        values[argument.slot], objects = argument.rebuild(own)
-        copies.append(objects)
-        is_pure = zip(span, argument.pure_leaves(), strict=True)
-        positions += [at for at, pure in is_pure if not pure]
         donated.update(span if argument.is_donated else ())
     nodes = [node for own in copies for node in own]
     before = Graph(nodes)

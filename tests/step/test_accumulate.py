@@ -164,21 +164,41 @@ def test_a_filter_and_a_frozen_teacher() -> None:
 
 
 def test_parameters_that_are_not_differentiated_are_not_split() -> None:
-    """Not even with as many rows as the batch: a rule shards them, as for `flm.jit`."""
+    """Not even with as many rows as the batch: a rule shards them, or it is named."""
 
     def loss_fn(params: Any, frozen: Any, batch: Any) -> Any:
         return linear(params, batch) * frozen["w"].sum()
 
-    rows = batch_of()
-    args = (
-        PARAMS,
-        {"w": np.linspace(0, 1 / 64, ROWS * 8, dtype=np.float32).reshape(-1, 8)},
-        rows,
+    w = np.linspace(0, 1 / 64, ROWS * 8, dtype=np.float32).reshape(-1, 8)
+    args = PARAMS, {"w": w}, batch_of()
+    expected = jax.value_and_grad(loss_fn)(*args)
+    sharded = rules("data=4,tensor=2", w=(None, "tensor"))
+    placed = [*map(sharded.place, args[:2]), args[2]]
+    close(gradients(sharded, loss_fn, *placed, steps=2), expected)
+    with pytest.raises(flm.LayoutError) as error:
+        gradients(rules("data=8"), loss_fn, *args, steps=2)
+    assert str(error.value) == (
+        "accumulate splits the rows (dim 0) of the batch, and these arguments have "
+        "arrays with a dim: frozen, batch; name those of the batch, all others are "
+        "passed whole: flm.accumulate(loss_fn, steps=2, "
+        "batch_argnames=('frozen', 'batch'))"
     )
+    named = {"steps": 2, "batch_argnames": "batch"}
+    close(gradients(rules("data=8"), loss_fn, *args, **named), expected)
+
+
+def test_a_batch_with_the_name_of_a_parameter() -> None:
+    """A rule would make it state, as for `flm.jit`."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return (batch["w"] @ params["w"]).mean()
+
     layout_map = rules("data=4,tensor=2", w=(None, "tensor"))
-    found = gradients(
-        layout_map, loss_fn, *map(layout_map.place, args[:2]), rows, steps=2
-    )
+    args = PARAMS, {"w": batch_of()["x"]}
+    placed = [*map(layout_map.place, args)]
+    with pytest.raises(flm.LayoutError, match="no rows to split"):
+        gradients(layout_map, loss_fn, *placed, steps=2)
+    found = gradients(layout_map, loss_fn, *placed, steps=2, batch_argnames="batch")
     close(found, jax.value_and_grad(loss_fn)(*args))
 
 
@@ -234,7 +254,9 @@ def test_a_mean_with_a_mask() -> None:
             errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
             return (errors.mean(-1) * mask).mean() / share
 
-        return flm.accumulate(loss_fn, steps=8)(params, batch, mask)
+        named = ("batch", "mask")
+        gradient = flm.accumulate(loss_fn, steps=8, batch_argnames=named)
+        return gradient(params, batch, mask)
 
     found = flm.jit(step, layout_map=layout_map)(PARAMS, batch, mask)
     close(found, jax.value_and_grad(linear)(PARAMS, batch_of(43)))
@@ -469,14 +491,14 @@ def test_a_vocabulary_over_tensor() -> None:
     params = layout_map.place(PARAMS)
     tokens = np.arange(ROWS, dtype=np.int32) % 8
 
-    def loss_fn(params: Any, batch: Any, tokens: Any) -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
         logits = batch["x"] @ params["w"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-        return losses.mean()
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        return cross_entropy(logits, batch["tokens"]).mean()
 
-    args = params, batch_of(), tokens
+    args = params, {**batch_of(), "tokens": tokens}
     found = gradients(layout_map, loss_fn, *args, steps=4)
-    close(found, jax.value_and_grad(loss_fn)(PARAMS, batch_of(), tokens))
+    close(found, jax.value_and_grad(loss_fn)(PARAMS, args[1]))
     step = flm.jit(
         lambda *args: flm.accumulate(loss_fn, steps=4)(*args)[1], layout_map=layout_map
     )
@@ -529,14 +551,18 @@ def test_rows_that_do_not_divide() -> None:
 def test_rows_that_differ() -> None:
     batch = {**batch_of(), "weights": np.ones(8, np.float32)}
     assert "batch/weights (8,)" in (text := refused(batch=batch))
-    assert "pass an array without rows in a closure" in text
+    assert text.endswith(
+        "pass what has no rows, as parameters or weights of classes, in another "
+        "argument, and name those with rows: flm.accumulate(loss_fn, steps=4, "
+        "batch_argnames=('batch',))"
+    )
 
 
 def test_no_rows() -> None:
     assert "no rows to split" in refused(batch=jnp.float32(1))
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5])
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
 def test_steps(steps: Any) -> None:
     assert refused(steps=steps) == f"accumulate(steps=…) takes 1 or more, got {steps}"
 
@@ -544,6 +570,21 @@ def test_steps(steps: Any) -> None:
 def test_axes_and_argnums() -> None:
     assert "'dat', which is none of the batch axes ('data',)" in refused(axes="dat")
     assert "argnums names argument number 4" in refused(argnums=4)
+    assert "batch_argnames names the argument 'x', but" in refused(batch_argnames="x")
+    assert refused(batch_argnames="params") == (
+        "accumulate(batch_argnames=…) names 'params', which is differentiated, or "
+        "holds an NNX object or another state: its arrays have no rows"
+    )
+
+
+def test_accumulate_in_a_loss_of_accumulate() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return flm.accumulate(linear, steps=2)(params, batch)[0]
+
+    assert refused(loss_fn) == (
+        "accumulate is called in the loss of another accumulate, which has split the "
+        "rows over ('data',): take one, with the product of their steps"
+    )
 
 
 def test_without_rules() -> None:
@@ -560,6 +601,16 @@ def test_a_loss_that_changes_the_structure() -> None:
         gradients(
             rules("data=8"), loss_fn, Mlp(nnx.Rngs(0), plain), batch_of(), steps=2
         )
+
+
+def test_a_loss_that_reseeds() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        nnx.reseed(model, dropout=3)
+        return loss_of(model, batch)
+
+    model = Mlp(nnx.Rngs(params=0, dropout=1), dropout)
+    with pytest.raises(flm.LayoutError, match="changes model/between/rngs/key, a key"):
+        gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2)
 
 
 def test_a_loss_that_changes_integers() -> None:
