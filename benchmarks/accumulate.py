@@ -7,7 +7,7 @@ A step of four micro-batches is planned with each layout (`flm.pod.plan`; no dev
 are needed), or compiled for a topology (and libtpu: pip install
 'flax-layoutmap[tpu-aot]'). Prints one Markdown table: MiB of a device, and
 what it sends in a step, in how many collectives. Sums of gradients, which the loop
-carries, are computed from the layouts. Then the target as PASS or FAIL: with
+carries, are computed from the layouts; a plan has no peak. Then the target as PASS or FAIL: with
 `accumulate`, no gradient is reduced more than once over axes without parameters.
 """
 
@@ -31,6 +31,7 @@ HEADER = (
     "parameters",
     "sums of gradients",
     "optimizer state",
+    "peak",
     "sent",
 )
 
@@ -107,6 +108,12 @@ CASES = (
         ADAM,
         None,
     ),
+    (
+        'the same, gathered once: `axes=("data", "fsdp")`',
+        rules("data=2,fsdp=4", (None, "fsdp", None), BOTH),
+        ADAM,
+        ("data", "fsdp"),
+    ),
     ("Muon", rules("data=2,fsdp=4", (None, "fsdp", None)), MUON, None),
     (
         "Muon by layer",
@@ -151,9 +158,9 @@ def report_of(case: Any, topology: str | None) -> Any:
 def is_reduced_once(case: Any, report: Any) -> bool:
     """Whether what is over axes without parameters only is not in a loop."""
     _, layout_map, _, axes = case
-    own = layout_map["kernel"].axis_names
+    own = {*layout_map["kernel"].axis_names}.difference(axes or ())
     return axes == () or all(
-        one.executions == 1 for one in report.collectives if not {*own} & {*one.axes}
+        one.executions == 1 for one in report.collectives if not own & {*one.axes}
     )
 
 
@@ -163,6 +170,9 @@ def row_of(case: Any, report: Any) -> list[str]:
     at_rest = report.memory.at_rest
     own = layout_map.resolve(nnx.eval_shape(lambda: Stack(nnx.Rngs(0))))
     sums = own.bytes_per_device
+    for axis in axes or ():
+        if axis in layout_map["kernel"].axis_names:  # gathered before the loop
+            sums *= layout_map.device_mesh.axis_sizes[axis]
     if axes == () and layout_map.optimizer:
         sums //= layout_map.device_mesh.axis_sizes["data"]
     sent = collections.defaultdict(lambda: [0, 0])
@@ -175,9 +185,11 @@ def row_of(case: Any, report: Any) -> list[str]:
         f"{axes} {kind} {total / 2**20:,.0f} ({times})"
         for (axes, kind), (total, times) in sorted(sent.items())
     ]
-    sizes = [at_rest["parameter"], sums, at_rest["optimizer"]]
+    peak = report.memory.peak_bytes
+    sizes = [at_rest["parameter"], sums, at_rest["optimizer"], peak]
     mesh = str(layout_map.device_mesh)
-    return [name, mesh, *(f"{size / 2**20:,.0f}" for size in sizes), "; ".join(cells)]
+    shown = [f"{size / 2**20:,.0f}" if size else "" for size in sizes]
+    return [name, mesh, *shown, "; ".join(cells)]
 
 
 def main() -> None:
@@ -187,7 +199,7 @@ def main() -> None:
     topology = parser.parse_args().topology
     warnings.simplefilter("ignore", flm.LayoutWarning)
     print("| " + " | ".join(HEADER) + " |")
-    print("|---|---|--:|--:|--:|---|")
+    print("|---|---|--:|--:|--:|--:|---|")
     missed = []
     for case in CASES:
         report = report_of(case, topology)

@@ -93,7 +93,8 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_the_step_without_it(name: str) -> None:
     expected, losses = trained(LAYOUTS[name])
-    for steps, axes in ((1, None), (4, None), (8, None), (4, ())):
+    every = LAYOUTS[name].freeze().batch
+    for steps, axes in ((1, None), (4, None), (8, every), (4, ())):
         model, found = trained(LAYOUTS[name], steps=steps, axes=axes)
         np.testing.assert_allclose(found, losses, rtol=1e-6)
         for one, other in zip(
@@ -393,7 +394,7 @@ def test_gradients_stay_on_the_device() -> None:
 
 
 def planned(layout_map: Any, **options: Any) -> Any:
-    """The plan of a step of four micro-batches: (kind, axes) → (times, payload)."""
+    """The plan of a step of four micro-batches."""
 
     def make() -> Any:
         model = Mlp(nnx.Rngs(0), plain)
@@ -411,7 +412,13 @@ def planned(layout_map: Any, **options: Any) -> Any:
         layout_map=layout_map,
     )
     assert not report.unrecognised
+    return report
+
+
+def traffic(layout_map: Any, **options: Any) -> Any:
+    """The collectives of such a step: (kind, axes) → (times, payload)."""
     found: dict[Any, Any] = {}
+    report = planned(layout_map, **options)
     for one in report.collectives:
         times, payload = found.get((one.kind, one.axes), (0, 0))
         found[one.kind, one.axes] = (
@@ -427,8 +434,8 @@ KERNELS, BIASES = 1024, 96
 
 def test_the_gradients_are_reduced_over_data_once() -> None:
     layout_map = rules(flm.DeviceMesh.abstract("data=8"))
-    assert planned(layout_map) == {("all-reduce", ("data",)): (4, KERNELS + BIASES)}
-    assert planned(layout_map, axes=()) == {
+    assert traffic(layout_map) == {("all-reduce", ("data",)): (4, KERNELS + BIASES)}
+    assert traffic(layout_map, axes=()) == {
         ("all-reduce", ("data",)): (4 * 4, 4 * (KERNELS + BIASES))
     }
 
@@ -436,7 +443,7 @@ def test_the_gradients_are_reduced_over_data_once() -> None:
 def test_over_fsdp_parameters_move_in_each_micro_batch() -> None:
     layout_map = rules(flm.DeviceMesh.abstract("data=4,fsdp=2"), kernel=(None, "fsdp"))
     layout_map.activations[".*"] = (("data", "fsdp"), None)
-    assert planned(layout_map) == {
+    assert traffic(layout_map) == {
         ("all-gather", ("fsdp",)): (4 * 2, 4 * KERNELS),
         ("reduce-scatter", ("fsdp",)): (4 * 2, 4 * KERNELS),
         ("all-reduce", ("fsdp",)): (4 * 2, 4 * BIASES),
@@ -444,22 +451,37 @@ def test_over_fsdp_parameters_move_in_each_micro_batch() -> None:
     }
 
 
+def test_over_all_batch_axes_parameters_move_once() -> None:
+    layout_map = rules(flm.DeviceMesh.abstract("data=4,fsdp=2"), kernel=(None, "fsdp"))
+    layout_map.activations[".*"] = (("data", "fsdp"), None)
+    assert traffic(layout_map, axes=("data", "fsdp")) == {
+        ("all-gather", ("fsdp",)): (2, KERNELS),
+        ("all-reduce", ("data", "fsdp")): (4, KERNELS + BIASES),
+    }
+
+
 def test_zero() -> None:
-    """ZeRO-1 scatters the gradients once, ZeRO-2 in each micro-batch."""
-    replicated = rules(flm.DeviceMesh.abstract("data=8"), kernel=(None, None))
+    """The table of the documentation: what is sharded, what is sent and how often."""
+    mesh = flm.DeviceMesh.abstract("data=8")
+    replicated = rules(mesh, kernel=(None, None))
     zero1 = flm.presets.zero1(replicated)
+    zero3 = rules(mesh, kernel=(None, "data"))
+    scatter, gather = ("reduce-scatter", ("data",)), ("all-gather", ("data",))
     small = ("all-reduce", ("data",))
-    once = {
-        ("reduce-scatter", ("data",)): (2, KERNELS),
-        ("all-gather", ("data",)): (2, KERNELS),
-        small: (2, BIASES),
-    }
-    assert planned(zero1) == once
-    assert planned(zero1, axes=()) == {
-        ("reduce-scatter", ("data",)): (4 * 2, 4 * KERNELS),
-        ("all-gather", ("data",)): (2, KERNELS),
-        small: (4 * 2, 4 * BIASES),
-    }
+    once, each = (2, KERNELS), (4 * 2, 4 * KERNELS)
+    biases = {small: (4 * 2, 4 * BIASES)}
+    assert traffic(zero1) == {scatter: once, gather: once, small: (2, BIASES)}
+    assert traffic(zero1, axes=()) == {scatter: each, gather: once, **biases}
+    assert traffic(zero3) == {scatter: each, gather: each, **biases}
+    whole, part = KERNELS + BIASES, KERNELS // 8 + BIASES
+    for layout_map, parameters, states in (
+        (replicated, whole, whole),
+        (zero1, whole, part),
+        (zero3, part, part),
+    ):
+        at_rest = planned(layout_map).memory.at_rest
+        assert at_rest["parameter"] == parameters
+        assert at_rest["optimizer"] == pytest.approx(2 * states, abs=8)  # counters
 
 
 def test_the_compiled_program_reduces_once() -> None:
