@@ -7,8 +7,9 @@ A step of four micro-batches is planned with each layout (`flm.pod.plan`; no dev
 are needed), or compiled for a topology (and libtpu: pip install
 'flax-layoutmap[tpu-aot]'). Prints one Markdown table: MiB of a device, and
 what it sends in a step, in how many collectives. Sums of gradients, which the loop
-carries, are computed from the layouts; a plan has no peak. Then the target as PASS or FAIL: with
-`accumulate`, no gradient is reduced more than once over axes without parameters.
+carries, are computed from the layouts; a plan has no peak. Then the target as PASS or
+FAIL: with `accumulate`, no gradient is reduced more than once over axes without
+parameters.
 """
 
 import argparse

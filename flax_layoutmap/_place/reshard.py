@@ -2,15 +2,12 @@
 
 XLA moves some arrays through a full copy on every device (on jax 0.10.2, one in eight
 of the pairs of layouts on eight devices). So the leaves move in groups of `max_bytes`,
-and a larger leaf in slices, which are local to each device before and after the move.
+and a larger leaf in slices.
 """
 
 import dataclasses
-import functools
-import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +27,12 @@ from flax_layoutmap._place.place import (
     put,
     with_leaves,
 )
+from flax_layoutmap._place.slices import cut_of, in_slices, memory_kind
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import no_mesh
 
 _SHOW_FROM = 1 << 30
 
@@ -62,8 +59,8 @@ def reshard(
         to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
             this tree on one.
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
-            of the slices of a larger leaf, along its longest dim. Leaves on one device,
-            on the host, or in other memory than the devices' default move whole.
+            of the slices of a larger leaf, along its longest dim. NumPy arrays, and
+            arrays in other memory than the devices' default, move whole.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
             its part. An interrupt leaves the moved leaves of a module in the new
             layout; of any other tree they are lost.
@@ -281,9 +278,18 @@ def _moved(
             f"{', '.join(wrong)}; go back to a checkpoint, and report both layouts"
         )
     for move in arrays if donate else ():
-        if not (_keeps_a_part(move) and _cut(move, max_bytes) is None):
+        is_cut = cut_of(move.value, move.sharding, max_bytes) is not None
+        if is_cut or not _keeps_a_part(move):
             move.value.delete()
     return moved
+
+
+def _put(move: _Move, max_bytes: int, done: Counter[str]) -> Any:
+    """Move a leaf, in slices if it is large."""
+    cut = cut_of(move.value, move.sharding, max_bytes)
+    if cut is None:
+        return put(move.value, move.sharding)
+    return in_slices(move.value, cut, lambda size: done.update({move.path: size}))
 
 
 def _keeps_a_part(move: _Move) -> bool:
@@ -295,130 +301,6 @@ def _keeps_a_part(move: _Move) -> bool:
     x, target = move.value, move.sharding
     before = x.sharding.addressable_devices_indices_map(x.shape)
     after = target.addressable_devices_indices_map(x.shape)
-    return _memory(x.sharding) == _memory(target) and any(
+    return memory_kind(x.sharding) == memory_kind(target) and any(
         before.get(device) == index for device, index in after.items()
-    )
-
-
-def _memory(sharding: jax.sharding.Sharding) -> str:
-    """The kind of memory of a sharding, by its name."""
-    default = next(iter(sharding.device_set)).default_memory().kind
-    return sharding.memory_kind or default
-
-
-def _put(move: _Move, max_bytes: int, done: Counter[str]) -> Any:
-    """Move a leaf, in slices if it is large."""
-    cut = _cut(move, max_bytes)
-    if cut is None:
-        return put(move.value, move.sharding)
-    return _in_slices(move, cut, done)
-
-
-# ------------------------------------------------------------------------- slices
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How an array is cut along one dim, the same way before and after the move.
-
-    The dim is seen as runs of `run` elements; their number is a multiple of its shards
-    before and after. A slice takes `step` elements of each run, so it is cut from, and
-    written into, each shard without communication.
-    """
-
-    dim: int
-    run: int
-    step: int
-
-
-def _cut(move: _Move, max_bytes: int) -> _Cut | None:
-    """The cut of a large array into slices of at most `max_bytes`, of the longest run.
-
-    None: it is no larger, or every device keeps its part; the array is on no mesh, not
-    in the devices' default memory before and after, or each of its dims is sharded to
-    single elements.
-    """
-    x, target = move.value, move.sharding
-    source = getattr(x, "sharding", None)
-    if move.bytes <= max_bytes or not isinstance(source, NamedSharding) or not x.ndim:
-        return None
-    default = next(iter(target.device_set)).default_memory().kind
-    if {_memory(source), _memory(target)} != {default}:
-        return None
-    if source.devices_indices_map(x.shape) == target.devices_indices_map(x.shape):
-        return None
-    before, after = (s.shard_shape(x.shape) for s in (source, target))
-    runs = []
-    for n, b, a in zip(x.shape, before, after, strict=True):
-        shards = math.lcm(n // b, n // a)
-        runs.append(n // shards if n % shards == 0 else 1)
-    dim = max(range(x.ndim), key=lambda at: runs[at])
-    if runs[dim] == 1:
-        return None
-    slices = min(runs[dim], math.ceil(x.nbytes / max_bytes))
-    return _Cut(dim, runs[dim], runs[dim] // slices)
-
-
-def _in_slices(move: _Move, cut: _Cut, done: Counter[str]) -> Any:
-    """Move an array slice by slice."""
-    x, target = move.value, move.sharding
-    # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
-    with no_mesh(), jax.transfer_guard("allow"):
-        moved = jnp.zeros(x.shape, x.dtype, device=target)
-        for start in range(0, cut.run, cut.step):
-            size = min(cut.step, cut.run - start)
-            part = _taker(cut, size, x.sharding)(x, np.uint32(start))
-            part = put(part, target)
-            done[move.path] += part.nbytes
-            moved = _writer(cut, size, target)(moved, part, np.uint32(start))
-            moved.block_until_ready()
-    return moved
-
-
-@functools.lru_cache(maxsize=64)
-def _taker(cut: _Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
-    """A function of an array and a start: the slice, in the layout of the array."""
-
-    def take(shard: Any, start: Any) -> Any:
-        runs = _as_runs(shard, cut)
-        part = jax.lax.dynamic_slice_in_dim(runs, start, size, cut.dim + 1)
-        return part.reshape(_with_dim(shard.shape, cut.dim, -1))
-
-    return jax.jit(_local(take, sharding, 1))
-
-
-@functools.lru_cache(maxsize=64)
-def _writer(cut: _Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
-    """A function of an array, a slice and its start: the array with the slice."""
-
-    def write(shard: Any, part: Any, start: Any) -> Any:
-        runs = _as_runs(shard, cut)
-        part = part.reshape(_with_dim(runs.shape, cut.dim + 1, size))
-        runs = jax.lax.dynamic_update_slice_in_dim(runs, part, start, cut.dim + 1)
-        return runs.reshape(shard.shape)
-
-    return jax.jit(_local(write, sharding, 2), donate_argnums=0)
-
-
-def _as_runs(shard: Any, cut: _Cut) -> Any:
-    """A shard with its cut dim as two: its parts, and the run of each."""
-    shape = shard.shape
-    return shard.reshape(
-        (*shape[: cut.dim], shape[cut.dim] // cut.run, cut.run, *shape[cut.dim + 1 :])
-    )
-
-
-def _with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _local(function: Any, sharding: NamedSharding, arrays: int) -> Callable[..., Any]:
-    """The function of shards as one of `arrays` arrays of a sharding and a number."""
-    spec = sharding.spec
-    return jax.shard_map(
-        function,
-        mesh=sharding.mesh,
-        in_specs=(*itertools.repeat(spec, arrays), jax.sharding.PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
     )

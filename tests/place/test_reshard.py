@@ -13,6 +13,7 @@ from flax import nnx
 import flax_layoutmap as flm
 from flax_layoutmap._core import checksums
 from flax_layoutmap._place import reshard as module
+from flax_layoutmap._place import slices
 
 MESHES = ("fsdp=2,tensor=4", "fsdp=4,tensor=2", "fsdp=8")
 LAYOUTS = (
@@ -100,11 +101,35 @@ def test_no_device_holds_more_than_a_slice_between() -> None:
         sizes.append(value.nbytes)
         return put(value, *args, **kw)
 
-    put = module.put
-    with mock.patch.object(module, "put", seen):
+    put = slices.put
+    with mock.patch.object(slices, "put", seen):
         flm.reshard({"w": x}, rules_for(after), max_bytes=x.nbytes // 16)
     assert temporary.temp_size_in_bytes >= x.nbytes
     assert len(sizes) == 16 and max(sizes) == x.nbytes // 16
+
+
+def test_slices_of_an_array_on_one_device() -> None:
+    after = flm.TensorLayout(("fsdp", None), flm.DeviceMesh("fsdp=8"))
+    host = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    for device in (None, jax.devices()[3]):  # uncommitted, and committed
+        tree = {"w": jax.device_put(host, device)}
+        with mock.patch.object(slices, "put", side_effect=slices.put) as put:
+            moved = flm.reshard(tree, rules_for(after), max_bytes=2048, donate=True)
+        assert holds(moved["w"], host, after) and tree["w"].is_deleted()
+        assert len(put.mock_calls) == 8
+
+
+def test_what_slices_would_change_moves_whole() -> None:
+    """Weak types and PRNG keys."""
+    before = flm.LayoutMap("fsdp=8")
+    before["x"] = ("fsdp",)
+    half = flm.DeviceMesh((4,), ("fsdp",), devices=jax.devices()[4:])
+    weak = jax.jit(lambda: jax.lax.broadcast(1.0, (64,)))()
+    keys = jax.random.split(jax.random.key(0), 64)
+    tree = before.place({"x": weak, "keys": keys})
+    moved = flm.reshard(tree, before.on(half), max_bytes=16)
+    assert weak.weak_type and moved["x"].weak_type and moved["x"].sum() == 64
+    assert (jax.random.key_data(moved["keys"]) == jax.random.key_data(keys)).all()
 
 
 def test_slices_in_the_context_of_another_mesh() -> None:
