@@ -7,7 +7,6 @@ loop has ended.
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -164,14 +163,14 @@ class MicroBatches:
         loss, grads, numbers, counts, *_ = shapes
 
         def micro_batch(carry: Any, xs: Any) -> Any:
-            (sums, *changed), (number, rows) = carry, xs
-            values = functools.reduce(operator.or_, (whole, *changed, rows))
+            (sums, numbers, counts), (number, rows) = carry, xs
+            values = {**whole, **numbers, **counts, **rows}
             for at in self.keys:
                 values[at] = folded(values[at], device * self.steps + number)
             flat = jaxpr_as_fun(closed)(*jax.tree.leaves(values))
-            loss, grads, *changed, _, aux = jax.tree.unflatten(results, flat)
+            loss, grads, numbers, counts, _, aux = jax.tree.unflatten(results, flat)
             sums = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, (loss, grads))
-            return (self._laid_out(sums, in_loop=True), *changed), aux
+            return (self._laid_out(sums, in_loop=True), numbers, counts), aux
 
         zeros = jax.tree.map(_zeros, (loss, grads))
         before = ({at: whole[at] for at in own} for own in (numbers, counts))
@@ -212,6 +211,12 @@ class MicroBatches:
             owner, _ = holder or (None, 0)
             if new is old:
                 continue
+            if new.dtype != old.dtype:
+                raise StructureError(
+                    f"accumulate: the loss changes {self._path(at)} from {old.dtype} "
+                    f"to {new.dtype}, and a loop has one dtype: write what it has, "
+                    f"x.astype({str(old.dtype)!r})"
+                )
             if isinstance(owner, nnx.RngKey):
                 keys[at] = new
             elif jnp.issubdtype(new.dtype, jnp.inexact):

@@ -625,6 +625,19 @@ def test_a_loss_that_changes_the_structure() -> None:
         )
 
 
+def test_a_loss_that_changes_a_dtype() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        model.up.bias.set_value(model.up.bias[...].astype("bfloat16"))
+        return loss_of(model, batch)
+
+    model = Mlp(nnx.Rngs(0), plain)
+    with pytest.raises(
+        flm.LayoutError,
+        match=r"changes model/up/bias from float32 to bfloat16, .*astype\('float32'\)",
+    ):
+        gradients(rules("data=8"), loss_fn, model, batch_of(), steps=2)
+
+
 def test_a_loss_that_reseeds() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         nnx.reseed(model, dropout=3)
