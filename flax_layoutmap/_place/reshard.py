@@ -289,7 +289,11 @@ def _put(move: _Move, max_bytes: int, done: Counter[str]) -> Any:
     cut = cut_of(move.value, move.sharding, max_bytes)
     if cut is None:
         return put(move.value, move.sharding)
-    return in_slices(move.value, cut, lambda size: done.update({move.path: size}))
+
+    def report(size: int) -> None:
+        done[move.path] += size
+
+    return in_slices(move.value, move.sharding, cut, report)
 
 
 def _keeps_a_part(move: _Move) -> bool:

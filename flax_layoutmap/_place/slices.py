@@ -25,8 +25,6 @@ class Cut:
     written into, each shard without communication.
     """
 
-    source: NamedSharding
-    target: NamedSharding
     dim: int
     run: int
     step: int
@@ -58,7 +56,7 @@ def cut_of(x: Any, target: NamedSharding, max_bytes: int) -> Cut | None:
     if runs[dim] == 1:
         return None
     slices = min(runs[dim], math.ceil(x.nbytes / max_bytes))
-    return Cut(source, target, dim, runs[dim], runs[dim] // slices)
+    return Cut(dim, runs[dim], runs[dim] // slices)
 
 
 def _on_mesh(sharding: Sharding) -> NamedSharding | None:
@@ -77,23 +75,26 @@ def memory_kind(sharding: Sharding) -> str:
     return sharding.memory_kind or default
 
 
-def in_slices(x: Any, cut: Cut, report: Callable[[int], None]) -> Any:
+def in_slices(
+    x: Any, target: NamedSharding, cut: Cut, report: Callable[[int], None]
+) -> Any:
     """Move an array slice by slice; `report` gets the bytes of each."""
     # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
     with no_mesh(), jax.transfer_guard("allow"):
-        x = jax.device_put(x, cut.source)
-        moved = jnp.zeros(x.shape, x.dtype, device=cut.target)
+        x = jax.device_put(x, _on_mesh(x.sharding))
+        moved = jnp.zeros(x.shape, x.dtype, device=target)
         for start in range(0, cut.run, cut.step):
             size = min(cut.step, cut.run - start)
-            part = put(_taker(cut, size)(x, np.uint32(start)), cut.target)
+            part = _taker(cut, size, x.sharding)(x, np.uint32(start))
+            part = put(part, target)
             report(part.nbytes)
-            moved = _writer(cut, size)(moved, part, np.uint32(start))
+            moved = _writer(cut, size, target)(moved, part, np.uint32(start))
             moved.block_until_ready()
     return moved
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(cut: Cut, size: int) -> Callable[..., Any]:
+def _taker(cut: Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
     """A function of an array and a start: the slice, in the layout of the array."""
 
     def take(shard: Any, start: Any) -> Any:
@@ -101,11 +102,11 @@ def _taker(cut: Cut, size: int) -> Callable[..., Any]:
         part = jax.lax.dynamic_slice_in_dim(runs, start, size, cut.dim + 1)
         return part.reshape(_with_dim(shard.shape, cut.dim, -1))
 
-    return jax.jit(_local(take, cut.source, 1))
+    return jax.jit(_local(take, sharding, 1))
 
 
 @functools.lru_cache(maxsize=64)
-def _writer(cut: Cut, size: int) -> Callable[..., Any]:
+def _writer(cut: Cut, size: int, sharding: NamedSharding) -> Callable[..., Any]:
     """A function of an array, a slice and its start: the array with the slice."""
 
     def write(shard: Any, part: Any, start: Any) -> Any:
@@ -114,7 +115,7 @@ def _writer(cut: Cut, size: int) -> Callable[..., Any]:
         runs = jax.lax.dynamic_update_slice_in_dim(runs, part, start, cut.dim + 1)
         return runs.reshape(shard.shape)
 
-    return jax.jit(_local(write, cut.target, 2), donate_argnums=0)
+    return jax.jit(_local(write, sharding, 2), donate_argnums=0)
 
 
 def _as_runs(shard: Any, cut: Cut) -> Any:

@@ -168,14 +168,17 @@ def resharded() -> dict[str, bool]:
         moved = flm.reshard(tree, rules(mesh), max_bytes=100, donate=True)
         layout = flm.TensorLayout(("data", "model"), mesh)
         checks[name] = holds(moved["kernel"], host, layout)
+    kernel = before["kernel"]
+    assert kernel is not None
+    alone = {"kernel": jax.device_put(host, jax.local_devices()[0])}
+    moved = flm.reshard(alone, before, max_bytes=100, donate=True)
+    checks["from one device"] = holds(moved["kernel"], host, kernel)
     own = flm.DeviceMesh("data=2,model=-1", devices=jax.local_devices())
     tree = before.place({"kernel": host, "bias": host[0]})
     try:
         flm.reshard(tree, rules(own), donate=True)
     except flm.LayoutError as error:
         checks["to other devices"] = "other processes" in str(error)
-    kernel = before["kernel"]
-    assert kernel is not None
     checks["nothing lost"] = holds(tree["kernel"], host, kernel)
     return checks
 
