@@ -3,12 +3,14 @@
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from flax_layoutmap._core.errors import visible
+from flax_layoutmap._show.terminal import as_html
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -30,7 +32,7 @@ def _in_notebook() -> bool:
         return False
     from rich.console import Console
 
-    return Console(stderr=True).is_jupyter
+    return Console().is_jupyter
 
 
 @contextlib.contextmanager
@@ -52,19 +54,23 @@ def shown_progress(
     if total == 0 or not is_shown(shown):
         yield
         return
-    before, ended = count(), threading.Event()
+    before, start, ended = count(), time.monotonic(), threading.Event()
     delay = _FROM_SECONDS if shown is None else 0.0
 
     def watch() -> None:
         if delay and ended.wait(delay):
             return
-        with _bar(is_counted=total is not None) as progress:
-            task = progress.add_task(visible(what), total=total)
+        bar = _bar(is_counted=total is not None)
+        task = bar.add_task(visible(what), total=total)
+        bar.tasks[task].start_time = start
+        with _shown(bar) as refresh:
             while not ended.wait(_EVERY_SECONDS):
                 if total is not None:
-                    progress.update(task, completed=min(count() - before, total))
+                    bar.update(task, completed=min(count() - before, total))
+                refresh()
             if total is not None and succeeded:
-                progress.update(task, completed=total)
+                bar.update(task, completed=total)
+            refresh()
 
     succeeded = False
     watcher = threading.Thread(target=watch, daemon=True)
@@ -99,3 +105,17 @@ def _bar(*, is_counted: bool) -> "Progress":
     )
     columns = bytes_so_far if is_counted else (SpinnerColumn(), TimeElapsedColumn())
     return Progress(text, *columns, console=Console(stderr=True))
+
+
+@contextlib.contextmanager
+def _shown(bar: "Progress") -> Iterator[Callable[[], object]]:
+    """Show a bar while the context is open; the value draws it again."""
+    if not _in_notebook():
+        with bar:
+            yield bar.refresh
+        return
+    # rich's own way needs ipywidgets.
+    from IPython.display import HTML, display
+
+    cell: Any = display(HTML(""), display_id=True)
+    yield lambda: cell.update(HTML(as_html([bar.get_renderable()])))

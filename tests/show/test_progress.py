@@ -17,6 +17,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     made: list[SimpleNamespace] = []
 
     class Bar:
+        tasks = [SimpleNamespace()]
+
         def __enter__(self) -> "Bar":
             return self
 
@@ -26,6 +28,9 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
         def add_task(self, what: str, total: int | None) -> int:
             made.append(SimpleNamespace(what=what, total=total, seen=[]))
             return 0
+
+        def refresh(self) -> None:
+            pass
 
         def update(self, task: int, *, completed: int) -> None:
             made[-1].seen.append(completed)
