@@ -84,21 +84,31 @@ def rows_of(
             f"others are passed whole: flm.accumulate(loss_fn, steps={steps}, "
             f"batch_argnames={names})"
         )
-    assert rules.mesh is not None
-    parts = math.prod(rules.mesh.axis_sizes[axis] for axis in rules.batch)
-    counts = sorted({len(x) for *_, x in found.values()})
-    if not counts:
+    _check(list(found.values()), names, rules, steps)
+    return {at: x for at, (*_, x) in found.items()}
+
+
+def _check(
+    found: Sequence[tuple[Argument, int, Any]],
+    names: tuple[str, ...],
+    rules: RuleSet,
+    steps: int,
+) -> None:
+    """Raise LayoutError where rows differ, do not divide, or are missing."""
+    if not found:
         raise LayoutError(
             "accumulate has no rows to split: the batch, an argument of the loss that "
             "is no state, has no array with a dim"
         )
-    rows = counts[0]
-    if len(counts) == 1 and not rows % (parts * steps):
-        return {at: x for at, (*_, x) in found.items()}
+    assert rules.mesh is not None
+    parts = math.prod(rules.mesh.axis_sizes[axis] for axis in rules.batch)
+    rows, *others = {len(x) for *_, x in found}
+    if not others and not rows % (parts * steps):
+        return
     shown = bullet_list(
-        [f"{one.path(at)} {show_shape(x.shape)}" for one, at, x in found.values()]
+        [f"{one.path(at)} {show_shape(x.shape)}" for one, at, x in found]
     )
-    if len(counts) > 1:
+    if others:
         raise LayoutError(
             "accumulate splits the rows (dim 0) of the batch, and these have different "
             f"numbers of them:\n{shown}\npass what has no rows, as parameters or "
@@ -107,7 +117,7 @@ def rows_of(
         )
     fitting = [n for n in range(1, rows // parts + 1) if not rows // parts % n]
     near = min(fitting, key=lambda n: (abs(n - steps), n), default=1)
-    fix = "" if rows % parts or not rows else f"take steps={near}, or "
+    fix = "" if rows % parts else f"take steps={near}, or "
     raise LayoutError(
         f"accumulate(steps={steps}): {rows} rows do not divide by {steps} × {parts}, "
         f"the steps and the parts over the batch axes {rules.batch}:\n{shown}\n"
