@@ -6,6 +6,7 @@ loop has ended.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from flax import nnx
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.layout import TensorLayout
@@ -100,7 +102,8 @@ class MicroBatches:
             layout = TensorLayout((self.axes,), self.mesh)
             device = distribute_tensor(jnp.arange(count), layout)
             rows = {at: self._by_device(x, count) for at, x in self.rows.items()}
-            means, counts, aux = self._on_devices(loop)(device, rows, self.whole)
+            whole = jax.tree.map(self._gathered, self.whole)
+            means, counts, aux = self._on_devices(loop)(device, rows, whole)
             means = jax.tree.map(lambda x: x.mean(0), means)
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         else:
@@ -121,6 +124,14 @@ class MicroBatches:
         layout = TensorLayout((self.axes, rest, *kept), self.mesh)
         parts = x.reshape(count, len(x) // count, *x.shape[1:])
         return relayout(parts, layout, gradient="output")
+
+    def _gathered(self, x: Any) -> Any:
+        """An array that each device sees whole: on Explicit axes, shard_map asks."""
+        dims = [dim_axes(entry) for entry in jax.typeof(x).sharding.spec]
+        if {*self.axes}.isdisjoint(itertools.chain.from_iterable(dims)):
+            return x
+        layout = TensorLayout(dims, self.mesh)
+        return call_split_over(self.axes, distribute_tensor, x, layout)
 
     def _on_devices(self, loop: Any) -> Callable[..., Any]:
         """The loop of each device, over dim 0 of devices and rows.

@@ -753,18 +753,21 @@ def test_muon_by_layer_computes_the_same() -> None:
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
 
 
-def test_explicit_axes_with_sharded_parameters() -> None:
+@pytest.mark.parametrize("axes", [None, ("data", "fsdp")])
+def test_explicit_axes_with_sharded_parameters(axes: Any) -> None:
     if jax.__version_info__ < (0, 9):
         pytest.skip("JAX 0.8 refuses a dim on a manual and an Explicit axis.")
     mesh = flm.DeviceMesh("data=4,fsdp=2", axis_types="explicit")
     layout_map = rules(mesh, w=(None, "fsdp"))
 
-    def loss_fn(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any, batch: Any, scales: Any) -> Any:
+        assert scales.shape == (8,)
         whole = jax.sharding.reshard(params["w"], jax.sharding.PartitionSpec())
-        return linear({"w": whole}, batch)
+        return linear({"w": whole}, batch) * scales.sum()
 
-    found = gradients(
-        layout_map, loss_fn, layout_map.place(PARAMS), batch_of(), steps=4
-    )
+    # Of the arrays that are not split, flm.jit shards the scales over the batch axes.
+    args = layout_map.place(PARAMS), batch_of(), np.full(8, 1 / 8, np.float32)
+    options = {"steps": 4, "axes": axes, "batch_argnames": "batch"}
+    found = gradients(layout_map, loss_fn, *args, **options)
     close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
     assert tuple(found[1]["w"].sharding.spec) == (None, "fsdp")
