@@ -13,35 +13,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.axes import dim_axes
-from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._place.relayout import relayout
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_split_over
 from flax_layoutmap._step.arguments import (
     Argument,
     Slot,
-    first_four,
     leaves_with_owners,
     rebuilt,
     spans,
-    strong,
 )
-from flax_layoutmap._step.gradients import gradient_layouts
-from flax_layoutmap._step.refusals import named_parts
+from flax_layoutmap._step.changes import Changes, check_keys
 from flax_layoutmap._step.rows import folded, is_key
 from flax_layoutmap._step.shardings import abstract
-from flax_layoutmap._tree.graph import Graph
-from flax_layoutmap._tree.jaxprs import inner_jaxprs
 from flax_layoutmap._tree.paths import Roots
 
 # Of some leaves of the arguments: position → value.
@@ -126,7 +119,7 @@ class MicroBatches:
         return relayout(parts, layout, gradient="output")
 
     def _gathered(self, x: Any) -> Any:
-        """An array that each device sees whole: on Explicit axes, shard_map asks."""
+        """The array, whole along the axes of the loops: Explicit axes require it."""
         dims = [dim_axes(entry) for entry in jax.typeof(x).sharding.spec]
         if {*self.axes}.isdisjoint(itertools.chain.from_iterable(dims)):
             return x
@@ -170,7 +163,8 @@ class MicroBatches:
         like = {**whole, **{at: x[0] for at, x in rows.items()}}
         closed, shapes = jax.make_jaxpr(once, return_shape=True)(like)
         results = jax.tree.structure(shapes)
-        self._check_keys(closed.jaxpr, results)
+        *_, keys, _ = jax.tree.unflatten(results, closed.jaxpr.outvars)
+        check_keys(self.arguments, keys, closed.jaxpr)
         loss, grads, numbers, counts, *_ = shapes
 
         def micro_batch(carry: Any, xs: Any) -> Any:
@@ -194,79 +188,39 @@ class MicroBatches:
         return (loss, grads, numbers), counts, aux
 
     def _once(self, gradient: _Gradient, values: _Leaves) -> Any:
-        """A micro-batch: loss, gradients, changed leaves, changed keys, the rest."""
+        """A micro-batch: loss, gradients, changed leaves by kind, the rest."""
         leaves = [values.get(at, x) for at, (_, _, x) in enumerate(self.owned)]
         given, objects, positions = rebuilt(self.arguments, leaves)
-        named = [
-            (argument.name, node)
-            for argument, own in zip(self.arguments, objects, strict=True)
-            for node in own
-        ]
-        known = dict(named_parts(named))
-        before = Graph([node for _, node in named])
+        changes = Changes(self.arguments, objects, positions)
         loss, grads, aux = gradient(given)
-        after = Graph([node for _, node in named])
-        if not after.is_like(before):
-            differing = sorted(known.keys() ^ dict(named_parts(named)).keys())
-            raise StructureError(
-                "accumulate: the loss changes the structure of its arguments"
-                f"{': ' * bool(differing)}{first_four(differing)}; a loop has one "
-                "structure: return such a value, with has_aux=True"
-            )
-        numbers: _Leaves = {}
-        counts: _Leaves = {}
-        keys: _Leaves = {}
-        for at, old, new, holder in zip(
-            positions, before.leaves, after.leaves, before.holders, strict=True
-        ):
-            owner, _ = holder or (None, 0)
-            if new is old:
-                continue
-            if new.dtype != old.dtype:
-                raise StructureError(
-                    f"accumulate: the loss changes {self._path(at)} from {old.dtype} "
-                    f"to {new.dtype}, and a loop has one dtype: write what it has, "
-                    f"x.astype({str(old.dtype)!r})"
-                )
-            if isinstance(owner, nnx.RngKey):
-                keys[at] = new
-            elif jnp.issubdtype(new.dtype, jnp.inexact):
-                numbers[at] = strong(new)
-            elif isinstance(owner, nnx.RngCount) or not self.axes:
-                counts[at] = strong(new)
-            else:
-                raise StructureError(
-                    f"accumulate: the loss changes {self._path(at)} "
-                    f"{show_shape(new.shape)} {new.dtype}, of which each device would "
-                    "have another value: return what changes, with has_aux=True, or "
-                    "reduce in each micro-batch, axes=()"
-                )
+        numbers, counts, keys = changes.by_kind(may_differ=bool(self.axes))
         return loss, grads, numbers, counts, keys, aux
 
-    def _check_keys(self, jaxpr: Jaxpr, results: Any) -> None:
-        """Raise StructureError where the loss makes a key, which would be lost.
-
-        Flax's transformations return keys, too, which its layers only read.
-        """
-        *_, keys, _ = jax.tree.unflatten(results, jaxpr.outvars)
-        calls = (eqn for eqn in jaxpr.eqns if inner_jaxprs(eqn))
-        returned = {*jaxpr.invars, *(var for eqn in calls for var in eqn.outvars)}
-        if new := [self._path(at) for at, var in keys.items() if var not in returned]:
-            raise StructureError(
-                f"accumulate: the loss changes {first_four(new)}, a key that each "
-                "micro-batch folds with its number: call nnx.reseed before accumulate"
-            )
-
-    def _path(self, at: int) -> str:
-        argument, index, _ = self.owned[at]
-        return argument.path(index)
-
     def _laid_out(self, sums: Any, *, in_loop: bool) -> tuple[Any, list[Any]]:
-        """Loss and gradients, these in their layouts."""
+        """Loss and gradients, these in the layouts of optimizer state.
+
+        In the loop, in those of the parameters where the former are no finer: a part of
+        a layer is summed there, and moved to another device once, after the loop.
+        """
         loss, grads = sums
-        states = [(name, self.states[name]) for name in self.wrt]
-        layouts = gradient_layouts(states, grads, self.rules, in_loop=in_loop)
-        return loss, jax.tree.map(distribute_tensor, grads, layouts)
+        found = []
+        for name, own in zip(self.wrt, grads, strict=True):
+            leaves, treedef = jax.tree.flatten(own)
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
+            trees = {name: self.states[name], "gradients": optax.TraceState(like)}
+            rows = list(resolve(Roots(trees), self.rules))[-len(leaves) :]
+            parameters = resolve(Roots({name: like}), self.rules)
+            for at, (row, parameter) in enumerate(zip(rows, parameters, strict=False)):
+                dims, least = (x.layout.dims(len(x.shape)) for x in (row, parameter))
+                pairs = zip(dims, least, strict=True)
+                if in_loop and any(axes[: len(part)] != part for axes, part in pairs):
+                    dims = least
+                # Without its memory kind: a gradient stays on the device.
+                leaves[at] = distribute_tensor(
+                    leaves[at], TensorLayout(dims, self.mesh)
+                )
+            found.append(jax.tree.unflatten(treedef, leaves))
+        return loss, found
 
 
 def _zeros(x: Any) -> Any:
