@@ -342,6 +342,96 @@ def test_training_is_as_on_auto_axes(name: str, kind: str) -> None:
         assert found == wanted
 
 
+# -------------------------------------------------------------------- optimizer state
+
+
+def by_nnx(model: Any, tx: Any, layout_map: Any) -> Any:
+    """A step on parameters, state and a batch, and the first two of these."""
+    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(squares)(model, x)
+        optimizer.update(model, grads)
+        return model, optimizer, loss
+
+    return step, model, optimizer
+
+
+def by_train_state(model: Any, tx: Any, layout_map: Any) -> Any:
+    graphdef, params = nnx.split(model)
+    state = layout_map.place(
+        TrainState.create(apply_fn=graphdef.apply, params=params, tx=tx)
+    )
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return squares(lambda x: state.apply_fn(params)(x)[0], x)
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return params, state.apply_gradients(grads=grads), loss
+
+    return step, {}, state
+
+
+def by_optax(model: Any, tx: Any, layout_map: Any) -> Any:
+    graphdef, params = nnx.split(model)
+    state = flm.create_optimizer(params, tx, layout_map=layout_map)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return squares(nnx.merge(graphdef, params), x)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(grads, state, params=params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, params, state
+
+
+def squares(model: Any, x: Any) -> Any:
+    return (model(x) ** 2).mean()
+
+
+WAYS: dict[str, Any] = {
+    "nnx.Optimizer": (by_nnx, ADAM),
+    "TrainState": (by_train_state, ADAM),
+    "optax": (by_optax, optax.chain(optax.clip_by_global_norm(1.0), ADAM)),
+    "optax.MultiSteps": (by_optax, optax.MultiSteps(ADAM, 2)),
+}
+
+
+@functools.cache
+def with_state_elsewhere(way: str, kind: str) -> list[float]:
+    """The losses of three steps."""
+    layout_map = pair_rules(grid(kind))
+    layout_map.activations["^$"] = (BATCH, ...)
+    layout_map.optimizer["kernel"] = ("tensor", "data")
+    run, tx = WAYS[way]
+    step, params, state = run(make(Pair, layout_map), tx, layout_map)
+    step = flm.jit(step, layout_map=layout_map, donate_argnums=(0, 1))
+    losses = []
+    for _ in range(3):
+        params, state, loss = step(params, state, X)
+        losses.append(float(loss))
+    assert step._cache_size() == 1
+    leaves = jax.tree.leaves(getattr(state, "opt_state", state))
+    moments = [leaf for leaf in leaves if leaf.ndim == 2]
+    assert len(moments) in (4, 6)
+    for leaf in moments:
+        assert_lies(leaf, (("tensor",), ("data",)), grid(kind))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [*((way, "explicit") for way in WAYS), *(("nnx.Optimizer", one) for one in MIXED)],
+)
+def test_optimizer_state_elsewhere_than_parameters(way: str, kind: str) -> None:
+    losses = with_state_elsewhere(way, kind)
+    np.testing.assert_allclose(losses, with_state_elsewhere(way, "auto"), rtol=1e-6)
+    assert losses[2] != losses[0]
+
+
 # -------------------------------------------------------------------- one part of it
 
 
