@@ -148,17 +148,23 @@ def layer_rules(mesh: Any) -> flm.LayoutMap:
     return layout_map
 
 
+class Mean(nnx.Module):
+    def __call__(self, x: Any) -> Any:
+        return x.mean((1, 2))
+
+
 class Convolutions(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(4, 8, (3, 3), rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
         self.conv2 = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.pool = Mean()
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         x = nnx.max_pool(nnx.relu(self.norm(self.conv1(x))), (2, 2), (2, 2))
-        return self.head(nnx.relu(self.conv2(self.drop(x))).mean((1, 2)))
+        return self.head(self.pool(nnx.relu(self.conv2(self.drop(x)))))
 
 
 class LinenConvolutions(linen.Module):
@@ -182,7 +188,7 @@ def convolution_rules(mesh: Any) -> flm.LayoutMap:
     layout_map.activations["conv1|norm"] = (BATCH, None, None, "tensor")
     layout_map.activations["drop|Dropout_0"] = (BATCH, None, None, "tensor")
     layout_map.activations["conv2"] = (BATCH, None, None, None)
-    layout_map.activations["head"] = (BATCH, None)
+    layout_map.activations["head|pool"] = (BATCH, None)
     return layout_map
 
 
@@ -335,9 +341,13 @@ def test_training_is_as_on_auto_axes(name: str, kind: str) -> None:
     ):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(leaf, other, atol=1e-6, err_msg=str(path))
-    if "CNN" in name or jax.__version_info__ < (0, 10):
-        # Between the modules types fix layouts, where on Auto axes XLA moves more.
+    if jax.__version_info__ < (0, 10):
         assert 0.99 * wanted.total() < found.total() <= wanted.total()
+    elif name == "linen CNN":
+        # Its mean is in no module, so that no rule fixes the layout of its gradient.
+        # Types do, where on Auto axes XLA moves more, and so does a rule.
+        assert found.total() < wanted.total()
+        assert found == trained("nnx CNN", "auto")[2]
     else:
         assert found == wanted
 
