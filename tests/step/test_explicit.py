@@ -538,9 +538,7 @@ def test_the_rule_for_a_layer_without_parameters_is_the_layout_of_its_input() ->
     np.testing.assert_array_equal(y, wanted(X))
 
 
-def test_outside_of_modules_the_error_names_the_function(
-    explicit: flm.LayoutMap,
-) -> None:
+def test_outside_of_modules_the_error_has_the_code(explicit: flm.LayoutMap) -> None:
     explicit.activations["down"] = (BATCH, None, "tensor")
     model = make(Pair, explicit)
 
@@ -550,25 +548,54 @@ def test_outside_of_modules_the_error_names_the_function(
     labels = np.zeros((8, 5), np.int32)
     with pytest.raises(flm.LayoutError) as caught:
         flm.jit(loss_of, layout_map=explicit)(model, X, labels)
+    lines = str(caught.value).splitlines()
+    name = "optax.softmax_cross_entropy_with_integer_labels"
+    assert lines[:3] == [
+        f"loss_of, outside of the calls of its modules, in {name}: on Explicit axes "
+        "JAX cannot choose the layout of a result from those of its operands:",
+        "  - logits (8,4,16): P(data+fsdp, -, tensor)",
+        "  - labels (8,4): P(data+fsdp, -)",
+    ]
+    text = (
+        "lay out an operand, x = flm.distribute_tensor(x, layout), or by a rule for "
+        "the output of a module; or compute it as on Auto axes (out_sharding is the "
+        "layout of the result, jax.P() for a scalar): "
+    )
+    assert lines[-1].startswith(text)
+    code = lines[-1].removeprefix(text)
+    assert code == (
+        f"jax.sharding.auto_axes({name}, out_sharding=jax.P(('data', 'fsdp')))"
+        "(logits, labels)"
+    )
+
+    def by_auto_axes(model: Any, x: Any, labels: Any) -> Any:
+        values = {"logits": model(x), "labels": labels[:, 1:]}
+        return eval(code, {"jax": jax, "optax": optax}, values).mean()
+
+    found = flm.jit(by_auto_axes, layout_map=explicit)(model, X, labels)
+    auto = pair_rules(grid("auto"))
+    wanted = flm.jit(loss_of, layout_map=auto)(make(Pair, auto), X, labels)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_outside_of_modules_the_error_names_the_function(
+    explicit: flm.LayoutMap,
+) -> None:
+    def product(model: Any, x: Any) -> Any:
+        return model.up.kernel[...] @ model.down.kernel[...]
+
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.jit(product, layout_map=explicit)(make(Pair, explicit), X)
     text = str(caught.value)
     assert text.startswith(
-        "loss_of, outside of the calls of its modules: on Explicit axes JAX cannot "
-        "choose the layout of a result: Use `.at[...].get(out_sharding=)`"
+        "product, outside of the calls of its modules: on Explicit axes JAX cannot "
+        "choose the layout of a result: Contracting dimensions are sharded"
     )
     assert text.endswith(
         "lay out an operand, x = flm.distribute_tensor(x, layout), or by a rule for "
         "the output of a module; or compute this part as on Auto axes, "
         "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
     )
-
-    def by_auto_axes(model: Any, x: Any, labels: Any) -> Any:
-        loss: Any = jax.sharding.auto_axes(language_loss, out_sharding=jax.P())
-        return loss(model(x), labels)
-
-    found = flm.jit(by_auto_axes, layout_map=explicit)(model, X, labels)
-    auto = pair_rules(grid("auto"))
-    wanted = flm.jit(loss_of, layout_map=auto)(make(Pair, auto), X, labels)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_code_for_explicit_axes_needs_a_module_without_a_rule(
