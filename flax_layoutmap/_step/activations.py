@@ -5,7 +5,8 @@ Models are not changed: while a function is traced, the calls of modules are int
 outputs. NNX modules do not know their paths, so each carries its path as a note
 meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
 
-On Explicit axes, a module whose output has a rule runs as on Auto axes.
+On Explicit axes, a module whose output has a rule runs as on Auto axes, and so do the
+optimizers of optax.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import optax
 from flax import linen, nnx
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
@@ -37,6 +39,7 @@ from flax_layoutmap._step.auto_axes import (
     Crossing,
     call_linen,
     call_module,
+    call_update,
     has_explicit_axes,
     is_inside,
 )
@@ -47,6 +50,7 @@ from flax_layoutmap._tree.flax_internals import (
     is_sharding_type_error,
     named_objects_of,
     note_of,
+    patched,
     set_note,
 )
 from flax_layoutmap._tree.paths import escape, forms, join_keys
@@ -166,6 +170,8 @@ def _activated(
                 stack.enter_context(active.marked(roots))
                 stack.enter_context(intercept_calls(_scoped_call))
                 stack.enter_context(linen.intercept_methods(_intercept))
+                for owner in (optax.GradientTransformation, optax.MultiSteps):
+                    stack.enter_context(patched(owner, "update", _scoped_update))
             elif was is not None:
                 stack.enter_context(keyed(("no activations", rules)))
             yield
@@ -452,6 +458,17 @@ def _scoped_call(owner: type, plain: Any) -> Any:
         return active.call(bound, self, args, kwargs)
 
     return call
+
+
+def _scoped_update(plain: Any) -> Any:
+    """The `update` of an optimizer: on Explicit axes in a scope, as on Auto axes."""
+
+    def get(tx: Any) -> Any:
+        update = plain.__get__(tx, type(tx))
+        is_scoped = _ACTIVE.get() is not None and has_explicit_axes()
+        return functools.partial(call_update, update) if is_scoped else update
+
+    return property(get)
 
 
 def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -1,7 +1,9 @@
 """Messages about layouts that JAX cannot choose on Explicit axes."""
 
 import re
-from collections.abc import Mapping
+import traceback
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +28,16 @@ def ambiguous(
     `given` are its arguments by name.
     """
     inputs, own = _arrays(given), _arrays(_held(module))
-    lines = [
-        f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
-        for name, x in [*inputs, *own]
-    ]
     layout = _layout_by(rules, max((x for _, x in own), key=np.ndim, default=None))
     if inputs and not own:
         # A layer without parameters, such as Dropout, keeps the layout of its input.
         layout = TensorLayout(tuple(jax.typeof(inputs[0][1]).sharding.spec))
     name = f"{path or 'the model'} ({type(module).__name__})"
+    operands = bullet_list(_shown([*inputs, *own]))
     return (
         f"{name}: on Explicit axes JAX cannot choose the layout of a result from "
-        f"those of its operands:\n{bullet_list(lines)}\n{cause}\nadd a rule for "
-        "the output of this module, which then runs as on Auto axes: "
+        f"those of its operands:\n{operands}\n{cause}\nadd a rule for the "
+        "output of this module, which then runs as on Auto axes: "
         f"{_rule(path, layout)}"
     )
 
@@ -63,15 +62,57 @@ def ran_on_auto_axes(path: str, rule: Rule) -> str:
     )
 
 
-def outside_of_modules(name: str, cause: str) -> str:
+def outside_of_modules(name: str, error: Exception) -> str:
     """The same outside of the calls of modules."""
-    return (
-        f"{name}, outside of the calls of its modules: on Explicit axes JAX cannot "
-        f"choose the layout of a result: {cause}\nlay out an operand, "
-        "x = flm.distribute_tensor(x, layout), or by a rule for the output of a "
-        "module; or compute this part as on Auto axes, "
-        "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
+    text = f"{name}, outside of the calls of its modules"
+    cannot = "on Explicit axes JAX cannot choose the layout of a result"
+    lay_out = (
+        "lay out an operand, x = flm.distribute_tensor(x, layout), or by a rule for "
+        "the output of a module"
     )
+    frame = _called_of_optax(error)
+    given = {} if frame is None else _arguments(frame)
+    operands = [pair for name in given for pair in _arrays({name: given[name]})]
+    if frame is None or not operands:
+        return (
+            f"{text}: {cannot}: {error}\n{lay_out}; or compute this part as on Auto "
+            "axes, jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
+        )
+    first = jax.typeof(operands[0][1]).sharding.spec[:1]
+    result = ", ".join(repr(entry) for entry in first if entry)
+    names = ", ".join(name for name, _ in operands)
+    called = f"optax.{frame.f_code.co_name}"
+    return (
+        f"{text}, in {called}: {cannot} from those of its operands:\n"
+        f"{bullet_list(_shown(operands))}\n{error}\n{lay_out}; or compute it as on "
+        "Auto axes (out_sharding is the layout of the result, jax.P() for a scalar): "
+        f"jax.sharding.auto_axes({called}, out_sharding=jax.P({result}))({names})"
+    )
+
+
+def _called_of_optax(error: Exception) -> types.FrameType | None:
+    """The call of a function of optax in which only JAX was called, or None."""
+    found = None
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if library == "optax":
+            found = frame
+        elif library not in ("jax", "contextlib", "functools"):
+            break
+    return found
+
+
+def _arguments(frame: types.FrameType) -> dict[str, Any]:
+    code = frame.f_code
+    return {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+
+
+def _shown(operands: Sequence[tuple[str, Any]]) -> list[str]:
+    """Each operand with its shape and layout."""
+    return [
+        f"{name} {show_shape(x.shape)}: {show_spec(jax.typeof(x).sharding.spec)}"
+        for name, x in operands
+    ]
 
 
 def _arrays(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:

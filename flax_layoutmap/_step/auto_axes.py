@@ -1,10 +1,11 @@
-"""Call a module as on Auto axes, in a step on Explicit axes.
+"""Call a module or an optimizer as on Auto axes, in a step on Explicit axes.
 
 On Explicit axes layouts are part of the types of values, and JAX refuses an operation
 whose result could lie in several ways; stock layers do not say which. A module whose
 output has a rule therefore runs as by `jax.sharding.auto_axes`: what it reads (its
 arguments, its Variables, its random keys) loses its Explicit axes, and what it changes
-gets them back. Neither is an operation of the compiled program.
+gets them back. Neither is an operation of the compiled program. An optimizer of optax
+runs so, too, as its state may lie elsewhere than the parameters.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def has_explicit_axes() -> bool:
 
 
 @contextlib.contextmanager
-def _on_auto_axes() -> Iterator[None]:
+def on_auto_axes() -> Iterator[None]:
     """In the block, the Explicit axes of the mesh in context are Auto."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     types = dict.fromkeys(explicit_axes(mesh), AxisType.Auto)
@@ -44,14 +45,15 @@ def _on_auto_axes() -> Iterator[None]:
 class Crossing:
     """The values that went into a call on Auto axes, to bring them out again."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_leaf: Callable[[Any], bool] | None = is_object) -> None:
+        self._is_leaf = is_leaf
         # By the id of a value inside: that value, and the one outside.
         self._entered: dict[int, tuple[Any, Any]] = {}
 
     def enter(self, tree: Any) -> Any:
-        """A tree as the call reads it; NNX objects in it stay as they are."""
-        with _on_auto_axes():
-            return jax.tree.map(self._enter, tree, is_leaf=is_object)
+        """A tree as the call reads it; leaves that are no arrays stay as they are."""
+        with on_auto_axes():
+            return jax.tree.map(self._enter, tree, is_leaf=self._is_leaf)
 
     def _enter(self, x: Any) -> Any:
         if not explicit_axes(_mesh_of(x)):
@@ -79,9 +81,9 @@ class Crossing:
 
     def leave_tree(self, tree: Any, was: Any) -> Any:
         """The same for a tree, and one from before, by the paths of their leaves."""
-        before = dict(jax.tree.leaves_with_path(was, is_leaf=is_object))
+        before = dict(jax.tree.leaves_with_path(was, is_leaf=self._is_leaf))
         return jax.tree.map_with_path(
-            lambda keys, x: self.leave(x, before.get(keys)), tree, is_leaf=is_object
+            lambda keys, x: self.leave(x, before.get(keys)), tree, is_leaf=self._is_leaf
         )
 
 
@@ -90,6 +92,13 @@ def is_inside(x: Any) -> bool:
     mesh = _mesh_of(x)
     context: Any = jax.sharding.get_abstract_mesh()
     return bool(mesh.axis_names) and mesh.axis_types != context.axis_types
+
+
+def as_type(x: Any, aval: Any) -> Any:
+    """A value of a call that is over, on the Explicit axes that a type has."""
+    sharding = aval.sharding
+    is_typed = is_inside(x) and explicit_axes(sharding.mesh)
+    return jax.sharding.reshard(x, sharding.spec) if is_typed else x
 
 
 def _mesh_of(x: Any) -> Any:
@@ -121,7 +130,7 @@ def call_module(
     try:
         _write({cell: crossing.enter(value) for cell, value in before.items()})
         args, kwargs = crossing.enter((tuple(args), dict(kwargs)))
-        with _on_auto_axes():
+        with on_auto_axes():
             output = plain(*args, **kwargs)
         after = {
             cell: crossing.leave_tree(cell.read(), before.get(cell))
@@ -189,9 +198,29 @@ def call_linen(
 
     def call(run: Callable[..., Any], variables: Any, keys: Any) -> tuple[Any, Any]:
         inside = crossing.enter((variables, keys))
-        with _on_auto_axes():
+        with on_auto_axes():
             output, changed = run(*inside)
         return output, crossing.leave_tree(changed, variables)
 
     args, kwargs = crossing.enter((tuple(args), dict(kwargs)))
     return finish(call_linen_lifted(call, module, args, kwargs), crossing)
+
+
+def call_update(
+    plain: Callable[..., Any],
+    updates: Any,
+    state: Any,
+    params: Any = None,
+    **extra_args: Any,
+) -> tuple[Any, Any]:
+    """Call the `update` of an optimizer of optax on Auto axes.
+
+    Updates lie as the parameters (without them, as the gradients), and the state as
+    before.
+    """
+    crossing = Crossing(is_leaf=None)  # Variables are trees of arrays
+    inside = crossing.enter((updates, state, params, extra_args))
+    with on_auto_axes():
+        changed = plain(*inside[:3], **inside[3])
+    like = updates if params is None else params
+    return crossing.leave_tree(changed, (like, state))

@@ -103,7 +103,8 @@ def jit(
 
     Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`, and
     `layout_map.activations` lay out the outputs of modules. On Explicit axes a module
-    with such a rule runs as on Auto axes, so that stock layers need no `out_sharding=`.
+    with such a rule runs as on Auto axes, so that stock layers need no `out_sharding=`,
+    and so do optimizers of optax.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.

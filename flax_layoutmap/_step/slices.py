@@ -3,7 +3,7 @@
 An optimizer computes each element of its state by itself. Where such equations lead
 from a large leaf in host memory to the outputs, they run in a loop: each iteration
 fetches a slice, and returns it to the same place. What they also read, such as the
-parameters and their gradients, is sliced on the device.
+parameters and their gradients, is sliced on the device. Explicit axes are Auto there.
 """
 
 import dataclasses
@@ -13,13 +13,15 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from flax_layoutmap._step.auto_axes import Crossing, as_type, on_auto_axes
+
 # Operations that compute each element from those at the same place.
 _ELEMENTWISE = frozenset(
     """
     abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp
     exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt max min
-    mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign
-    sin sqrt square stop_gradient sub tanh xor
+    mul ne neg nextafter not or pow real reduce_precision rem reshard round rsqrt
+    select_n sign sin sqrt square stop_gradient sub tanh xor
     """.split()
 )
 
@@ -29,8 +31,6 @@ Values = dict[Any, Any]  # by variable
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
     """Elementwise equations on arrays of one shape, which run in a loop.
-
-    On Explicit axes these have one layout, too.
 
     They depend on the inputs of the program and on `before`, not on other regions.
 
@@ -48,16 +48,12 @@ class Region:
 
     def run(self, device: Values, host: Values) -> Values:
         """The outputs, given values on the device and the offloaded leaves."""
-        own = {v: host[v] if v in host else device[v] for v in self.inputs}
+        crossing, space = Crossing(), jax.memory.Space
+        every = (v for e in self.eqns for v in e.invars if not isinstance(v, Literal))
+        read = dict.fromkeys(every)
+        device = {v: crossing.enter(device[v]) for v in read if v in device}
+        own = device | {v: crossing.enter(host[v]) for v in self.inputs if v in host}
         places = self._places(host)
-        space = jax.memory.Space
-        start = []
-        for place, (out, goes) in zip(places, self.outputs.items(), strict=True):
-            if place is None:
-                new = jax.lax.full_like(device[self.inputs[0]], 0, out.aval.dtype)
-                start.append(jax.device_put(new, space.Host) if goes else new)
-            else:
-                start.append(own[place])
 
         def body(step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             at = step * self.rows
@@ -78,9 +74,18 @@ class Region:
                 for whole, part in zip(carry, parts, strict=True)
             )
 
-        count = self.shape[0] // self.rows
-        after = jax.lax.fori_loop(0, count, body, tuple(start))
-        return dict(zip(self.outputs, after, strict=True))
+        with on_auto_axes():
+            start = []
+            for place, (out, goes) in zip(places, self.outputs.items(), strict=True):
+                if place is None:
+                    new = jax.lax.full_like(device[self.inputs[0]], 0, out.aval.dtype)
+                    start.append(jax.device_put(new, space.Host) if goes else new)
+                else:
+                    start.append(own[place])
+            count = self.shape[0] // self.rows
+            after = jax.lax.fori_loop(0, count, body, tuple(start))
+        pairs = zip(self.outputs, after, strict=True)
+        return {out: as_type(x, out.aval) for out, x in pairs}
 
     def _places(self, host: Values) -> list[Any]:
         """The input that each output is written over, or None; parameters first."""
@@ -115,6 +120,8 @@ def find_regions(
     `row_bytes` has the large offloaded inputs, with the bytes of a row on one device;
     `on_host` are the positions of the outputs that go to the host.
     """
+    # A function whose outputs nothing reads is an equation without outputs.
+    jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn.outvars])
     region_of = _regions_of(jaxpr, row_bytes)
     users: dict[Any, set[Any]] = {}  # variable → the regions of what reads it
     for v in jaxpr.outvars:
@@ -179,18 +186,11 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
         return False
     out = eqn.outvars[0]
     arrays = [v for v in eqn.invars if _shape(v)]
-    return bool(_shape(out)) and all(
-        _shape(v) == _shape(out) and _spec(v) == _spec(out) for v in arrays
-    )
+    return bool(_shape(out)) and all(_shape(v) == _shape(out) for v in arrays)
 
 
 def _shape(var: Any) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
-
-
-def _spec(var: Any) -> Any:
-    """Its layout on Explicit axes."""
-    return var.aval.sharding.spec
 
 
 def _arrays(eqn: JaxprEqn) -> list[Any]:
@@ -202,4 +202,7 @@ def evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
     """Evaluate elementwise equations, on arrays of any shape; adds to `values`."""
     for eqn in eqns:
         read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values[eqn.outvars[0]] = eqn.primitive.bind(*read, **eqn.params)
+        if eqn.primitive.name == "reshard":
+            (values[eqn.outvars[0]],) = read  # a layout of the whole array
+        else:
+            values[eqn.outvars[0]] = eqn.primitive.bind(*read, **eqn.params)

@@ -205,7 +205,7 @@ def trace_job(
         raise
     except Exception as error:
         if is_sharding_type_error(error):
-            raise LayoutError(outside_of_modules(job.name, str(error))) from error
+            raise LayoutError(outside_of_modules(job.name, error)) from error
         raise
     closures.check(closed.jaxpr)
     return Traced(with_own_arrays(closed), shapes, outcomes[-1], remarks)

@@ -12,6 +12,7 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.convert._shardings import NEVER_ASKED, rules_for
+from flax_layoutmap.presets._load import with_whole_model
 
 
 def fsdp(
@@ -26,7 +27,8 @@ def fsdp(
 
     Of dims of equal size the last one is taken, as it is the one that stacked layers
     and heads do not have. Parameters without such a dim, and small ones, are
-    replicated.
+    replicated. On Explicit axes the outputs of the model lie as the batch, and the
+    model runs as on Auto axes.
 
     Args:
         model: anything that `flm.resolve` takes.
@@ -71,13 +73,14 @@ def fsdp(
     if batch is None:
         both = dict.fromkeys(("data", own))
         batch = [name for name in both if name in target.axis_names]
-    return rules_for(
+    layout_map = rules_for(
         leaves,
         wanted,
         target,
         lambda rules: resolve(model, rules),
         batch,
     )
+    return with_whole_model(layout_map)
 
 
 def _largest(

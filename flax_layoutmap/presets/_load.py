@@ -10,6 +10,7 @@ from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._place.place import explicit_axes
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 from flax_layoutmap._rules.rules_file import read_rules
@@ -22,6 +23,8 @@ AXES = {
     "expert": "experts, and the batch outside of them",
     "context": "positions in a sequence",
 }
+# Families whose models return no logits of a vocabulary that `tensor` shards.
+_WITHOUT_LOGITS = ("clip", "dit", "siglip", "whisper")
 _FOLDER = Path(__file__).parent
 
 
@@ -78,7 +81,20 @@ def load(
     if target is None:
         raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
     own = own_names(axes, target)
-    return LayoutMap.from_rule_set(on_axes(_table(name, variant), target, own))
+    made = LayoutMap.from_rule_set(on_axes(_table(name, variant), target, own))
+    return with_whole_model(made) if name in _WITHOUT_LOGITS else made
+
+
+def with_whole_model(layout_map: LayoutMap) -> LayoutMap:
+    """The map; on Explicit axes with a rule for the output of the whole model.
+
+    That lies as the batch, and the model runs as on Auto axes.
+    """
+    rules = layout_map.freeze()
+    if rules.mesh is not None and explicit_axes(rules.mesh):
+        layout = TensorLayout((rules.batch, ...), rules.mesh)
+        layout_map.activations["^$"] = Rule("^$", layout, rank="skip", optional=True)
+    return layout_map
 
 
 @functools.cache

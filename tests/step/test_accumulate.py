@@ -741,8 +741,14 @@ def test_muon_by_layer_moves_nothing_in_newton_schulz(steps: int) -> None:
 
 def test_muon_by_layer_computes_the_same() -> None:
     found = []
-    for by_layer, steps in ((False, 0), (True, 0), (True, 4)):
-        layout_map = muon_rules("data=2,fsdp=4", by_layer)
+    for by_layer, steps, kind in (
+        (False, 0, "auto"),
+        (True, 0, "auto"),
+        (True, 0, "explicit"),
+        (True, 4, "auto"),
+    ):
+        mesh = flm.DeviceMesh("data=2,fsdp=4", axis_types=kind)
+        layout_map = muon_rules(mesh, by_layer)
         model = flm.create(lambda: Stack(nnx.Rngs(0)), layout_map)
         optimizer = flm.create_optimizer(model, MUON, wrt=nnx.Param)
         step = flm.jit(train_step_of(steps), layout_map=layout_map)
@@ -750,7 +756,7 @@ def test_muon_by_layer_computes_the_same() -> None:
         momenta = [x for x in jax.tree.leaves(optimizer.opt_state) if np.ndim(x) == 3]
         first = ("fsdp",) if by_layer else (None, "fsdp")
         assert momenta and {tuple(x.sharding.spec) for x in momenta} == {first}
-    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [None, ("data", "fsdp")])

@@ -148,17 +148,23 @@ def layer_rules(mesh: Any) -> flm.LayoutMap:
     return layout_map
 
 
+class Mean(nnx.Module):
+    def __call__(self, x: Any) -> Any:
+        return x.mean((1, 2))
+
+
 class Convolutions(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(4, 8, (3, 3), rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
         self.conv2 = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.pool = Mean()
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         x = nnx.max_pool(nnx.relu(self.norm(self.conv1(x))), (2, 2), (2, 2))
-        return self.head(nnx.relu(self.conv2(self.drop(x))).mean((1, 2)))
+        return self.head(self.pool(nnx.relu(self.conv2(self.drop(x)))))
 
 
 class LinenConvolutions(linen.Module):
@@ -182,7 +188,7 @@ def convolution_rules(mesh: Any) -> flm.LayoutMap:
     layout_map.activations["conv1|norm"] = (BATCH, None, None, "tensor")
     layout_map.activations["drop|Dropout_0"] = (BATCH, None, None, "tensor")
     layout_map.activations["conv2"] = (BATCH, None, None, None)
-    layout_map.activations["head"] = (BATCH, None)
+    layout_map.activations["head|pool"] = (BATCH, None)
     return layout_map
 
 
@@ -335,11 +341,105 @@ def test_training_is_as_on_auto_axes(name: str, kind: str) -> None:
     ):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(leaf, other, atol=1e-6, err_msg=str(path))
-    if "CNN" in name or jax.__version_info__ < (0, 10):
-        # Between the modules types fix layouts, where on Auto axes XLA moves more.
+    if jax.__version_info__ < (0, 10):
         assert 0.99 * wanted.total() < found.total() <= wanted.total()
+    elif name == "linen CNN":
+        # Its mean is in no module, so that no rule fixes the layout of its gradient.
+        # Types do, where on Auto axes XLA moves more, and so does a rule.
+        assert found.total() < wanted.total()
+        assert found == trained("nnx CNN", "auto")[2]
     else:
         assert found == wanted
+
+
+# -------------------------------------------------------------------- optimizer state
+
+
+def by_nnx(model: Any, tx: Any, layout_map: Any) -> Any:
+    """A step on parameters, state and a batch, and the first two of these."""
+    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(squares)(model, x)
+        optimizer.update(model, grads)
+        return model, optimizer, loss
+
+    return step, model, optimizer
+
+
+def by_train_state(model: Any, tx: Any, layout_map: Any) -> Any:
+    graphdef, params = nnx.split(model)
+    state = layout_map.place(
+        TrainState.create(apply_fn=graphdef.apply, params=params, tx=tx)
+    )
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return squares(lambda x: state.apply_fn(params)(x)[0], x)
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return params, state.apply_gradients(grads=grads), loss
+
+    return step, {}, state
+
+
+def by_optax(model: Any, tx: Any, layout_map: Any) -> Any:
+    graphdef, params = nnx.split(model)
+    state = flm.create_optimizer(params, tx, layout_map=layout_map)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return squares(nnx.merge(graphdef, params), x)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(grads, state, params=params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, params, state
+
+
+def squares(model: Any, x: Any) -> Any:
+    return (model(x) ** 2).mean()
+
+
+WAYS: dict[str, Any] = {
+    "nnx.Optimizer": (by_nnx, ADAM),
+    "TrainState": (by_train_state, ADAM),
+    "optax": (by_optax, optax.chain(optax.clip_by_global_norm(1.0), ADAM)),
+    "optax.MultiSteps": (by_optax, optax.MultiSteps(ADAM, 2)),
+}
+
+
+@functools.cache
+def with_state_elsewhere(way: str, kind: str) -> list[float]:
+    """The losses of three steps."""
+    layout_map = pair_rules(grid(kind))
+    layout_map.activations["^$"] = (BATCH, ...)
+    layout_map.optimizer["kernel"] = ("tensor", "data")
+    run, tx = WAYS[way]
+    step, params, state = run(make(Pair, layout_map), tx, layout_map)
+    step = flm.jit(step, layout_map=layout_map, donate_argnums=(0, 1))
+    losses = []
+    for _ in range(3):
+        params, state, loss = step(params, state, X)
+        losses.append(float(loss))
+    assert step._cache_size() == 1
+    leaves = jax.tree.leaves(getattr(state, "opt_state", state))
+    moments = [leaf for leaf in leaves if leaf.ndim == 2]
+    assert len(moments) in (4, 6)
+    for leaf in moments:
+        assert_lies(leaf, (("tensor",), ("data",)), grid(kind))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [*((way, "explicit") for way in WAYS), *(("nnx.Optimizer", one) for one in MIXED)],
+)
+def test_optimizer_state_elsewhere_than_parameters(way: str, kind: str) -> None:
+    losses = with_state_elsewhere(way, kind)
+    np.testing.assert_allclose(losses, with_state_elsewhere(way, "auto"), rtol=1e-6)
+    assert losses[2] != losses[0]
 
 
 # -------------------------------------------------------------------- one part of it
@@ -438,9 +538,7 @@ def test_the_rule_for_a_layer_without_parameters_is_the_layout_of_its_input() ->
     np.testing.assert_array_equal(y, wanted(X))
 
 
-def test_outside_of_modules_the_error_names_the_function(
-    explicit: flm.LayoutMap,
-) -> None:
+def test_outside_of_modules_the_error_has_the_code(explicit: flm.LayoutMap) -> None:
     explicit.activations["down"] = (BATCH, None, "tensor")
     model = make(Pair, explicit)
 
@@ -450,25 +548,54 @@ def test_outside_of_modules_the_error_names_the_function(
     labels = np.zeros((8, 5), np.int32)
     with pytest.raises(flm.LayoutError) as caught:
         flm.jit(loss_of, layout_map=explicit)(model, X, labels)
+    lines = str(caught.value).splitlines()
+    name = "optax.softmax_cross_entropy_with_integer_labels"
+    assert lines[:3] == [
+        f"loss_of, outside of the calls of its modules, in {name}: on Explicit axes "
+        "JAX cannot choose the layout of a result from those of its operands:",
+        "  - logits (8,4,16): P(data+fsdp, -, tensor)",
+        "  - labels (8,4): P(data+fsdp, -)",
+    ]
+    text = (
+        "lay out an operand, x = flm.distribute_tensor(x, layout), or by a rule for "
+        "the output of a module; or compute it as on Auto axes (out_sharding is the "
+        "layout of the result, jax.P() for a scalar): "
+    )
+    assert lines[-1].startswith(text)
+    code = lines[-1].removeprefix(text)
+    assert code == (
+        f"jax.sharding.auto_axes({name}, out_sharding=jax.P(('data', 'fsdp')))"
+        "(logits, labels)"
+    )
+
+    def by_auto_axes(model: Any, x: Any, labels: Any) -> Any:
+        values = {"logits": model(x), "labels": labels[:, 1:]}
+        return eval(code, {"jax": jax, "optax": optax}, values).mean()
+
+    found = flm.jit(by_auto_axes, layout_map=explicit)(model, X, labels)
+    auto = pair_rules(grid("auto"))
+    wanted = flm.jit(loss_of, layout_map=auto)(make(Pair, auto), X, labels)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_outside_of_modules_the_error_names_the_function(
+    explicit: flm.LayoutMap,
+) -> None:
+    def product(model: Any, x: Any) -> Any:
+        return model.up.kernel[...] @ model.down.kernel[...]
+
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.jit(product, layout_map=explicit)(make(Pair, explicit), X)
     text = str(caught.value)
     assert text.startswith(
-        "loss_of, outside of the calls of its modules: on Explicit axes JAX cannot "
-        "choose the layout of a result: Use `.at[...].get(out_sharding=)`"
+        "product, outside of the calls of its modules: on Explicit axes JAX cannot "
+        "choose the layout of a result: Contracting dimensions are sharded"
     )
     assert text.endswith(
         "lay out an operand, x = flm.distribute_tensor(x, layout), or by a rule for "
         "the output of a module; or compute this part as on Auto axes, "
         "jax.sharding.auto_axes(f, out_sharding=jax.P(…))(x)"
     )
-
-    def by_auto_axes(model: Any, x: Any, labels: Any) -> Any:
-        loss: Any = jax.sharding.auto_axes(language_loss, out_sharding=jax.P())
-        return loss(model(x), labels)
-
-    found = flm.jit(by_auto_axes, layout_map=explicit)(model, X, labels)
-    auto = pair_rules(grid("auto"))
-    wanted = flm.jit(loss_of, layout_map=auto)(make(Pair, auto), X, labels)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_code_for_explicit_axes_needs_a_module_without_a_rule(

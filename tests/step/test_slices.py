@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import needs_libtpu
+from jax.sharding import AxisType
 from memory_kinds import needs_host_memory
 
 import flax_layoutmap as flm
@@ -145,6 +146,40 @@ def test_arrays_in_several_layouts_on_explicit_axes() -> None:
     found, expected = stepped({"one": host, "two": ("fsdp", None)}, step, mesh)
     np.testing.assert_array_equal(np.asarray(found["one"]), expected["one"])
     assert found["one"].sharding.memory_kind == "pinned_host"
+
+
+@needs_host_memory
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_that_lies_elsewhere_than_its_parameters(kind: Any) -> None:
+    """Also on Explicit axes, where the update runs as on Auto axes."""
+    mesh = flm.DeviceMesh(
+        jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
+    )
+    tx: Any = optax.sgd(0.1, momentum=0.9)
+
+    def step(state: Any) -> Any:
+        params, momentum = {"two": state["two"]}, {"two": state["one"]}
+        opt_state = (optax.TraceState(momentum), optax.EmptyState())
+        updates, (after, _) = tx.update(params, opt_state, params)
+        new: Any = optax.apply_updates(params, updates)
+        return {"one": after.trace["two"], "two": new["two"]}
+
+    found, expected = stepped({"one": HOST, "two": ("fsdp", None)}, step, mesh)
+    for name, one in found.items():
+        np.testing.assert_allclose(np.asarray(one), expected[name], rtol=1e-6)
+    assert found["one"].sharding.memory_kind == "pinned_host"
+    assert tuple(found["one"].sharding.spec) == (None, "fsdp")
+    assert tuple(found["two"].sharding.spec) == ("fsdp",)
+
+
+@needs_host_memory
+def test_a_call_whose_results_nothing_reads() -> None:
+    def step(state: Any) -> Any:
+        jax.jit(lambda x: None)(state["one"])
+        return {name: 2 * one for name, one in state.items()}
+
+    found, expected = stepped({"one": HOST, "two": ("fsdp", None)}, step)
+    np.testing.assert_array_equal(np.asarray(found["one"]), expected["one"])
 
 
 @needs_host_memory
