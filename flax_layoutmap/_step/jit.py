@@ -48,6 +48,7 @@ from flax_layoutmap._step.inputs import (
     fit,
     warn_of_whole_batches,
 )
+from flax_layoutmap._step.memory import call_on_device
 from flax_layoutmap._step.program import (
     Program,
     StaleProgramError,
@@ -253,7 +254,11 @@ class Jitted:
         config: Any = jax.config
         if config.jax_disable_jit:
             given = slots_of(self._job.signature.bind(*args, **kwargs))
-            return call_with_rules(rules, lambda: call_job(self._job, given, rules, ()))
+
+            def eagerly(given: Any) -> Any:
+                return call_job(self._job, given, rules, ())
+
+            return call_with_rules(rules, lambda: call_on_device(eagerly, given))
         # Once an operation has turned these off for itself (jnp.var does), JAX checks
         # no results of compiled programs in this thread, unless they are set again.
         nans, infs = config.jax_debug_nans, config.jax_debug_infs

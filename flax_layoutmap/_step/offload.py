@@ -1,7 +1,8 @@
-"""Offloaded leaves: state that the rules keep in the memory of the host.
+"""Offloaded leaves: arguments in the memory of the host.
 
-The user's function is traced as if all of its state were in the memory of the device.
-Its program fetches offloaded leaves where they are used, and returns them to the host.
+The user's function is traced as if all of its arguments were in the memory of the
+device. Its program fetches offloaded leaves where they are used, and returns those that
+the rules keep there to the host.
 """
 
 import dataclasses
@@ -9,25 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
+from flax_layoutmap._step.memory import on_device, on_host
 from flax_layoutmap._step.slices import find_regions
-
-
-def is_on_host(sharding: Any) -> bool:
-    """Whether a sharding is in another memory than that of the device."""
-    return is_offloaded(own_memory_kind(sharding))
-
-
-def in_device_memory(sharding: Any) -> Any:
-    """The sharding in the memory of the device."""
-    if not is_on_host(sharding):
-        return sharding
-    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +23,10 @@ class Transfers:
     """What of a traced function is offloaded.
 
     Attributes:
-        inputs: position of each offloaded input → its sharding.
+        inputs: position of each offloaded input of state → its sharding.
         outputs: positions of the offloaded outputs.
-        chunk_bytes: bytes on one device of what is fetched at a time, where leaves are
-            larger and can be updated in slices; None for whole leaves.
+        chunk_bytes: leaves with more bytes on one device are fetched in slices, where
+            they are scanned or updated; None for whole leaves.
     """
 
     inputs: Mapping[int, NamedSharding]
@@ -48,21 +36,18 @@ class Transfers:
     def evaluate(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs; XLA schedules the transfers of whole leaves.
 
-        Those outputs that are inputs stay where they are. `out_shardings` of the
-        program move the others to the host.
+        Those outputs that are inputs stay where they are.
         """
-        fetched = list(values)
-        for at in self.inputs:
-            fetched[at] = jax.device_put(values[at], jax.memory.Space.Device)
+        fetched = list(map(on_device, values))
         rows = self._row_bytes(closed)
         if rows and self.chunk_bytes is not None and not closed.effects:
             after = self._in_slices(closed, values, fetched, rows, self.chunk_bytes)
         else:
             # Not jaxpr_as_fun, after which debug_nans checks nothing (jax 0.10.2).
             after = eval_jaxpr(closed.jaxpr, closed.consts, *fetched)
-        known = {id(fetched[at]): values[at] for at in self.inputs}
+        known = dict(zip(map(id, fetched), values, strict=True))
         for at in self.outputs:
-            after[at] = known.get(id(after[at]), after[at])
+            after[at] = on_host(known.get(id(after[at]), after[at]))
         return after
 
     def _row_bytes(self, closed: ClosedJaxpr) -> dict[int, int]:

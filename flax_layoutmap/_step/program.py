@@ -20,7 +20,8 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
-from flax_layoutmap._step.offload import Transfers, in_device_memory, is_on_host
+from flax_layoutmap._step.memory import is_on_host, type_on_device
+from flax_layoutmap._step.offload import Transfers
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
@@ -123,7 +124,7 @@ def make_program(job: Job, call: Call) -> Program:
     check_plain(arguments)
     wanted, resolved = wanted_before(job, call)
     avals = [
-        leaf if sharding is None else abstract(leaf, in_device_memory(sharding))
+        type_on_device(leaf if sharding is None else abstract(leaf, sharding))
         for leaf, sharding in zip(leaves, wanted, strict=True)
     ]
     made = resolved.resolution
