@@ -6,8 +6,9 @@ the rules keep there to the host.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.core import eval_jaxpr
@@ -15,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._step.memory import on_device, on_host
+from flax_layoutmap._step.scans import scan_by_layer, scans_any, without_copies
 from flax_layoutmap._step.slices import find_regions
 
 
@@ -70,35 +72,45 @@ class Transfers:
         row_bytes: Mapping[int, int],
         chunk_bytes: int,
     ) -> list[Any]:
-        """The outputs, where large leaves are updated in slices."""
-        jaxpr = closed.jaxpr
+        """The outputs, where large leaves are scanned and updated in slices."""
+        jaxpr = without_copies(closed.jaxpr)
         rows = {jaxpr.invars[at]: size for at, size in row_bytes.items()}
         parts = find_regions(jaxpr, rows, self.outputs, chunk_bytes)
-        host = {jaxpr.invars[at]: values[at] for at in row_bytes}
+        host = {jaxpr.invars[at]: on_host(values[at]) for at in row_bytes}
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         known.update(zip(jaxpr.invars, fetched, strict=True))
+        wanted = {*_variables(jaxpr.outvars)}
+        wanted.update(v for eqn in jaxpr.eqns for v in _variables(eqn.invars))
 
-        def evaluate(eqns: Sequence[JaxprEqn]) -> None:
-            made = {v for eqn in eqns for v in eqn.outvars}
-            read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+        def evaluate(eqns: Iterable[JaxprEqn]) -> None:
+            for scans, part in itertools.groupby(eqns, lambda e: scans_any(e, host)):
+                if scans:
+                    for eqn in part:
+                        after = scan_by_layer(eqn, known, host)
+                        known.update(zip(eqn.outvars, after, strict=True))
+                else:
+                    evaluate_whole(list(part))
+
+        def evaluate_whole(eqns: list[JaxprEqn]) -> None:
+            read = {v for eqn in eqns for v in _variables(eqn.invars)}
             inputs = [v for v in known if v in read]
-            outputs = [v for v in made if v in wanted]
+            outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
             part = jaxpr.replace(
                 constvars=[],
                 invars=inputs,
                 outvars=outputs,
-                eqns=list(eqns),
+                eqns=eqns,
                 debug_info=jaxpr.debug_info.with_unknown_names(),
             )
             after = eval_jaxpr(part, [], *map(known.__getitem__, inputs))
             known.update(zip(outputs, after, strict=True))
 
-        wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-        wanted |= {
-            v for e in jaxpr.eqns for v in e.invars if not isinstance(v, Literal)
-        }
         evaluate(parts.before)
         for region in parts.regions:
             known.update(region.run(known, host))
         evaluate(parts.after)
         return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+
+
+def _variables(values: Iterable[Any]) -> list[Any]:
+    return [v for v in values if not isinstance(v, Literal)]

@@ -115,19 +115,25 @@ def find_regions(
     `row_bytes` has the large offloaded inputs, with the bytes of a row on one device;
     `on_host` are the positions of the outputs that go to the host.
     """
+    # A function whose outputs nothing reads is an equation without outputs.
+    jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn.outvars])
     region_of = _regions_of(jaxpr, row_bytes)
     users: dict[Any, set[Any]] = {}  # variable → the regions of what reads it
     for v in jaxpr.outvars:
         if not isinstance(v, Literal):
             users.setdefault(v, set()).add(None)
+    source: Values = {}  # what is elementwise of one array → that array
+    for eqn in jaxpr.eqns:
+        read = {source.get(v, v) for v in _arrays(eqn)}
+        if len(read) == 1 and _is_elementwise(eqn):
+            source[eqn.outvars[0]] = read.pop()
     parts: dict[Any, list[JaxprEqn]] = {None: [], (): []}
     for at, eqn in reversed(list(enumerate(jaxpr.eqns))):
         region, uses = region_of[at], users.get(eqn.outvars[0], set())
-        if region is None and len(uses) == 1 and len(set(_arrays(eqn))) == 1:
-            # What is read by one region alone, such as the square of a gradient.
+        if region is None and len(uses) == 1 and eqn.outvars[0] in source:
+            # What is made of one array for one region, such as a clipped gradient.
             (only,) = uses
-            if only and _is_elementwise(eqn):
-                region = only
+            region = only or None
         parts.setdefault(region, []).append(eqn)
         for v in eqn.invars:
             if not isinstance(v, Literal):
