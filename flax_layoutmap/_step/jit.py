@@ -123,9 +123,9 @@ def jit(
             NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
         offload_chunk_bytes: of state that rules keep in host memory: leaves with more
-            bytes per device are updated in slices along their first dim, of about so
-            many bytes together, where that dim is not sharded and the update
-            elementwise. None moves each leaf whole.
+            bytes per device move in slices along their first dim, where that dim is
+            not sharded: a layer at a time in a scan, and about so many bytes together
+            in an elementwise update. None moves each leaf whole.
 
     Returns:
         A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
