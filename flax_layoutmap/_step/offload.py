@@ -28,12 +28,12 @@ class Transfers:
         inputs: position of each offloaded input of state → its sharding.
         outputs: positions of the offloaded outputs.
         chunk_bytes: leaves with more bytes on one device are fetched in slices, where
-            they are scanned or updated; None for whole leaves.
+            they are scanned or updated; inf for whole leaves.
     """
 
     inputs: Mapping[int, NamedSharding]
     outputs: tuple[int, ...]
-    chunk_bytes: int | None
+    chunk_bytes: float
 
     def evaluate(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs; XLA schedules the transfers of whole leaves.
@@ -42,8 +42,8 @@ class Transfers:
         """
         fetched = list(map(on_device, values))
         rows = self._row_bytes(closed)
-        if rows and self.chunk_bytes is not None and not closed.effects:
-            after = self._in_slices(closed, values, fetched, rows, self.chunk_bytes)
+        if rows and not closed.effects:
+            after = self._in_slices(closed, values, fetched, rows)
         else:
             # Not jaxpr_as_fun, after which debug_nans checks nothing (jax 0.10.2).
             after = eval_jaxpr(closed.jaxpr, closed.consts, *fetched)
@@ -60,7 +60,7 @@ class Transfers:
             shard = sharding.shard_shape(aval.shape)
             size = math.prod(shard) * aval.dtype.itemsize
             rows = aval.shape[0] if len(shard) > 1 else 1
-            if rows > 1 and shard[:1] == (rows,) and size > (self.chunk_bytes or size):
+            if rows > 1 and shard[:1] == (rows,) and size > self.chunk_bytes:
                 found[at] = size // rows
         return found
 
@@ -70,12 +70,11 @@ class Transfers:
         values: Sequence[Any],
         fetched: Sequence[Any],
         row_bytes: Mapping[int, int],
-        chunk_bytes: int,
     ) -> list[Any]:
         """The outputs, where large leaves are scanned and updated in slices."""
         jaxpr = without_copies(closed.jaxpr)
         rows = {jaxpr.invars[at]: size for at, size in row_bytes.items()}
-        parts = find_regions(jaxpr, rows, self.outputs, chunk_bytes)
+        parts = find_regions(jaxpr, rows, self.outputs, self.chunk_bytes)
         host = {jaxpr.invars[at]: on_host(values[at]) for at in row_bytes}
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         known.update(zip(jaxpr.invars, fetched, strict=True))

@@ -6,6 +6,7 @@ outputs, which are written into the caller's own objects.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,7 @@ def make_program(job: Job, call: Call) -> Program:
     transfers = Transfers(
         {at: sharding for at, sharding in enumerate(wanted) if is_on_host(sharding)},
         tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
-        job.chunk_bytes,
+        job.chunk_bytes or math.inf,
     )
     fun = _on_inputs(traced, moved, pinned, places, transfers)
     fun.__name__ = job.name

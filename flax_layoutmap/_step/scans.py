@@ -20,26 +20,20 @@ def scans_any(eqn: JaxprEqn, leaves: Values) -> bool:
     """Whether an equation is a scan over the rows of one of these leaves."""
     if eqn.primitive.name != "scan":
         return False
-    rows = eqn.invars[_first_row(eqn) :]
-    return any(v in leaves for v in rows if not isinstance(v, Literal))
+    return any(v in leaves for v in eqn.invars[_first_row(eqn) :])
 
 
 def _first_row(eqn: JaxprEqn) -> int:
-    """The position of the first input of which a scan reads a row at a time."""
+    """The position of the first input of which a scan reads rows, never a Literal."""
     return eqn.params["num_consts"] + eqn.params["num_carry"]
 
 
 def scan_by_layer(eqn: JaxprEqn, device: Values, host: Values) -> list[Any]:
     """The outputs of a scan, given values on the device and the offloaded leaves."""
     body, first = eqn.params["jaxpr"], _first_row(eqn)
-    given = [
-        v.val
-        if isinstance(v, Literal)
-        else host[v]
-        if v in host and at >= first
-        else device[v]
-        for at, v in enumerate(eqn.invars)
-    ]
+    whole, rows = eqn.invars[:first], eqn.invars[first:]
+    given = [v.val if isinstance(v, Literal) else device[v] for v in whole]
+    given += [host[v] if v in host else device[v] for v in rows]
     spaces = [jax.typeof(value).memory_space for value in given]
     types = [
         aval.update(memory_space=space)

@@ -108,7 +108,10 @@ class Parts:
 
 
 def find_regions(
-    jaxpr: Jaxpr, row_bytes: Mapping[Any, int], on_host: Iterable[int], chunk_bytes: int
+    jaxpr: Jaxpr,
+    row_bytes: Mapping[Any, int],
+    on_host: Iterable[int],
+    chunk_bytes: float,
 ) -> Parts:
     """Find what can run in slices.
 
