@@ -45,7 +45,6 @@ STATE = "`jax.jit` on `nnx.State`"
 BARE = "the Variables in a list: read, `jax.jit`, write; nothing checked"
 OURS = "**flm.jit**, model and optimizer"
 EXPLICIT = "**flm.jit**, model and optimizer on Explicit axes"
-OURS_HOST = "**flm.jit**, the optimizer in host memory (on CPUs, where it is the same)"
 OURS_FLIP = "**flm.jit**, after `train()` and `eval()` in turn"
 OTHER_FLIP = "**flm.jit**, after another model's `train()` and `eval()`"
 OURS_DICT = "**flm.jit** on a pure dict"
@@ -149,7 +148,6 @@ class Bench:
         yield BARE, self.unchecked()
         yield OURS, self.on_objects(self.ours())
         yield EXPLICIT, self.on_explicit_axes()
-        yield OURS_HOST, self.on_objects(*self.offloaded())
         yield OTHER_FLIP, self.flipping(own=False)
         yield OURS_FLIP, self.flipping(own=True)
         yield OURS_DICT, self.hold(self.ours_pure, nnx.to_pure_dict(self.state()))
@@ -202,12 +200,6 @@ class Bench:
             layout_map=layout_map or self.layout_map,
             donate_argnames=("model", "optimizer"),
         )
-
-    def offloaded(self) -> tuple[Any, Any]:
-        """Our jit, and model and optimizer, which a rule keeps in host memory."""
-        layout_map = rules(self.devices)
-        layout_map.optimizer[".*"] = flm.TensorLayout((...,), memory_kind="pinned_host")
-        return self.ours(layout_map), self.placed(layout_map)
 
     def ours_pure(self, fun: Any, **options: Any) -> Any:
         """Our jit of the step on a tree."""

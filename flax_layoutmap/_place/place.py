@@ -26,6 +26,7 @@ from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mes
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
+from flax_layoutmap._resolve.lay import unknown_memory
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
@@ -458,6 +459,8 @@ def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
         dims = layout.dims(len(shape))
     except LayoutError as error:
         raise LayoutError(f"{what} of an array {shape}: {error}") from None
+    if problem := unknown_memory(layout.memory_kind, mesh):
+        raise LayoutError(f"{what} of an array {shape} to {layout}{problem}")
     sizes = mesh.axis_sizes
     for dim, axes in enumerate(dims):
         if shape[dim] % math.prod(sizes[axis] for axis in axes):

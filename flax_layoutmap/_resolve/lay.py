@@ -136,7 +136,7 @@ class Layer:
         dims = layout.dims(len(shape))
         if mesh is None:
             return _Laid(dims, normal_spec(dims))
-        if problem := _unknown_memory(layout.memory_kind, mesh):
+        if problem := unknown_memory(layout.memory_kind, mesh):
             return _Laid(problem=problem)
         sizes = mesh.axis_sizes
         for axis in (axis for axes in dims for axis in axes):
@@ -172,7 +172,7 @@ class Layer:
         return self.replicated("no rule", shape, matched, problem=problem)
 
 
-def _unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
+def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
     """The problem with a kind of memory that the devices do not have."""
     if kind is None or mesh.is_abstract:
         return None

@@ -199,6 +199,16 @@ class _Mark:
     rules: RuleSet
 
 
+# How to keep activations on the host.
+_OFFLOADED = (
+    "name the value in the model, jax.ad_checkpoint.checkpoint_name(x, 'hidden'), and "
+    "call what holds it as jax.checkpoint(f, policy=jax.checkpoint_policies."
+    "save_and_offload_only_these_names(names_which_can_be_saved=[], "
+    "names_which_can_be_offloaded=['hidden'], offload_src='device', "
+    "offload_dst='pinned_host'))"
+)
+
+
 class Active:
     """The rules in force, and which of them have matched."""
 
@@ -340,9 +350,7 @@ class Active:
             raise LayoutError(
                 f"the rule {rule.pattern!r} for the output of {paths[-1][0]!r} "
                 f"{tuple(x.shape)} has memory_kind={kind!r}, and what reads the output "
-                "needs it on the device: leave the kind out, and keep activations in "
-                "the memory of the host by jax.checkpoint(f, policy=jax."
-                "checkpoint_policies.save_and_offload_only_these_names(…))"
+                f"needs it on the device: leave the kind out, {_OFFLOADED}"
             )
         try:
             return distribute_tensor(x, self._layout(rule, x.shape))

@@ -442,12 +442,15 @@ def _aval_key(leaf: Any, with_sharding: bool) -> Any:
     dtype = leaf.dtype
     if isinstance(leaf, np.ndarray | np.generic):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    sharding = getattr(leaf, "sharding", None) if with_sharding else None
+    weak = getattr(leaf, "weak_type", False)
+    if not with_sharding:
+        return leaf.shape, dtype, weak
+    sharding = getattr(leaf, "sharding", None)
     explicit = isinstance(sharding, NamedSharding) and any(
         kind is AxisType.Explicit for kind in sharding.mesh.axis_types
     )
-    weak = getattr(leaf, "weak_type", False)
-    return leaf.shape, dtype, weak, sharding if explicit else None
+    space = jax.typeof(leaf).memory_space
+    return leaf.shape, dtype, weak, space, sharding if explicit else None
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

@@ -9,22 +9,15 @@ runs so, too, as its state may lie elsewhere than the parameters.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_layoutmap._place.place import explicit_axes
-from flax_layoutmap._tree.flax_internals import (
-    attributes_of,
-    call_linen_lifted,
-    is_plain_variable,
-    objects_of,
-    read_value,
-    write_value,
-)
+from flax_layoutmap._tree.cells import cells_of, write_cells
+from flax_layoutmap._tree.flax_internals import call_linen_lifted
 from flax_layoutmap._tree.objects import is_object, objects_in
 
 
@@ -126,68 +119,21 @@ def call_module(
     """
     crossing = Crossing()
     given = [module, *objects_in((args, kwargs))]
-    before = {cell: cell.read() for cell in _cells(given)}
+    before = {cell: cell.read() for cell in cells_of(given)}
     try:
-        _write({cell: crossing.enter(value) for cell, value in before.items()})
+        write_cells({cell: crossing.enter(value) for cell, value in before.items()})
         args, kwargs = crossing.enter((tuple(args), dict(kwargs)))
         with on_auto_axes():
             output = plain(*args, **kwargs)
         after = {
             cell: crossing.leave_tree(cell.read(), before.get(cell))
-            for cell in _cells([*given, *objects_in(output)])
+            for cell in cells_of([*given, *objects_in(output)])
         }
     except BaseException:  # an interrupt too leaves the values from before
-        _write(before)
+        write_cells(before)
         raise
-    _write({**before, **after})
+    write_cells({**before, **after})
     return finish(output, crossing)
-
-
-class _Cell(NamedTuple):
-    """Where an NNX object holds a value: a Variable, or an attribute of a module."""
-
-    owner: Any
-    name: str | None = None
-
-    def __hash__(self) -> int:
-        return hash((id(self.owner), self.name))
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, _Cell)
-        return self.owner is other.owner and self.name == other.name
-
-    def read(self) -> Any:
-        return (
-            read_value(self.owner) if self.name is None else vars(self.owner)[self.name]
-        )
-
-    def write(self, value: Any) -> None:
-        """At any level of tracing, as the usual value comes back after the call."""
-        if self.name is None:
-            write_value(self.owner, value)
-        else:
-            vars(self.owner)[self.name] = value
-
-
-def _cells(nodes: Iterable[Any]) -> list[_Cell]:
-    """Where some NNX objects hold arrays."""
-    found: list[_Cell] = []
-    for owner in objects_of(list(nodes)):
-        if isinstance(owner, nnx.Variable):
-            found += [_Cell(owner)] if is_plain_variable(owner) else []
-            continue
-        attributes = attributes_of(owner)
-        for name, value in attributes[0].items() if attributes else ():
-            leaves = jax.tree.leaves(value, is_leaf=is_object)
-            if any(isinstance(leaf, jax.Array) for leaf in leaves):
-                found.append(_Cell(owner, name))
-    return found
-
-
-def _write(values: Mapping[_Cell, Any]) -> None:
-    for cell, value in values.items():
-        if cell.read() is not value:
-            cell.write(value)
 
 
 def call_linen(

@@ -48,6 +48,7 @@ from flax_layoutmap._step.inputs import (
     fit,
     warn_of_whole_batches,
 )
+from flax_layoutmap._step.memory import call_on_device
 from flax_layoutmap._step.program import (
     Program,
     StaleProgramError,
@@ -123,9 +124,9 @@ def jit(
             NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
         offload_chunk_bytes: of state that rules keep in host memory: leaves with more
-            bytes per device are updated in slices along their first dim, of about so
-            many bytes together, where that dim is not sharded and the update
-            elementwise. None moves each leaf whole.
+            bytes per device move in slices along their first dim, where that dim is
+            not sharded: a layer at a time in a scan, and about so many bytes together
+            in an elementwise update. None moves each leaf whole.
 
     Returns:
         A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
@@ -254,7 +255,11 @@ class Jitted:
         config: Any = jax.config
         if config.jax_disable_jit:
             given = slots_of(self._job.signature.bind(*args, **kwargs))
-            return call_with_rules(rules, lambda: call_job(self._job, given, rules, ()))
+
+            def eagerly(given: Any) -> Any:
+                return call_job(self._job, given, rules, ())
+
+            return call_with_rules(rules, lambda: call_on_device(eagerly, given))
         # Once an operation has turned these off for itself (jnp.var does), JAX checks
         # no results of compiled programs in this thread, unless they are set again.
         nans, infs = config.jax_debug_nans, config.jax_debug_infs

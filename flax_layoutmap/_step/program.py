@@ -6,6 +6,7 @@ outputs, which are written into the caller's own objects.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
-from flax_layoutmap._step.offload import Transfers, in_device_memory, is_on_host
+from flax_layoutmap._step.memory import is_on_host, type_on_device
+from flax_layoutmap._step.offload import Transfers
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
@@ -123,7 +125,7 @@ def make_program(job: Job, call: Call) -> Program:
     check_plain(arguments)
     wanted, resolved = wanted_before(job, call)
     avals = [
-        leaf if sharding is None else abstract(leaf, in_device_memory(sharding))
+        type_on_device(leaf if sharding is None else abstract(leaf, sharding))
         for leaf, sharding in zip(leaves, wanted, strict=True)
     ]
     made = resolved.resolution
@@ -151,7 +153,7 @@ def make_program(job: Job, call: Call) -> Program:
     transfers = Transfers(
         {at: sharding for at, sharding in enumerate(wanted) if is_on_host(sharding)},
         tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
-        job.chunk_bytes,
+        job.chunk_bytes or math.inf,
     )
     fun = _on_inputs(traced, moved, pinned, places, transfers)
     fun.__name__ = job.name

@@ -113,7 +113,10 @@ class Parts:
 
 
 def find_regions(
-    jaxpr: Jaxpr, row_bytes: Mapping[Any, int], on_host: Iterable[int], chunk_bytes: int
+    jaxpr: Jaxpr,
+    row_bytes: Mapping[Any, int],
+    on_host: Iterable[int],
+    chunk_bytes: float,
 ) -> Parts:
     """Find what can run in slices.
 
@@ -127,14 +130,18 @@ def find_regions(
     for v in jaxpr.outvars:
         if not isinstance(v, Literal):
             users.setdefault(v, set()).add(None)
+    source: Values = {}  # what is elementwise of one array → that array
+    for eqn in jaxpr.eqns:
+        read = {source.get(v, v) for v in _arrays(eqn)}
+        if len(read) == 1 and _is_elementwise(eqn):
+            source[eqn.outvars[0]] = read.pop()
     parts: dict[Any, list[JaxprEqn]] = {None: [], (): []}
     for at, eqn in reversed(list(enumerate(jaxpr.eqns))):
         region, uses = region_of[at], users.get(eqn.outvars[0], set())
-        if region is None and len(uses) == 1 and len(set(_arrays(eqn))) == 1:
-            # What is read by one region alone, such as the square of a gradient.
+        if region is None and len(uses) == 1 and eqn.outvars[0] in source:
+            # What is made of one array for one region, such as a clipped gradient.
             (only,) = uses
-            if only and _is_elementwise(eqn):
-                region = only
+            region = only or None
         parts.setdefault(region, []).append(eqn)
         for v in eqn.invars:
             if not isinstance(v, Literal):

@@ -22,7 +22,7 @@ from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument
 from flax_layoutmap._step.inputs import holds_parameters, split_leaf
-from flax_layoutmap._step.offload import is_on_host
+from flax_layoutmap._step.memory import is_on_host
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.jaxprs import every

@@ -161,6 +161,19 @@ def test_memory_kind_eagerly(any_mesh: flm.DeviceMesh, kind: str) -> None:
     assert back.sharding.memory_kind == jax.devices()[0].default_memory().kind
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_memory_that_the_devices_lack(wrap: Any) -> None:
+    mesh = flm.DeviceMesh("data=8")
+    layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_hots")
+    with pytest.raises(flm.LayoutError) as error:
+        wrap(lambda x: flm.distribute_tensor(x, layout))(np.ones(8, np.float32))
+    assert str(error.value) == (
+        "distribute_tensor of an array (8,) to ('data',) in pinned_hots: devices of "
+        "'cpu' have no memory 'pinned_hots'; did you mean 'pinned_host'?; they have "
+        "'device', 'pinned_host', 'unpinned_host'"
+    )
+
+
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10),
     reason="jax 0.8.1's CPU compiler ignores or refuses memory kinds inside jit.",

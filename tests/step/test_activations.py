@@ -732,10 +732,22 @@ def test_a_rule_for_an_output_has_no_memory_kind(kind: Any) -> None:
         flm.jit(lambda model, x: model(x), layout_map=layout_map)(
             model, np.ones((8, 4), np.float32)
         )
+    named = "jax.ad_checkpoint.checkpoint_name(x, 'hidden')"
+    checkpointed = (
+        "jax.checkpoint(f, policy=jax.checkpoint_policies."
+        "save_and_offload_only_these_names(names_which_can_be_saved=[], "
+        "names_which_can_be_offloaded=['hidden'], offload_src='device', "
+        "offload_dst='pinned_host'))"
+    )
     assert str(error.value) == (
         "the rule '0' for the output of 'layers/0' (8, 4) has "
         "memory_kind='pinned_host', and what reads the output needs it on the device: "
-        "leave the kind out, and keep activations in the memory of the host by "
-        "jax.checkpoint(f, policy=jax.checkpoint_policies."
-        "save_and_offload_only_these_names(…))"
+        f"leave the kind out, name the value in the model, {named}, and call what "
+        f"holds it as {checkpointed}"
     )
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sin(eval(named, {"jax": jax, "x": jnp.sin(x)})).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(eval(checkpointed, {"jax": jax, "f": f})))(X))
+    assert text.count("<host>[") == 2  # to the host, and back

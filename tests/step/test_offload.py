@@ -1,5 +1,6 @@
 """State that rules keep in host memory: steps, donation, kinds, bits, messages."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,22 @@ TX = {
 }
 
 
+@functools.cache
+def on_device(name: str) -> tuple[Any, ...]:
+    """Training with state on the device."""
+    return train(rules(optimizer="device"), TX[name]())
+
+
 @pytest.mark.optimised
-@pytest.mark.parametrize("tx", TX.values(), ids=TX)
+@pytest.mark.parametrize("name", TX)
 @pytest.mark.parametrize("params", [None, "pinned_host"])
-def test_an_unmodified_step(tx: Any, params: str | None) -> None:
-    offloaded = train(rules(optimizer="pinned_host", params=params), tx())
+def test_an_unmodified_step(name: str, params: str | None) -> None:
+    offloaded = train(rules(optimizer="pinned_host", params=params), TX[name]())
     losses, model, optimizer, step = offloaded
     assert kinds(nnx.state(optimizer, nnx.optimizer.OptState)) == {"pinned_host"}
     assert kinds(nnx.state(model)) == {params or "device"}
     assert step._cache_size() == 1
-    expected = train(rules(optimizer="device"), tx())
+    expected = on_device(name)
     assert losses == expected[0]
     for one, other in zip(
         jax.tree.leaves(nnx.state((model, optimizer))),
@@ -196,6 +203,71 @@ def test_a_step_that_moves_its_state_itself() -> None:
     np.testing.assert_array_equal(np.asarray(state["w"]), 2.0)
 
 
+def on_either(kind: str) -> Any:
+    """Parameters in this memory, a loss of them, and a step, by `flm.jit`."""
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["kernel"] = flm.TensorLayout((None, "fsdp"), memory_kind=kind)
+
+    @flm.jit(layout_map=layout_map)
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return ((x @ params["kernel"]) ** 2).mean()
+
+    @flm.jit(layout_map=layout_map)
+    def step(params: Any, x: jax.Array) -> Any:
+        return {"kernel": params["kernel"] * 0.5 + x.mean()}
+
+    params = {"kernel": np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8)}
+    return layout_map.place(params), loss_fn, step
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda params, loss_fn, step, x: jax.jit(step)(params, x),
+        lambda params, loss_fn, step, x: jax.jit(lambda p: step(step(p, x), x))(params),
+        lambda params, loss_fn, step, x: jax.jit(
+            lambda p: jax.lax.scan(lambda p, x: (step(p, x), None), p, x[None])[0]
+        )(params),
+        lambda params, loss_fn, step, x: jax.grad(loss_fn)(params, x),
+        lambda params, loss_fn, step, x: jax.jit(jax.grad(loss_fn))(params, x),
+        lambda params, loss_fn, step, x: jax.vmap(loss_fn, (None, 0))(params, x[None]),
+    ],
+    ids=["jit", "twice", "scan", "grad", "jit of grad", "vmap"],
+)
+def test_inside_transformations_of_jax(call: Any) -> None:
+    """New state, and gradients, are in the memory of the state, as by JAX."""
+    x = np.ones((8, 16), np.float32)
+    found, expected = (call(*on_either(kind), x) for kind in ("pinned_host", "device"))
+    assert kinds(found) == ({"pinned_host"} if isinstance(found, dict) else {"device"})
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_disable_jit() -> None:
+    tx = optax.sgd(0.1, momentum=0.9)
+    layout_map = rules(optimizer="pinned_host", params="pinned_host")
+    with jax.disable_jit():
+        losses, *trained, _ = train(layout_map, tx, steps=2)
+        expected, *_ = train(rules(optimizer="device"), tx, steps=2)
+        params, loss_fn, _ = on_either("pinned_host")
+        gradients = jax.grad(loss_fn)(params, np.ones((8, 16), np.float32))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert kinds(nnx.state(trained)) == kinds(gradients) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("layout_map", [None, rules()], ids=["no rules", "rules"])
+def test_data_on_the_host(layout_map: Any) -> None:
+    layout = flm.TensorLayout(("data", None), MESH)
+    near = flm.distribute_tensor(np.ones((8, 16), np.float32), layout)
+    far = flm.distribute_tensor(near, layout.on_host())
+    double = flm.jit(lambda x: x * 2 + jnp.ones(16), layout_map=layout_map)
+    on_tree = flm.jit(lambda tree: jax.tree.map(double, tree), layout_map=layout_map)
+    for _ in range(2):
+        assert kinds([double(near), double(far)]) == {"device"}
+        assert kinds(on_tree([near])) == {"device"}
+        np.testing.assert_array_equal(np.asarray(on_tree([far])[0]), 3)
+    assert double._cache_size() == on_tree._cache_size() == 2
+
+
 def test_without_rules_state_comes_back_as_it_came() -> None:
     layout_map = rules(optimizer="pinned_host")
     _, model, optimizer, _ = train(layout_map, optax.adamw(1e-2), steps=1)
@@ -233,38 +305,56 @@ def test_a_checkpoint_keeps_the_kinds(tmp_path: Path) -> None:
     assert step._cache_size() == 1
 
 
-def test_activations_by_name() -> None:
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+class Named(Model):
+    """A model of NNX that names its activation."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(checkpoint_name(jnp.sin(self.up(x)), "hidden"))
+
+
+class NamedLinen(nn.Module):
+    """The same of Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(16)(checkpoint_name(jnp.sin(nn.Dense(32)(x)), "hidden"))
+
+
+def of_nnx(policy: Any) -> tuple[Any, Any]:
+    """How to make a model, and its gradients, with a policy for activations."""
+    call = nnx.remat(lambda model, x: model(x), policy=policy)
+    grad = nnx.grad(lambda model, x: (call(model, x) ** 2).mean())
+    return lambda: Named(nnx.Rngs(0)), grad
+
+
+def of_linen(policy: Any) -> tuple[Any, Any]:
+    module: Any = nn.remat(NamedLinen, policy=policy)()
+    grad = jax.grad(lambda variables, x: (module.apply(variables, x) ** 2).mean())
+    return lambda: module.init(jax.random.key(0), np.ones((8, 16), np.float32)), grad
+
+
+@pytest.mark.parametrize("of", [of_nnx, of_linen])
+def test_activations_by_name(of: Any) -> None:
+    policies = jax.checkpoint_policies
+    offloading = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["hidden"],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    layout_map = flm.LayoutMap(MESH)
-    layout_map["kernel"] = flm.TensorLayout((None, "fsdp"), memory_kind="pinned_host")
-    params = {"kernel": np.linspace(-1, 1, 512, dtype=np.float32).reshape(16, 32)}
-    x = np.ones((8, 16), np.float32)
+    layout_map, x = rules(params="pinned_host"), np.ones((8, 16), np.float32)
     found = []
-    for chosen in (None, policy):
-
-        @flm.jit(
-            layout_map=layout_map, donate_argnames="params", static_argnames="policy"
+    for policy in (policies.save_only_these_names("hidden"), offloading):
+        make, grad = of(policy)
+        model, gradients = (
+            flm.create(make, layout_map),
+            flm.jit(grad, layout_map=layout_map),
         )
-        def step(params: Any, x: jax.Array, policy: Any = chosen) -> Any:
-            def loss_fn(params: Any) -> jax.Array:
-                hidden = checkpoint_name(jnp.sin(x @ params["kernel"]), "hidden")
-                return (hidden**2).mean()
-
-            wrapped = jax.checkpoint(loss_fn, policy=policy) if policy else loss_fn
-            grads = jax.grad(wrapped)(params)
-            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
-
-        placed = layout_map.place(params)
-        text = str(step.trace(placed, x).jaxpr)
+        text = str(gradients.trace(model, x).jaxpr)
         # The activation goes to the host and comes back.
-        assert text.count("<host>[8,32]") == (0 if chosen is None else 2)
-        found.append(np.asarray(step(placed, x)["kernel"]))
-    np.testing.assert_allclose(*found, rtol=1e-6)
+        assert text.count("<host>[8,32]") == (2 if policy is offloading else 0)
+        found.append(gradients(model, x))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @needs_host_memory

@@ -1,5 +1,7 @@
 """Offloaded leaves that are updated in slices: bits, kinds, and what has no slices."""
 
+import functools
+import re
 from typing import Any
 
 import jax
@@ -7,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 from helpers import needs_libtpu
 from jax.sharding import AxisType
 from memory_kinds import needs_host_memory
@@ -15,6 +19,7 @@ import flax_layoutmap as flm
 
 MESH = flm.DeviceMesh("data=2,fsdp=4")
 SIZE = 8 * 16 * 32 // 4 * 4  # bytes of a stacked leaf on one device
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
 TX = {
     "adamw": lambda: optax.adamw(1e-2),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
@@ -65,37 +70,128 @@ def train(layout_map: Any, tx: Any, **options: Any) -> Any:
     params = layout_map.place(arrays())
     opt_state = flm.create_optimizer(params, tx, layout_map=layout_map)
     step = step_of(layout_map, tx, **options)
-    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
-    text = str(step.trace(params, opt_state, x).jaxpr)
+    text = str(step.trace(params, opt_state, X).jaxpr)
     loss = None
     for _ in range(3):
         before = jax.tree.leaves((params, opt_state))
-        params, opt_state, loss = step(params, opt_state, x)
+        params, opt_state, loss = step(params, opt_state, X)
         assert all(leaf.is_deleted() for leaf in before if leaf.ndim == 3)
     assert step._cache_size() == 1
     return (params, opt_state, loss), text
 
 
+@functools.cache
+def on_device(name: str) -> Any:
+    """What training with state on the device gives."""
+    return train(rules(optimizer="device"), TX[name]())[0]
+
+
 @needs_host_memory
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.optimised
 @pytest.mark.parametrize("params", [None, "pinned_host"])
 @pytest.mark.parametrize("name", TX)
-def test_values_are_those_of_whole_leaves(
-    name: str, params: str | None, rows: int
-) -> None:
+def test_values_are_those_of_state_on_the_device(name: str, params: str | None) -> None:
     layout_map = rules(optimizer="pinned_host", params=params)
-    found, text = train(layout_map, TX[name](), offload_chunk_bytes=SIZE * rows // 4)
-    expected, _ = train(rules(optimizer="device"), TX[name]())
+    found, _ = train(layout_map, TX[name](), offload_chunk_bytes=SIZE // 4)
+    # XLA rounds some elements of this one differently.
+    is_exact = (name, params) != ("adafactor", "pinned_host")
     for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(found), jax.tree.leaves(on_device(name)), strict=True
     ):
-        np.testing.assert_allclose(
-            np.asarray(one), np.asarray(other), rtol=2e-6, atol=1e-6
-        )
+        rtol, atol = (0, 0) if is_exact else (2e-6, 1e-6)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol, atol)
     moments = [leaf for leaf in jax.tree.leaves(found[1]) if leaf.ndim == 3]
     assert all(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[0])}
     assert kinds == {params or "device"}
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Scanned(nnx.Module):
+    """A stack of layers; `nnx.remat` returns also the Variables that it reads."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.split_rngs(splits=8)(nnx.vmap(Layer))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        run = nnx.scan(
+            nnx.remat(lambda layer, x: layer(x)),
+            in_axes=(0, nnx.Carry),
+            out_axes=nnx.Carry,
+        )
+        return run(self.layers, x)
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        up, down = nn.Dense(32, use_bias=False), nn.Dense(16, use_bias=False)
+        return x + down(nn.relu(up(x))), None
+
+
+class LinenScanned(nn.Module):
+    """The same of Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers: Any = nn.scan(
+            nn.remat(LinenLayer),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=8,
+        )
+        return layers()(x, None)[0]
+
+
+def nnx_calls(layout_map: Any, **options: Any) -> Any:
+    """A model, its prediction, and a step that trains it."""
+    model = flm.create(lambda: Scanned(nnx.Rngs(0)), layout_map)
+
+    def step(model: Any, x: jax.Array) -> Any:
+        grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - g, nnx.state(model), grads))
+        return nnx.state(model)
+
+    jit = functools.partial(flm.jit, layout_map=layout_map, **options)
+    return model, jit(lambda model, x: model(x)), jit(step)
+
+
+def linen_calls(layout_map: Any, **options: Any) -> Any:
+    module: Any = LinenScanned()
+    params = flm.create(module.init, layout_map, jax.random.key(0), X)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda params: (module.apply(params, x) ** 2).mean())(params)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    jit = functools.partial(flm.jit, layout_map=layout_map, **options)
+    return params, jit(module.apply), jit(step)
+
+
+@needs_host_memory
+@pytest.mark.parametrize("calls", [nnx_calls, linen_calls])
+def test_a_scan_fetches_layer_by_layer(calls: Any) -> None:
+    found = []
+    for kind in ("device", "pinned_host"):
+        layout_map = flm.LayoutMap(MESH, batch="data")
+        layout_map["kernel"] = flm.TensorLayout((None, None, "fsdp"), memory_kind=kind)
+        model, predict, step = calls(layout_map, offload_chunk_bytes=64)
+        found.append((predict(model, X), step(model, X)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    for leaf in jax.tree.leaves(found[1][1]):
+        assert leaf.sharding.memory_kind == "pinned_host"
+    for fun, times in ((predict, 1), (step, 2)):
+        text = str(fun.trace(model, X).jaxpr)
+        assert text.count(":f32[16,32] = device_put") == times
+        assert not re.search(r"[a-z]:f32\[8,\d\d,\d\d\] = device_put", text)
 
 
 @needs_host_memory
@@ -232,20 +328,22 @@ def test_a_plan_counts_host_memory_apart() -> None:
 @needs_libtpu
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_memory_of_a_tpu() -> None:
-    """With slices, nothing of the moments stays on the device."""
+    """With slices, neither moments nor parameters stay on the device."""
     layers, width = 8, 1024
     struct = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     params, tx = {"up": struct, "down": struct}, optax.adamw(1e-3)
     opt_state = jax.eval_shape(tx.init, params)
     x = jax.ShapeDtypeStruct((8, width), jnp.float32)
     moment, peaks = layers * width * width, []  # bytes of one moment on a device
-    for kind, size in (
-        ("device", None),
-        ("pinned_host", None),
-        ("pinned_host", 4 * width * width),
+    for kind, own, size in (
+        ("device", None, None),
+        ("pinned_host", None, None),
+        ("pinned_host", None, 4 * width * width),
+        ("pinned_host", "pinned_host", 4 * width * width),
     ):
+        layout_map = rules(None, optimizer=kind, params=own)
         report = flm.pod.compile(
-            step_of(rules(None, optimizer=kind), tx, offload_chunk_bytes=size),
+            step_of(layout_map, tx, offload_chunk_bytes=size),
             params,
             opt_state,
             x,
@@ -256,6 +354,7 @@ def test_memory_of_a_tpu() -> None:
         peaks.append(report.memory.peak_bytes)
         held = report.memory.host_at_rest.get("optimizer", 0)
         assert held == (4 * moment if kind != "device" else 0)
-    on_device, whole, sliced = peaks
-    assert sliced < on_device - 3 * moment
+    near, whole, sliced, with_params = peaks
+    assert sliced < near - 3 * moment
     assert sliced < whole
+    assert with_params < sliced - moment  # of which there are two
