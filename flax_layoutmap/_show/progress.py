@@ -1,4 +1,4 @@
-"""A progress bar of bytes on the terminal of process 0."""
+"""Progress bars on the terminal of process 0."""
 
 import contextlib
 import sys
@@ -68,3 +68,38 @@ def shown_progress(
         finally:
             ended.set()
             watcher.join()
+
+
+@contextlib.contextmanager
+def shown_after(
+    seconds: float, shown: bool | None, text: Callable[[], str]
+) -> Iterator[None]:
+    """Show on process 0 that a block is at work, if it takes longer than some seconds.
+
+    `shown` is as for `shown_progress`; `text` says what was found so far.
+    """
+    if not is_shown(shown):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn()
+    progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+    task = progress.add_task("", total=None)
+    ended = threading.Event()
+
+    def watch() -> None:
+        if ended.wait(seconds):
+            return
+        with progress:
+            while not ended.wait(_SECONDS):
+                progress.update(task, description=visible(text()))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
