@@ -1,10 +1,8 @@
 """Changes of a candidate: axes on classes, storage over axes, single groups."""
 
 import dataclasses
-import math
-from collections.abc import Iterable
 
-from flax_layoutmap._suggest.problem import Candidate, Node, Problem, Spec
+from flax_layoutmap._suggest.problem import Candidate, Problem, Spec, groups_of
 
 
 def fits(problem: Problem, shape: tuple[int, ...], spec: Spec) -> bool:
@@ -27,7 +25,7 @@ def fully_sharded(problem: Problem, batch: tuple[str, ...] | None = None) -> Can
 def stored(problem: Problem, current: Candidate, axis: str) -> Candidate:
     """Shard each large parameter over an axis, beside what shards it already."""
     specs = tuple(
-        _with_storage(problem, number, spec, axis)
+        _with_storage(problem, number, spec, axis, current.batch)
         for number, spec in enumerate(current.specs)
     )
     return dataclasses.replace(current, specs=specs)
@@ -52,9 +50,9 @@ def switched(problem: Problem, axis: str, number: int, current: Candidate) -> Ca
     """Place an axis on a class, instead of those in its way, or take it away."""
     if (axis, number) in current.placed:
         return without(problem, current, axis, number)
-    groups = _groups_of(problem.classes[number])
+    groups = groups_of(problem.classes[number])
     for own, other in current.placed:
-        if own == axis and groups & _groups_of(problem.classes[other]):
+        if own == axis and groups & groups_of(problem.classes[other]):
             current = without(problem, current, axis, other)
     return with_class(problem, current, axis, number)
 
@@ -78,12 +76,11 @@ def with_classes(
 
     With `most_last`, those of most parameters, as the model dim, come last.
     """
-    large = sum(1 for group in problem.groups if group.dims)
 
-    def has_most(number: int) -> bool:
-        return len(_groups_of(problem.classes[number])) > large / 2 and most_last
+    def is_last(number: int) -> bool:
+        return most_last and problem.has_most(problem.classes[number])
 
-    for number in sorted(range(len(problem.classes)), key=has_most):
+    for number in sorted(range(len(problem.classes)), key=is_last):
         current = with_class(problem, current, axis, number)
     return current
 
@@ -105,7 +102,7 @@ def with_class(
         displaced = moved[dim][1:]
         spec = tuple((axis,) if at == dim else axes for at, axes in enumerate(moved))
         for one in displaced:
-            spec = _with_storage(problem, group, spec, one)
+            spec = _with_storage(problem, group, spec, one, current.batch)
         specs[group] = spec
     if tuple(specs) == current.specs:
         return current
@@ -124,11 +121,6 @@ def without(problem: Problem, current: Candidate, axis: str, number: int) -> Can
             )
     placed = current.placed - {(axis, number)}
     return dataclasses.replace(current, specs=tuple(specs), placed=placed)
-
-
-def _groups_of(nodes: Iterable[Node]) -> set[int]:
-    """The groups of parameters in a class."""
-    return {number for kind, number, _ in nodes if kind == "parameter"}
 
 
 def _placed_nodes(problem: Problem, current: Candidate, axis: str) -> set[object]:
@@ -158,19 +150,23 @@ def _moved(spec: Spec, axis: str, dim: int | None) -> Spec:
     )
 
 
-def _with_storage(problem: Problem, number: int, spec: Spec, axis: str) -> Spec:
-    """The spec with an axis on the largest dim: a free one, or one with storage.
+def _with_storage(
+    problem: Problem, number: int, spec: Spec, axis: str, batch: tuple[str, ...]
+) -> Spec:
+    """The spec with an axis of storage, beside others of storage if there are some.
 
-    Of dims of equal size the last one is taken, as `presets.fsdp` does.
+    It goes to the model dim if the group has it, else to the largest dim; of equal ones
+    to the last, as `presets.fsdp` does it. On TPUs gradients that are summed along the
+    model dim send the least.
     """
     group = problem.groups[number]
     if not group.dims or any(axis in axes for axes in spec):
         return spec
 
-    # A dim that has only axes of storage is as good as a free one.
-    def rank(dim: int) -> tuple[bool, int, int]:
-        left = group.shape[dim] // math.prod(problem.sizes[one] for one in spec[dim])
-        return not spec[dim], left, dim
+    def rank(dim: int) -> tuple[bool, bool, int, int]:
+        is_free = set(spec[dim]) <= set(batch)
+        is_model_dim = ("parameter", number, dim) in problem.model_dim
+        return is_free, is_model_dim, group.shape[dim], dim
 
     for dim in sorted(group.dims, key=rank, reverse=True):
         new = tuple(

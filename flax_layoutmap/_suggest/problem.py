@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -103,6 +103,11 @@ class Candidate:
     specs: tuple[Spec, ...]
     placed: frozenset[tuple[str, int]] = frozenset()
     fixed: frozenset[int] | None = None
+
+
+def groups_of(nodes: Iterable[Node]) -> set[int]:
+    """The groups of parameters in a class."""
+    return {number for kind, number, _ in nodes if kind == "parameter"}
 
 
 def _takes_layers(use: Any) -> bool:
@@ -274,6 +279,17 @@ class Problem:
         weight = sum(self.groups[number].bytes for number, _ in own)
         sizes = sorted((self.groups[number].shape[dim] for number, dim in own))
         return -weight, [-size for size in sizes], sorted(nodes)
+
+    def has_most(self, nodes: frozenset[Node]) -> bool:
+        """Whether a class has dims of most large groups."""
+        large = sum(1 for group in self.groups if group.dims)
+        return len(groups_of(nodes)) > large / 2
+
+    @functools.cached_property
+    def model_dim(self) -> frozenset[Node]:
+        """The class of most large groups, if there is one such class alone."""
+        most = [own for own in self.classes if self.has_most(own)]
+        return most[0] if len(most) == 1 else frozenset()
 
     @functools.cached_property
     def batches(self) -> list[tuple[str, ...]]:

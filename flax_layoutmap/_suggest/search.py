@@ -7,6 +7,7 @@ a single group counts from a gain of 2 % on, since prices are not more exact tha
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from flax_layoutmap._suggest.moves import (
@@ -26,7 +27,7 @@ _GAIN, _SINGLE = 1e-3, 0.02
 _CLOSE = 5e-3
 _MANY = 1_000_000
 # A set of axes for the batch whose start costs so many times the best is left.
-_HOPELESS = 1.5
+_HOPELESS = 1.25
 
 # A change of a candidate.
 Move = Callable[[Candidate], Candidate]
@@ -34,11 +35,15 @@ Move = Callable[[Candidate], Candidate]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a search: what was tried, and the best price so far, in seconds."""
+    """One step of a search: what was tried, and the price of a step of training.
+
+    `tried` and `took_seconds` count from the start of the search.
+    """
 
     what: str
     seconds: float
     tried: int
+    took_seconds: float = dataclasses.field(compare=False)
 
 
 class Stopped(Exception):
@@ -54,9 +59,10 @@ class Search:
     limit_bytes: int | None
     is_over: Callable[[], bool] = lambda: False
     best: Candidate | None = None
-    second: Candidate | None = None
+    others: list[Candidate] = dataclasses.field(default_factory=list)
     trail: list[Step] = dataclasses.field(default_factory=list)
     is_complete: bool = False
+    start: float = dataclasses.field(default_factory=time.perf_counter)
 
     # -------------------------------------------------------------------- prices
 
@@ -102,7 +108,8 @@ class Search:
 
     def note(self, what: str, candidate: Candidate) -> None:
         seconds = self.price.of(candidate).seconds
-        self.trail.append(Step(what, seconds, self.price.count))
+        took = time.perf_counter() - self.start
+        self.trail.append(Step(what, seconds, self.price.count, took))
 
     # -------------------------------------------------------------------- search
 
@@ -113,12 +120,7 @@ class Search:
         self.best = start
         self.note("full sharding", start)
         try:
-            found = self.over_batches()
-            current, *others = found
-            seconds = self.price.of(current).seconds * _HOPELESS
-            self.second = next(
-                (one for one in others if self.price.of(one).seconds < seconds), None
-            )
+            current, *self.others = self.order({start, *self.over_batches()})
             current = self.improved(current, self.single_moves, _SINGLE)
             self.note("single parameters", current)
             self.best = current
@@ -127,8 +129,15 @@ class Search:
             pass
         self.best = self.with_rules(self.best)
         self.note("rules for activations", self.best)
-        if self.second is not None:
-            self.second = self.with_rules(self.second)
+
+    def rivals(self) -> list[Candidate]:
+        """What XLA's partitioner may find better: the second best, full sharding."""
+        assert self.best is not None
+        most = self.price.of(self.best).seconds * _HOPELESS
+        near = [one for one in self.others if self.price.of(one).seconds < most]
+        start = fully_sharded(self.problem)
+        found = dict.fromkeys(map(self.with_rules, (*near[:1], start)))
+        return [one for one in found if one != self.best]
 
     def over_batches(self) -> list[Candidate]:
         """The best candidate of each set of axes for the batch, the best set first.

@@ -52,7 +52,7 @@ def suggest(
     propagation, not from names. Candidates are priced as `with_layout` of a plan does
     it: the time of the collectives on the links, that of the matrix products, and an
     estimate of memory, which has to stay below the limit. XLA's partitioner plans the
-    best two, and its order counts.
+    best two and full sharding, and its order counts.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -67,7 +67,7 @@ def suggest(
             of `flm.jit`.
         donate_argnames: arguments that are given away, where `step` is a function. An
             argument that is no NNX object is state only where it is donated.
-        check: whether XLA's partitioner plans the best two.
+        check: whether XLA's partitioner plans the best two and full sharding.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
         progress: whether to show that it is at work, from the third second on; None: on
             a terminal.
@@ -164,33 +164,31 @@ def _suggestion(
 ) -> Suggestion:
     problem, price = search.problem, search.price
     assert search.best is not None and search.limit_bytes is not None
-    chosen, second = search.best, search.second
-    layout_map = rules_of(problem, chosen)
-    other = None if second is None else rules_of(problem, second)
-    report = None
-    if check and search.is_complete:
-        report = _planned(lower, layout_map)
-        if second is not None and other is not None:
-            rival = _planned(lower, other)
-            fits = search.excess(chosen) or not search.excess(second)
-            if _seconds(rival) < _seconds(report) and fits:
-                chosen, second = second, chosen
-                layout_map, other, report = other, layout_map, rival
-    best = price.with_peak(chosen)
-    limit = search.limit_bytes
+    ordered = [search.best]
+    reports: dict[Candidate, PodReport] = {}
+    if search.is_complete:
+        ordered += search.rivals()
+    if search.is_complete and check:
+        reports = {one: _planned(lower, rules_of(problem, one)) for one in ordered}
+        ordered.sort(
+            key=lambda one: (search.excess(one), cost_of_report(reports[one]).seconds)
+        )
+    chosen, *others = ordered
+    cost, limit = price.with_peak(chosen), search.limit_bytes
+    second = others[0] if others else None
     return Suggestion(
-        layout_map=layout_map,
-        cost=best,
+        layout_map=rules_of(problem, chosen),
+        cost=cost,
         fully_sharded=price.with_peak(fully_sharded(problem)),
         second=None if second is None else price.with_peak(second),
         today=None if today is None else _cost(lower(today)),
-        second_layout_map=other,
-        report=report,
+        second_layout_map=None if second is None else rules_of(problem, second),
+        report=reports.get(chosen),
         step=problem.lowered.name,
         mesh=problem.mesh,
         topology=price.topology,
         limit_bytes=limit,
-        fits=best.peak_bytes is not None and best.peak_bytes <= limit,
+        fits=cost.peak_bytes is not None and cost.peak_bytes <= limit,
         trail=tuple(search.trail),
         is_complete=search.is_complete,
         took_seconds=time.perf_counter() - start,
@@ -202,10 +200,6 @@ def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
     """The plan by XLA's partitioner."""
     start = time.perf_counter()
     return planned(lower(layout_map.freeze()), start, _TIMEOUT)
-
-
-def _seconds(report: PodReport) -> float:
-    return cost_of_report(report).seconds
 
 
 def _cost(planner: Planner) -> Cost:

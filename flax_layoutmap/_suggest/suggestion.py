@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
@@ -28,8 +29,8 @@ class Suggestion:
         layout_map: the rules; `layout_map.to_file("rules.toml")` keeps them.
         cost: what a step costs with them, an estimate by Shardy's passes.
         fully_sharded: the same with the batch and each parameter over all axes.
-        second: the same for the best candidate with other axes for the batch; None
-            where there is none.
+        second: the same for the best with other axes for the batch; None where there
+            is none.
         today: the same for the rules that were given; None without.
         second_layout_map: the rules of the second.
         report: `flm.pod.plan` of the rules, by XLA's partitioner; None where the search
@@ -75,6 +76,32 @@ class Suggestion:
         """
         return self.explained(path)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the rules, costs and trail as plain JSON values."""
+        costs = {
+            name: None if cost is None else dataclasses.asdict(cost)
+            for name, cost in self._costs().items()
+        }
+        return {
+            "step": self.step,
+            "mesh": dict(self.mesh.axis_sizes),
+            "rules": self.layout_map.to_json(),
+            "costs": costs,
+            "limit_bytes": self.limit_bytes,
+            "fits": self.fits,
+            "is_complete": self.is_complete,
+            "notes": [*self._notes()],
+            "trail": [dataclasses.asdict(step) for step in self.trail],
+        }
+
+    def _costs(self) -> dict[str, Cost | None]:
+        return {
+            "suggested": self.cost,
+            "second": self.second,
+            "full sharding": self.fully_sharded,
+            "today": self.today,
+        }
+
     def __str__(self) -> str:
         return "\n\n".join(self._parts())
 
@@ -89,13 +116,8 @@ class Suggestion:
         yield "\n".join(self._notes())
 
     def _table(self) -> str:
-        named = {
-            "suggested": self.cost,
-            "second": self.second,
-            "full sharding": self.fully_sharded,
-            "today": self.today,
-        }
-        costs = {name: cost for name, cost in named.items() if cost is not None}
+        named = self._costs().items()
+        costs = {name: cost for name, cost in named if cost is not None}
         axes = dict.fromkeys(
             axis
             for cost in costs.values()
@@ -130,7 +152,7 @@ class Suggestion:
         yield _NOT_PRICED
         tried = self.trail[-1].tried if self.trail else 0
         ended = "" if self.is_complete else ", interrupted: the best so far"
-        yield f"tried {tried} layouts in {self.took_seconds:.1f} s{ended}"
+        yield f"tried {tried} layouts{ended}; took {self.took_seconds:.1f} s"
         for step in self.trail:
             yield f"  {step.what}: {seconds_text(step.seconds)} ({step.tried} tried)"
 
