@@ -13,10 +13,23 @@ def fits(problem: Problem, shape: tuple[int, ...], spec: Spec) -> bool:
 
 
 def fully_sharded(problem: Problem, batch: tuple[str, ...] | None = None) -> Candidate:
-    """The batch over some axes, and each large parameter over the same."""
+    """The batch over some axes, and each large parameter over the same.
+
+    Of state that has the batch in it, such as the cache of a decoder, that dim.
+    """
     axes = tuple(problem.sizes) if batch is None else batch
-    replicated = tuple(tuple([()] * len(one.shape)) for one in problem.groups)
-    current = Candidate(axes, replicated)
+    specs = tuple(
+        tuple(
+            axes
+            if ("parameter", number, dim) in problem.batch_class
+            and dim in group.dims
+            and problem.divides(size, axes)
+            else ()
+            for dim, size in enumerate(group.shape)
+        )
+        for number, group in enumerate(problem.groups)
+    )
+    current = Candidate(axes, specs)
     for axis in axes:
         current = stored(problem, current, axis)
     return current
@@ -32,8 +45,8 @@ def stored(problem: Problem, current: Candidate, axis: str) -> Candidate:
 
 
 def not_stored(problem: Problem, current: Candidate, axis: str) -> Candidate:
-    """Shard parameters over an axis only where a class has it."""
-    placed = _placed_nodes(problem, current, axis)
+    """Shard state over an axis only where a class or the batch has it."""
+    placed = _placed_nodes(problem, current, axis) | problem.batch_class
     specs = tuple(
         tuple(
             axes

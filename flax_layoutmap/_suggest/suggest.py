@@ -112,7 +112,7 @@ def suggest(
     with shown_after(_SHOWN_AFTER, progress, functools.partial(_so_far, search)):
         search.run()
         found = _suggestion(search, lower, today, check, start)
-    return dataclasses.replace(found, notes=notes)
+    return dataclasses.replace(found, notes=(*notes, _roles(search.problem.lowered)))
 
 
 def _lower(
@@ -150,6 +150,17 @@ def _search(
     chip = ASSUMED if topology is None else topology.generation
     limit = chip.hbm_limit_bytes if hbm is None else hbm
     return Search(problem, Pricer(problem, topology), limit)
+
+
+def _roles(lowered: Lowered) -> str:
+    """What was taken for state, which rules lay out, and what for data."""
+    roles: dict[str, dict[str, None]] = {"state": {}, "data": {}}
+    for leaf in lowered.leaves:
+        role = "data" if leaf.role == "data" else "state"
+        roles[role][leaf.path.partition("/")[0]] = None
+    return "; ".join(
+        f"{role}: {', '.join(names) or 'none'}" for role, names in roles.items()
+    )
 
 
 def _so_far(search: Search) -> str:
