@@ -70,6 +70,19 @@ def switched(problem: Problem, axis: str, number: int, current: Candidate) -> Ca
     return with_class(problem, current, axis, number)
 
 
+def exchanged(
+    problem: Problem,
+    axis: str,
+    number: int,
+    points: frozenset[int],
+    current: Candidate,
+) -> Candidate:
+    """Give an axis of the batch to a class, too, and to it alone in some points."""
+    if (axis, number) not in current.placed:
+        current = switched(problem, axis, number, current)
+    return dataclasses.replace(current, turned=points)
+
+
 def single(
     problem: Problem, number: int, axis: str, dim: int | None, current: Candidate
 ) -> Candidate:

@@ -95,6 +95,8 @@ class Candidate:
         batch: the axes that shard the batch.
         specs: of each group.
         placed: pairs of a mesh axis and the number of the class that it shards.
+        turned: points where an axis that the batch and a class have is that of the
+            class.
         fixed: the points with a rule; None: all are on the batch axes, and their other
             dims are open, which no rules can say.
     """
@@ -102,6 +104,7 @@ class Candidate:
     batch: tuple[str, ...]
     specs: tuple[Spec, ...]
     placed: frozenset[tuple[str, int]] = frozenset()
+    turned: frozenset[int] = frozenset()
     fixed: frozenset[int] | None = None
 
 
@@ -333,22 +336,48 @@ class Problem:
         return batch if self.divides(shape[0], batch) else ()
 
     def point_spec(self, number: int, candidate: Candidate) -> Spec:
-        """The layout of an output under a rule."""
-        point, used = self.points[number], set[str]()
-        spec: list[tuple[str, ...]] = []
-        for dim, size in enumerate(point.shape):
-            node = "output", number, dim
-            wanted = candidate.batch if node in self.batch_class else ()
-            wanted += tuple(
-                axis
-                for axis, at in sorted(candidate.placed)
-                if node in self.classes[at] and axis not in wanted
-            )
-            wanted = tuple(axis for axis in wanted if axis not in used)
-            own = wanted if self.divides(size, wanted) else ()
-            used.update(own)
-            spec.append(own)
-        return tuple(spec)
+        """The layout of an output under a rule.
+
+        An axis that is of the batch and of a class goes to one of the two.
+        """
+        point = self.points[number]
+        found: list[tuple[str, ...]] = [()] * len(point.shape)
+        by_batch = [
+            (axis, dim)
+            for dim, follows in enumerate(self._follow_batch(number))
+            if follows
+            for axis in candidate.batch
+        ]
+        by_class = [
+            (axis, dim)
+            for axis, at in sorted(candidate.placed)
+            for dim in range(len(point.shape))
+            if ("output", number, dim) in self.classes[at]
+        ]
+        is_turned = number in candidate.turned
+        used: set[str] = set()
+        for axis, dim in by_class + by_batch if is_turned else by_batch + by_class:
+            if axis not in used and self.divides(point.shape[dim], (*found[dim], axis)):
+                used.add(axis)
+                found[dim] += (axis,)
+        return tuple(found)
+
+    @functools.cached_property
+    def exchanges(self) -> dict[int, list[frozenset[int]]]:
+        """Classes that named layouts have beside the batch → points that may be turned.
+
+        As of tokens by expert: from where they are to the devices of their experts. Of
+        the named ones all are, or one; the outputs of modules between them always.
+        """
+        found = {}
+        for number, nodes in enumerate(self.classes):
+            own = {at for kind, at, _ in nodes if kind == "output"}
+            both = {at for at in own if any(self._follow_batch(at))}
+            named = {at for at in both if self.points[at].section == "names"}
+            if named and not self.has_most(nodes):
+                one_by_one = (both - named | {at} for at in sorted(named))
+                found[number] = [*map(frozenset, (both, *one_by_one))]
+        return found
 
     def arguments(self, candidate: Candidate) -> dict[int, Spec]:
         """The specs of the program's arguments."""
@@ -367,17 +396,25 @@ class Problem:
         found: dict[int, Any] = dict.fromkeys(self.dropped)
         for number, point in enumerate(self.points):
             spec: Any = None
+            is_turned = number in candidate.turned
             if candidate.fixed is None:
                 spec = [
-                    axes
-                    if ("output", number, dim) in self.batch_class
-                    else UNCONSTRAINED
-                    for dim, axes in enumerate(self.point_spec(number, candidate))
+                    axes if follows or is_turned and axes else UNCONSTRAINED
+                    for axes, follows in zip(
+                        self.point_spec(number, candidate),
+                        self._follow_batch(number),
+                        strict=True,
+                    )
                 ]
             elif number in candidate.fixed:
                 spec = self.point_spec(number, candidate)
             found.update(dict.fromkeys(point.constraints, spec))
         return found
+
+    def _follow_batch(self, number: int) -> list[bool]:
+        """Whether each dim of an output follows the batch."""
+        dims = range(len(self.points[number].shape))
+        return [("output", number, dim) in self.batch_class for dim in dims]
 
     def lay_out(self, candidate: Candidate) -> Any:
         """The program under a candidate, with collectives."""

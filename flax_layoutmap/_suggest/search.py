@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from flax_layoutmap._suggest.moves import (
+    exchanged,
     fully_sharded,
     not_stored,
     single,
@@ -197,6 +198,9 @@ class Search:
             if axis not in start.batch:
                 for number in range(len(problem.classes)):
                     yield functools.partial(switched, problem, axis, number)
+            for number, choices in problem.exchanges.items():
+                for own in choices if axis in start.batch else ():
+                    yield functools.partial(exchanged, problem, axis, number, own)
             yield functools.partial(stored, problem, axis=axis)
             yield functools.partial(not_stored, problem, axis=axis)
 
