@@ -77,6 +77,7 @@ def cost_of(
     topology: Topology | None,
 ) -> Cost:
     """The cost of collectives and products."""
+    collectives = [_as_summed(one, sizes, topology) for one in collectives]
     sent: collections.Counter[str] = collections.Counter()
     for one in collectives:
         sent["+".join(one.axes) or "?"] += one.wire_bytes_per_step
@@ -136,10 +137,7 @@ class Pricer:
         lowered, sizes = problem.lowered, problem.mesh.axis_sizes
         module = self.lay_out(candidate)
         found = read(module, problem.prepared.attributes, lowered.state())
-        collectives = [
-            _as_summed(one, sizes, self.topology)
-            for one in collectives_of(found, lowered, sizes, self.topology)
-        ]
+        collectives = collectives_of(found, lowered, sizes, self.topology)
         at_rest = memory_of(found.arguments, lowered.leaves, None).at_rest
         return cost_of(collectives, found.flops, at_rest, sizes, self.topology)
 

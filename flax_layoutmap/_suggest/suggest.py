@@ -15,6 +15,7 @@ from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_after
+from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
 from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
 from flax_layoutmap._suggest.problem import Candidate, Problem, seed_rules
@@ -215,7 +216,10 @@ def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
 
 def _cost(planner: Planner) -> Cost:
     """The cost of rules that were not found by the search."""
-    return cost_of_report(planner.estimate(time.perf_counter()))
+    cost = cost_of_report(planner.estimate(time.perf_counter()))
+    prepared, pairs = planner.prepared, planner.lowered.pairs
+    more = peak_bytes(prepared.lay_out(None, pairs), prepared.attributes)
+    return dataclasses.replace(cost, peak_bytes=cost.at_rest_bytes + more)
 
 
 def _explained(search: Search, chosen: Candidate, path: str) -> str:

@@ -132,9 +132,7 @@ class Suggestion:
         for axis in axes:
             cells[f"sent over {axis}"] = functools.partial(_sent, axis)
         cells["at rest"] = lambda one: human_bytes(one.at_rest_bytes)
-        cells["peak, estimated"] = lambda one: (
-            "" if one.peak_bytes is None else human_bytes(one.peak_bytes)
-        )
+        cells["peak, estimated"] = lambda one: human_bytes(one.peak_bytes or 0)
         rows = [[name, *map(text, costs.values())] for name, text in cells.items()]
         header = ["per device", *costs]
         right = [False, *[True] * len(costs)]
