@@ -14,7 +14,7 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.progress import shown_after
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
 from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
@@ -29,8 +29,8 @@ from flax_layoutmap.pod._passes import prepare
 from flax_layoutmap.pod._plan import planned
 from flax_layoutmap.pod._report import PodReport
 
-# Of the partitioner; a progress bar appears after the other.
-_TIMEOUT, _SHOWN_AFTER = 300.0, 2.0
+# Seconds after which the partitioner is ended.
+_TIMEOUT = 300.0
 
 
 def suggest(
@@ -70,8 +70,8 @@ def suggest(
             argument that is no NNX object is state only where it is donated.
         check: whether XLA's partitioner plans the best two and full sharding.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
-        progress: whether to show that it is at work, from the third second on; None: on
-            a terminal.
+        progress: whether to show that it is at work; None: on a terminal or in a
+            notebook, once it has taken 2 seconds.
         **kwargs: arguments of the step by name.
 
     Returns:
@@ -110,7 +110,8 @@ def suggest(
     search = _search(lower, own, where, hbm)
     if limit_seconds is not None:
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
-    with shown_after(_SHOWN_AFTER, progress, functools.partial(_so_far, search)):
+    what = f"suggesting rules for {search.problem.lowered.name}"
+    with shown_progress(what, None, progress):
         search.run()
         found = _suggestion(search, lower, today, check, start)
     return dataclasses.replace(found, notes=(*notes, _roles(search.problem.lowered)))
@@ -162,13 +163,6 @@ def _roles(lowered: Lowered) -> str:
     return "; ".join(
         f"{role}: {', '.join(names) or 'none'}" for role, names in roles.items()
     )
-
-
-def _so_far(search: Search) -> str:
-    text = f"suggest: {search.price.count} layouts tried"
-    if search.best is None:
-        return text
-    return f"{text}, the best takes {search.price.of(search.best).seconds:.3g} s"
 
 
 def _suggestion(
