@@ -89,7 +89,7 @@ def suggest(
         ...     return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
         >>> params = {"up": jax.ShapeDtypeStruct((2048, 8192), jnp.bfloat16)}
         >>> params["down"] = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
-        >>> x = jax.ShapeDtypeStruct((256, 2048), jnp.bfloat16)
+        >>> x = jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16)
         >>> given = {"donate_argnames": "params", "check": False}
         >>> found = flm.suggest(step, params, x, mesh="data=2,model=8", **given)
         >>> found.layout_map["down"].axes
