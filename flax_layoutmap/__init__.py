@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from flax_layoutmap._step.accumulate import accumulate as accumulate
     from flax_layoutmap._step.activations import activation_scope as activation_scope
     from flax_layoutmap._step.jit import jit as jit
+    from flax_layoutmap._suggest.suggest import suggest as suggest
+    from flax_layoutmap._suggest.suggestion import Suggestion as Suggestion
 
     __version__: str
 
@@ -52,6 +54,7 @@ _HOMES = {
     "Resolution": "_resolve.resolution",
     "Rule": "_rules.matching",
     "RuleSet": "_rules.rules",
+    "Suggestion": "_suggest.suggestion",
     "TensorLayout": "_core.layout",
     "accumulate": "_step.accumulate",
     "activation_scope": "_step.activations",
@@ -75,6 +78,7 @@ _HOMES = {
     "relayout_like": "_place.relayout",
     "reshard": "_place.reshard",
     "resolve": "_resolve.resolve",
+    "suggest": "_suggest.suggest",
     "testing": None,
 }
 

@@ -107,6 +107,19 @@ def compile(args: Namespace) -> int:
     return _shown(flm.pod.compile(step, *arguments, **options), args)
 
 
+def suggest(args: Namespace) -> int:
+    step, arguments, options = _sources.step_of(args)
+    hbm = None if args.hbm is None else round(args.hbm * 2**30)
+    found = flm.suggest(step, *arguments, hbm=hbm, **options)
+    if args.output is not None:
+        found.layout_map.to_file(args.output)
+    if args.json:
+        _print_json(found.to_json())
+    else:
+        print(found)
+    return _DONE if found.fits else _FOUND
+
+
 def _shown(report: Any, args: Namespace) -> int:
     _show(report, args)
     return _FOUND if report.fits is False else _DONE

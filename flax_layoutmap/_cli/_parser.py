@@ -160,7 +160,7 @@ def _sources(*, required: bool = True) -> tuple[Part, ...]:
 
 
 # A step, its arguments, and where it is to run.
-_STEP_TO_RUN = (
+_STEP_OF = (
     _text("step", "MODULE:FUNCTION", "the step"),
     _value(
         "--args",
@@ -172,8 +172,8 @@ _STEP_TO_RUN = (
     _texts("--donate", "NAME", "an argument of the step to donate; may be repeated"),
     _value("--slices", type=int, metavar="N", help="of the topology"),
     _RULES,
-    *_FORMAT,
 )
+_STEP_TO_RUN = (*_STEP_OF, *_FORMAT)
 
 # ---------------------------------------------------------------------- commands
 
@@ -270,6 +270,20 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "--exact-memory",
             "wait for the whole compile and the peak of memory of its executable",
         ),
+    ),
+    "suggest": (
+        "Suggests rules for a step on a mesh or a topology that this machine does not "
+        "have, found by search under a limit of memory; --rules are for comparison.",
+        "my_model:step --args my_model:arguments --mesh data=4,model=2",
+        *_STEP_OF,
+        _text("--topology", "NAME", "such as v5p:4x4x4"),
+        _value("--hbm", type=float, metavar="GIB", help="memory of one device to use"),
+        _value(
+            *("-o", "--output"),
+            metavar="FILE",
+            help="write the rules to a file (.toml, .json)",
+        ),
+        _JSON,
     ),
     "inspect": (
         "Describes a checkpoint of Orbax, of this library, or of safetensors.",

@@ -84,9 +84,17 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     `jax.sharding.reshard(x, s)`.
     """
     wanted = wanted_layout(layout)
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
-    )
+    with _name_of(layout):
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
+        )
+
+
+def _name_of(layout: Any) -> contextlib.AbstractContextManager[Any]:
+    """Put the name of a layout in those of operations, for programs and profiles."""
+    if isinstance(layout, str):
+        return jax.named_scope(f"names[{layout}]")
+    return contextlib.nullcontext()
 
 
 def place(tree: Any, resolution: Resolution) -> Any:

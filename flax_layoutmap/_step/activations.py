@@ -353,7 +353,9 @@ class Active:
                 f"needs it on the device: leave the kind out, {_OFFLOADED}"
             )
         try:
-            return distribute_tensor(x, self._layout(rule, x.shape))
+            # In the name of the operation, so that programs and profiles show it.
+            with jax.named_scope(f"activations[{paths[-1][0]}]"):
+                return distribute_tensor(x, self._layout(rule, x.shape))
         except (LayoutError, MeshError) as error:
             path = paths[-1][0]
             where = (f"{path!r}" if path else "the model") + f" {tuple(x.shape)}"

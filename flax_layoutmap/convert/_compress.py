@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 # An index in a path: `layers/0`, `layers.0` of Hugging Face, `block_0`.
-_INDEX = re.compile(r"(?<=[/_.])\d+(?=[/.]|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=[/.])")
+INDEX = re.compile(r"(?<=[/_.])\d+(?=[/.]|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=[/.])")
 _ANY_INDEX = r"\d+"
 
 Value = TypeVar("Value", bound=Hashable)
@@ -70,17 +70,17 @@ def _kinds(values: Mapping[str, Value]) -> list[_Kind]:
     """Group the paths that differ in indices alone."""
     groups: dict[str, dict[Hashable, list[str]]] = {}
     for path, value in values.items():
-        own = groups.setdefault(_INDEX.sub("0", path), {})
+        own = groups.setdefault(INDEX.sub("0", path), {})
         own.setdefault(value, []).append(path)
     kinds = []
     for template, by_value in groups.items():
         for value, paths in by_value.items():
             if len(by_value) == 1:
-                slots = [_ANY_INDEX] * len(_INDEX.findall(template))
+                slots = [_ANY_INDEX] * len(INDEX.findall(template))
                 kinds.append(_Kind(_spelled(template, slots), tuple(paths), value))
             else:
                 kinds += [
-                    _Kind(_spelled(path, _INDEX.findall(path)), (path,), value)
+                    _Kind(_spelled(path, INDEX.findall(path)), (path,), value)
                     for path in paths
                 ]
     order = {path: at for at, path in enumerate(values)}
@@ -89,7 +89,7 @@ def _kinds(values: Mapping[str, Value]) -> list[_Kind]:
 
 def _spelled(path: str, slots: Sequence[str]) -> tuple[str, ...]:
     """The parts of a path as regular expressions, with these texts for its indices."""
-    texts = _INDEX.split(path)
+    texts = INDEX.split(path)
     pieces = [re.escape(texts[0])]
     for slot, text in zip(slots, texts[1:], strict=True):
         pieces += [slot, re.escape(text)]

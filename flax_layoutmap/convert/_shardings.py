@@ -1,7 +1,7 @@
 """flm.convert.from_shardings: rules that give each leaf the sharding that it has."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -100,7 +100,7 @@ def rules_for(
     leaves: Sequence[ResolvedLeaf],
     wanted: Mapping[str, TensorLayout],
     mesh: DeviceMesh,
-    resolved: Callable[[RuleSet], Resolution],
+    resolved: Callable[[RuleSet], Iterable[ResolvedLeaf]],
     batch: Any = None,
 ) -> LayoutMap:
     """Few rules by which each leaf gets the layout that is wanted for it.
@@ -205,14 +205,14 @@ def _layouts(
 
 
 def _different(
-    resolution: Resolution, wanted: Mapping[str, TensorLayout]
+    leaves: Iterable[ResolvedLeaf], wanted: Mapping[str, TensorLayout]
 ) -> list[ResolvedLeaf]:
     def layout(one: TensorLayout, ndim: int) -> tuple[Any, ...]:
         return one.memory_kind, one.dims(ndim)
 
     return [
         leaf
-        for leaf in resolution
+        for leaf in leaves
         if leaf.path in wanted
         and layout(leaf.layout, len(leaf.shape))
         != layout(wanted[leaf.path], len(leaf.shape))
@@ -229,11 +229,11 @@ def _use_exact_keys(
 
 
 def _by_owner(
-    resolution: Resolution, wanted: Mapping[str, TensorLayout]
+    leaves: Iterable[ResolvedLeaf], wanted: Mapping[str, TensorLayout]
 ) -> dict[str, TensorLayout]:
     """Path of a parameter → the layout of its state that has the most dims."""
     found: dict[str, ResolvedLeaf] = {}
-    for leaf in resolution:
+    for leaf in leaves:
         if leaf.role == "optimizer" and leaf.owner is not None:
             known = found.setdefault(leaf.owner, leaf)
             if len(leaf.shape) > len(known.shape):

@@ -79,12 +79,7 @@ class Planner:
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         module = self.prepared.lay_out(specs, self.lowered.pairs)
         found = read(module, self.prepared.attributes, self.lowered.state())
-        collectives = tuple(
-            record
-            for one in found.collectives
-            if not one.is_merged
-            for record in _record(one, self.lowered, sizes, self.topology)
-        )
+        collectives = collectives_of(found, self.lowered, sizes, self.topology)
         memory = memory_of(found.arguments, leaves, self.topology)
         if self.platform != "tpu":
             memory = dataclasses.replace(memory, padding_bytes=0)
@@ -136,6 +131,21 @@ def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
                 "traced, and have no effect here; plan again with these rules: "
                 "flm.pod.plan(step, …, layout_map=layout_map)"
             )
+
+
+def collectives_of(
+    found: LaidOut,
+    lowered: Lowered,
+    sizes: Mapping[str, int],
+    topology: Topology | None,
+) -> tuple[Collective, ...]:
+    """The records of the collectives of a program, merged ones once."""
+    return tuple(
+        record
+        for one in found.collectives
+        if not one.is_merged
+        for record in _record(one, lowered, sizes, topology)
+    )
 
 
 def _record(

@@ -95,6 +95,11 @@ def spec_text(dims: Dims) -> str:
     return f"P({', '.join(entries)})"
 
 
+def maker_of(value: Any) -> Any:
+    """The operation whose result a value is; None for an argument of a block."""
+    return getattr(value.owner, "operation", None)
+
+
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name; the step itself is `main`."""
     found = {}

@@ -18,12 +18,12 @@ from typing import Any
 
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
+from flax_layoutmap.pod._early import inline_calls
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
 from flax_layoutmap.pod._hlo_text import Module
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._mlir import functions
-from flax_layoutmap.pod._passes import inline_calls
 from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
 from flax_layoutmap.pod._tpu import rewrite_for_tpus, scatters, within_and_between

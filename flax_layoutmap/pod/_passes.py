@@ -7,18 +7,24 @@ passes stop at calls).
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap.pod._early import inline_calls, replace_early
 from flax_layoutmap.pod._mlir import (
     Attributes,
+    Dims,
     functions,
+    maker_of,
     mesh_of,
-    source_line,
 )
 
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+_PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
 # Propagate shardings to every value, then insert collectives where one must change.
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"
@@ -30,7 +36,8 @@ _NO_PASSES = (
     "use jax 0.8.1 or later, or flm.pod.compile, which needs none"
 )
 
-# Position of an argument of a program → its spec.
+# Position of an argument of a program → its spec, which may have open dims
+# (`PartitionSpec.UNCONSTRAINED`).
 Specs = Mapping[int, Sequence[Any]]
 # Position of a result → that of an argument.
 Pairs = Mapping[int, int]
@@ -44,27 +51,94 @@ class Prepared:
     sizes: dict[str, int]  # axis name → size, of its mesh
     attributes: Attributes  # kept, as most attributes are the same in every layout
 
-    def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
+    def lay_out(
+        self,
+        specs: Specs | None = None,
+        pairs: Pairs | None = None,
+        constraints: Mapping[int, Sequence[Any] | None] | None = None,
+    ) -> Any:
         """Return a copy in which every value has a sharding, and `sdy` collectives.
 
         The specs replace the shardings of arguments. A result of `pairs` that was
-        lowered with the sharding of its argument follows it.
+        lowered with the sharding of its argument follows it. `constraints` has new
+        specs of sharding constraints, by their position; None drops one.
         """
         texts = {at: _checked(spec, self.sizes) for at, spec in (specs or {}).items()}
         module = self.module.clone()
-        ir, passmanager = _bindings()
         with module.context:
             if texts:
                 _rewrite(module, texts, pairs or {})
-            manager = passmanager.PassManager.parse(_PASSES)
-            # The program was verified; to verify it after each pass takes two thirds of
-            # the time.
-            manager.enable_verifier(False)
-            try:
-                manager.run(module)
-            except ir.MLIRError as error:
-                raise _refusal(error) from error
+            if constraints:
+                self._constrain(module, constraints)
+            _run(_PASSES, module)
         return module
+
+    def _constrain(
+        self, module: Any, specs: Mapping[int, Sequence[Any] | None]
+    ) -> None:
+        """Change, or drop, sharding constraints."""
+        ir, _ = _bindings()
+        mesh = mesh_of(module)[0]
+        for at, op in enumerate(constraints_in(module)):
+            spec = specs.get(at, ())
+            if spec is None:
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+            elif at in specs:
+                ndim = len(op.results[0].type.shape)
+                text = sharding_text(_checked(spec, self.sizes), ndim, mesh)
+                op.attributes["sharding"] = ir.Attribute.parse(text)
+
+    def spread(self, specs: Specs) -> tuple[list[Dims], dict[int, Dims]]:
+        """Propagate the shardings of some arguments, with all others open.
+
+        Returns:
+            The axes of each dim of each argument, and of each operand of a sharding
+            constraint, by the position of the constraint; no constraint counts.
+        """
+        ir, _ = _bindings()
+        module = self.module.clone()
+        with module.context:
+            main, name = functions(module)["main"], mesh_of(module)[0]
+            kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+            for where, own in (
+                ("arg_attrs", kinds.inputs),
+                ("res_attrs", kinds.results),
+            ):
+                given = specs if where == "arg_attrs" else {}
+                main.attributes[where] = ir.ArrayAttr.get(
+                    [
+                        ir.DictAttr.get({_SHARDING: ir.Attribute.parse(text)})
+                        for text in _open_texts(own, given, name)
+                    ]
+                )
+            marked = _mark_operands(module, ir)
+            _run(_PROPAGATION, module)
+            main = functions(module)["main"]
+            arguments = [
+                self.attributes.of(one[_SHARDING]) if _SHARDING in one else ()
+                for one in main.attributes["arg_attrs"]
+            ]
+            return arguments, self._read_marked(module, marked)
+
+    def _read_marked(
+        self, module: Any, marked: Mapping[int, tuple[int, int]]
+    ) -> dict[int, Dims]:
+        """The axes of marked operands: position → number of the mark, and result."""
+        found: dict[int, Any] = {}
+
+        def visit(op: Any) -> Any:
+            if _MARK in op.attributes:
+                found[op.attributes[_MARK].value] = self.attributes.per_value(op)
+            return ir.WalkResult.ADVANCE
+
+        ir, _ = _bindings()
+        module.walk(visit)
+        return {
+            at: found[mark][result]
+            for at, (mark, result) in marked.items()
+            if found.get(mark)
+        }
 
 
 def prepare(lowered: Any) -> Prepared:
@@ -85,6 +159,67 @@ def prepare(lowered: Any) -> Prepared:
             raise _refusal(error) from error
     sizes = mesh_of(module)[1]
     return Prepared(module, sizes, Attributes(sizes))
+
+
+def _run(passes: str, module: Any) -> None:
+    ir, passmanager = _bindings()
+    manager = passmanager.PassManager.parse(passes)
+    # The program was verified; to verify it after each pass takes two thirds of the
+    # time.
+    manager.enable_verifier(False)
+    try:
+        manager.run(module)
+    except ir.MLIRError as error:
+        raise _refusal(error) from error
+
+
+def constraints_in(module: Any) -> list[Any]:
+    """The sharding constraints of a module, in order."""
+    ir, _ = _bindings()
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if op.name == "sdy.sharding_constraint":
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit)
+    return found
+
+
+def _open_texts(kinds: Sequence[Any], specs: Specs, mesh: str) -> list[str]:
+    """The sharding of each argument or result; open where there is no spec."""
+    found = []
+    for at, kind in enumerate(kinds):
+        ndim = len(kind.shape)
+        spec = specs.get(at, [UNCONSTRAINED] * ndim)
+        found.append(sharding_text(spec, ndim, mesh))
+    return found
+
+
+# On operations, while passes run: its number, of those that are marked.
+_MARK = "flm.mark"
+
+
+def _mark_operands(module: Any, ir: Any) -> dict[int, tuple[int, int]]:
+    """Drop all constraints, and mark the operations that they were for.
+
+    Returns the mark and the number of the result, by the position of the constraint.
+    """
+    marked: dict[int, tuple[int, int]] = {}
+    number = ir.IntegerType.get_signless(64)
+    for at, op in enumerate(constraints_in(module)):
+        value = op.operands[0]
+        op.results[0].replace_all_uses_with(value)
+        op.erase()
+        maker = maker_of(value)
+        if maker is None:  # an argument of a function or a loop
+            continue
+        if _MARK not in maker.attributes:
+            maker.attributes[_MARK] = ir.IntegerAttr.get(number, at)
+        mark = maker.attributes[_MARK].value
+        marked[at] = mark, list(maker.results).index(value)
+    return marked
 
 
 def _bindings() -> tuple[Any, Any]:
@@ -111,13 +246,20 @@ def sharding_text(spec: Sequence[Any], ndim: int, mesh: str = "mesh") -> str:
     '#sdy.sharding<@mesh, [{"data"}, {}, {"x", "y"}, {}]>'
     """
     entries = [*spec, *[None] * (ndim - len(spec))]
-    dims = ["{" + ", ".join(f'"{axis}"' for axis in _axes(e)) + "}" for e in entries]
+    dims = [
+        "{?}"
+        if entry is UNCONSTRAINED
+        else "{" + ", ".join(f'"{axis}"' for axis in _axes(entry)) + "}"
+        for entry in entries
+    ]
     return f"#sdy.sharding<@{mesh}, [{', '.join(dims)}]>"
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
 
 
 def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
@@ -149,7 +291,7 @@ def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
 _SHARDING = "sdy.sharding"
 
 
-def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
     """A spec without axes of a single device, which the passes remove first."""
     for axis in {axis for entry in spec for axis in _axes(entry)} - set(sizes):
         raise LayoutError(
@@ -157,145 +299,9 @@ def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, .
             f"{', '.join(sizes) or 'no axes'}; plan again with these rules: "
             "flm.pod.plan(step, …, layout_map=layout_map)"
         )
-    return [tuple(axis for axis in _axes(entry) if sizes[axis] > 1) for entry in spec]
-
-
-# ------------------------------------------------------------- before the passes
-
-_CALLS = ("func.call", "call")
-_BROADCAST = "stablehlo.broadcast_in_dim"
-
-
-def inline_calls(functions: dict[str, Any]) -> set[str]:
-    """Inline the calls in `main`, and return the names of all operations.
-
-    Functions that were called stay: something else may name them.
-    """
-    names: set[str] = set()
-    done: set[str] = set()
-
-    def flatten(name: str) -> None:
-        """Inline the calls in a function, once for all that call it."""
-        if name not in done:
-            done.add(name)
-            walk(functions[name].regions[0].blocks[0])
-
-    def walk(block: Any) -> None:
-        for op in list(block.operations):
-            names.add(op.operation.name)
-            if op.operation.name in _CALLS:
-                callee = str(op.attributes["callee"]).lstrip("@").strip('"')
-                flatten(callee)
-                _inline(op, functions[callee])
-                continue
-            for region in op.regions:
-                for inner in region.blocks:
-                    walk(inner)
-
-    flatten("main")
-    return names
-
-
-def _inline(call: Any, callee: Any) -> None:
-    copy = callee.operation.clone()
-    block = copy.regions[0].blocks[0]
-    # Uses are replaced in the copy, where there are few.
-    for argument, operand in zip(block.arguments, call.operands, strict=True):
-        argument.replace_all_uses_with(operand)
-    *body, end = block.operations
-    _give_location(body, call.operation.location, {})
-    for op in body:
-        op.operation.move_before(call.operation)
-    for result, value in zip(call.results, end.operation.operands, strict=True):
-        result.replace_all_uses_with(value)
-    call.operation.erase()
-    copy.erase()
-
-
-def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
-    """Give operations without a source line that of their call.
-
-    A function of JAX is lowered once for all calls, without a source line. `known` maps
-    the locations of operations to those that they get.
-    """
-    from jaxlib.mlir import ir
-
-    for one in operations:
-        op = one.operation
-        own = op.location.attr
-        if own not in known:
-            text = str(op.location)
-            name = text.partition('"')[2].partition('"')[0]
-            known[own] = None
-            if source_line(text) is None:
-                known[own] = ir.Location.name(name, caller) if name else caller
-        if known[own] is not None:
-            op.location = known[own]
-        for region in op.regions:
-            for block in region.blocks:
-                _give_location(block.operations, caller, known)
-
-
-def replace_early(block: Any) -> None:
-    """Replace operations that Shardy does not know by others with the same layout.
-
-    XLA expands CHLO (`erf`, `square`, `top_k`) before Shardy runs. A broadcast that
-    only adds dims of one element becomes a reshape, through which Shardy keeps
-    shardings.
-    """
-    from jaxlib.mlir import ir
-
-    for op in list(block.operations):
-        operation = op.operation
-        for region in operation.regions:
-            for inner in region.blocks:
-                replace_early(inner)
-        if operation.name == _BROADCAST:
-            _replace_broadcast(operation)
-            continue
-        if not operation.name.startswith("chlo."):
-            continue
-        name, operands, attributes = _like(operation)
-        if not name:
-            continue
-        made = ir.Operation.create(
-            name,
-            results=[result.type for result in operation.results],
-            operands=operands,
-            attributes=attributes,
-            loc=operation.location,
-            ip=ir.InsertionPoint(operation),
-        )
-        for result, new in zip(operation.results, made.results, strict=True):
-            result.replace_all_uses_with(new)
-        operation.erase()
-
-
-def _replace_broadcast(op: Any) -> None:
-    """Replace a broadcast that repeats nothing and keeps the order by a reshape."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    given, wanted = op.operands[0].type, op.results[0].type
-    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
-    repeats = math.prod(given.shape) != math.prod(wanted.shape)
-    if repeats or not dims or dims != sorted(dims):
-        return
-    with ir.InsertionPoint(op), op.location:
-        made = stablehlo.ReshapeOp(wanted, op.operands[0])
-    op.results[0].replace_all_uses_with(made.result)
-    op.erase()
-
-
-def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, operands and attributes of one with the same layout; "" without one."""
-    from jaxlib.mlir import ir
-
-    operands = list(op.operands)
-    if op.name == "chlo.top_k":
-        target = ir.StringAttr.get("mhlo.topk")
-        return "stablehlo.custom_call", operands, {"call_target_name": target}
-    types = {value.type for value in (*operands, *op.results)}
-    if len(op.results) == 1 and len(types) == 1:
-        return "stablehlo.maximum", [operands[0], operands[-1]], {}
-    return "", [], {}
+    return [
+        entry
+        if entry is UNCONSTRAINED
+        else tuple(axis for axis in _axes(entry) if sizes[axis] > 1)
+        for entry in spec
+    ]

@@ -12,7 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._mlir import Array, Attributes, AxisRef, functions, parts
+from flax_layoutmap.pod._mlir import (
+    Array,
+    Attributes,
+    AxisRef,
+    functions,
+    maker_of,
+    parts,
+)
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shardy_ops import (
     COPIES,
@@ -26,7 +33,6 @@ from flax_layoutmap.pod._shardy_ops import (
     is_shared,
     last_of,
     location_of,
-    maker_of,
     manual_collective,
     moved_axes,
     multiplications,

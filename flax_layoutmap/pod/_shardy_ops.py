@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from flax_layoutmap.pod._hlo_groups import Grid
-from flax_layoutmap.pod._mlir import Array, Attributes, AxisRef, Dims, source_line
+from flax_layoutmap.pod._mlir import (
+    Array,
+    Attributes,
+    AxisRef,
+    Dims,
+    maker_of,
+    source_line,
+)
 from flax_layoutmap.pod._records import Kind
 
 MOVES: dict[str, Kind] = {
@@ -45,11 +52,6 @@ def last_of(block: Any) -> Any:
     """The operation that ends a block."""
     operations = block.operations
     return operations[len(operations) - 1].operation
-
-
-def maker_of(value: Any) -> Any:
-    """The operation whose result a value is; None for an argument of a block."""
-    return getattr(value.owner, "operation", None)
 
 
 def copied_operand(value: Any, op: Any) -> Any:

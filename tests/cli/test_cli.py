@@ -268,6 +268,16 @@ def test_plan(run: Any) -> None:
     assert code == 2 and "16" in err
 
 
+def test_suggest(run: Any, folder: Path) -> None:
+    own = "suggest my_model:step --args my_model:arguments"
+    code, out, err = run(f"{own} --mesh data=4,model=2 -o found.toml")
+    assert (code, err) == (0, "") and "suggestion for step on mesh" in out
+    assert flm.LayoutMap.from_file(folder / "found.toml").device_mesh is not None
+    code, out, _ = run(f"{own} --mesh data=4,model=2 --hbm 1e-6 --json")
+    data = json.loads(out)
+    assert code == 1 and not data["fits"] and data["rules"]
+
+
 def test_inspect(run: Any) -> None:
     code, out, _ = run("inspect runs")
     assert code == 0 and "model/up/kernel" in out and "step 7 (1 of 1)" in out
@@ -453,6 +463,7 @@ def test_json_of_every_command(run: Any, folder: Path) -> None:
         *("inspect runs", "verify runs", "convert rules.toml every.json"),
         "restore runs/7 --to nowhere --mesh data=4,model=2 --dry-run",
         "plan my_model:step --args my_model:arguments --rules rules.toml",
+        "suggest my_model:step --args my_model:arguments --mesh data=2",
         "detect --checkpoint runs/7",
     ]
     rest = {"compile", "preset"}

@@ -28,6 +28,7 @@ LAYERS = (
     ("convert", "testing"),
     ("presets",),
     ("_pytest_plugin", "pod"),
+    ("_suggest",),
     ("__init__",),
     ("_cli",),
     ("__main__",),

@@ -24,6 +24,7 @@ CLASSES = [
     "Resolution",
     "Rule",
     "RuleSet",
+    "Suggestion",
     "TensorLayout",
 ]
 FUNCTIONS = [
@@ -41,6 +42,7 @@ FUNCTIONS = [
     "relayout_like",
     "reshard",
     "resolve",
+    "suggest",
 ]
 NAMESPACES = {
     "checkpoint": [

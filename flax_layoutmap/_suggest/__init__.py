@@ -1,0 +1,1 @@
+"""Rules that are found by search: `flm.suggest`."""

@@ -1,0 +1,425 @@
+"""A step that was lowered once, and what a search may decide about it.
+
+A decision is about all parameters of equal layers: one pattern of paths and one shape.
+The outputs of modules are lowered with sharding constraints, which carry the paths of
+their modules in their names; a candidate changes or drops them.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap.convert._compress import INDEX
+from flax_layoutmap.pod._lowered import Lowered
+from flax_layoutmap.pod._mlir import bytes_of, functions
+from flax_layoutmap.pod._passes import UNCONSTRAINED, Prepared, constraints_in, prepare
+
+# The axes of each dim of an array.
+Spec = tuple[tuple[str, ...], ...]
+# A dim of a group (`"parameter"`), of an output (`"output"`) or of data (`"data"`).
+Node = tuple[str, int, int]
+
+_POINT = re.compile(r"(activations|names)\[([^\]]*)\]")
+# Parameters of fewer bytes than this share of all stay replicated.
+_LITTLE = 1e-3
+
+
+def of_layers(path: str) -> str:
+    """The path with `0` for each index of a layer, which has parts of its own.
+
+    >>> of_layers("layers/11/attention/kernel"), of_layers("layers/11/kernel")
+    ('layers/0/attention/kernel', 'layers/11/kernel')
+    """
+
+    def written(index: re.Match[str]) -> str:
+        return "0" if path.count("/", index.end()) > 1 else index[0]
+
+    return INDEX.sub(written, path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters of equal layers, and their optimizer state.
+
+    Attributes:
+        path: the path of the first, with `0` for each index.
+        paths: of all.
+        shape: of each.
+        bytes: of all, on all devices.
+        arguments: positions in the program.
+        state: position of each leaf of optimizer state, with the dim of the parameter
+            that each of its dims came from.
+        dims: those that may be sharded; none of a small one, and not that of layers
+            which a loop takes one by one.
+    """
+
+    path: str
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    arguments: tuple[int, ...]
+    state: tuple[tuple[int, tuple[int | None, ...]], ...]
+    dims: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """The output of equal modules, or a layout that the model asks for by name.
+
+    Attributes:
+        section: `"activations"` or `"names"`.
+        paths: of the modules, or the name.
+        shape: of the output.
+        constraints: positions in the program.
+    """
+
+    section: str
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]
+    constraints: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout of everything.
+
+    Attributes:
+        batch: the axes that shard the batch.
+        specs: of each group.
+        placed: pairs of a mesh axis and the number of the class that it shards.
+        turned: points where an axis that the batch and a class have is that of the
+            class.
+        fixed: the points with a rule; None: all are on the batch axes, and their other
+            dims are open, which no rules can say.
+    """
+
+    batch: tuple[str, ...]
+    specs: tuple[Spec, ...]
+    placed: frozenset[tuple[str, int]] = frozenset()
+    turned: frozenset[int] = frozenset()
+    fixed: frozenset[int] | None = None
+
+
+def groups_of(nodes: Iterable[Node]) -> set[int]:
+    """The groups of parameters in a class."""
+    return {number for kind, number, _ in nodes if kind == "parameter"}
+
+
+def _takes_layers(use: Any) -> bool:
+    """Whether a loop takes the entries of an argument's first dim one by one."""
+    loop = use.owner.operation
+    if loop.name != "stablehlo.while":
+        return False
+    inside = loop.regions[1].blocks[0].arguments[use.operand_number]
+    users = [one.owner.operation for one in inside.uses]
+    return any(
+        user.name == "stablehlo.dynamic_slice" and user.results[0].type.shape[0] == 1
+        for user in users
+    )
+
+
+def seed_rules(mesh: DeviceMesh) -> LayoutMap:
+    """Rules that replicate everything, with a constraint on each output."""
+    rules = LayoutMap(mesh, batch=(), strict=False, indivisible="replicate")
+    rules[".*"] = None
+    rules.names[".*"] = (...,)
+    rules.activations.add(Rule(".*", (...,), rank="skip"))
+    return rules
+
+
+class Problem:
+    """A lowered step, its groups, points and classes."""
+
+    def __init__(self, lowered: Lowered, mesh: DeviceMesh) -> None:
+        """`lowered` is by `seed_rules`."""
+        self.lowered = lowered
+        self.mesh = mesh
+        self.sizes = {name: n for name, n in mesh.axis_sizes.items() if n > 1}
+        self.prepared: Prepared = prepare(lowered.lowered)
+        self.data = [
+            (at, shape)
+            for at, shape in enumerate(self._shapes)
+            if lowered.leaves[at].role == "data" and shape
+        ]
+        self.groups = self._groups()
+        # The constraints of no point, by position.
+        self.dropped: list[int] = []
+        self.points = self._points()
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        main = functions(self.prepared.module)["main"]
+        arguments = main.regions[0].blocks[0].arguments
+        return [tuple(one.type.shape) for one in arguments]
+
+    def _dims_of(self, at: int) -> tuple[int, ...]:
+        main = functions(self.prepared.module)["main"].regions[0].blocks[0]
+        argument = main.arguments[at]
+        first = 1 if any(map(_takes_layers, argument.uses)) else 0
+        return tuple(range(first, len(argument.type.shape)))
+
+    def _groups(self) -> list[Group]:
+        layouts, leaves = self.lowered.layouts, self.lowered.leaves
+        place: dict[int, int] = {}  # number of a leaf of state → that of the argument
+        at_of = {leaf: at for at, leaf in enumerate(self.lowered.kept)}
+        leaf = state = 0
+        for part in layouts.parts:
+            for _ in part.leaves:
+                if part.name in layouts.names:
+                    if leaf in at_of:
+                        place[state] = at_of[leaf]
+                    state += 1
+                leaf += 1
+        origins = layouts.origins
+        owned = collections.defaultdict(list)
+        for number, origin in enumerate(origins.state or ()):
+            if origin is None or origin.owner is None or origin.dims is None:
+                continue
+            if origin.owner in origins.owners and number in place:
+                owner = place.get(origins.owners[origin.owner])
+                owned[owner].append((place[number], origin.dims))
+        found = collections.defaultdict(list)
+        for at in place.values():
+            if leaves[at].role in ("parameter", "other") and self._shapes[at]:
+                found[of_layers(leaves[at].path), self._shapes[at]].append(at)
+        elements = [
+            self.prepared.attributes.type_of(one)[1]
+            for one in functions(self.prepared.module)["main"]
+            .regions[0]
+            .blocks[0]
+            .arguments
+        ]
+        sizes = {
+            key: sum(bytes_of(key[1], elements[at]) for at in own)
+            for key, own in found.items()
+        }
+        least = _LITTLE * sum(sizes.values())
+        groups = [
+            Group(
+                path=key[0],
+                paths=tuple(leaves[at].path for at in own),
+                shape=key[1],
+                bytes=sizes[key],
+                arguments=tuple(own),
+                state=tuple(pair for at in own for pair in owned[at]),
+                dims=self._dims_of(own[0]) if sizes[key] >= least else (),
+            )
+            for key, own in found.items()
+        ]
+        # By what does not depend on names, as far as it tells them apart.
+        return sorted(groups, key=lambda one: (-one.bytes, one.shape, one.path))
+
+    def _points(self) -> list[Point]:
+        found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        parameters = {group.path for group in self.groups} | {
+            path for group in self.groups for path in group.paths
+        }
+        for at, op in enumerate(constraints_in(self.prepared.module)):
+            name = self.prepared.attributes.location(op).partition('"')[2]
+            named = _POINT.findall(name.partition('"')[0])
+            if named and not named[-1][1]:  # a whole model: rules are for its parts
+                self.dropped.append(at)
+            elif named:
+                section, path = named[-1]
+                shape = tuple(op.results[0].type.shape)
+                below = f"{path}/"
+                has_parts = any("/" in one.partition(below)[2] for one in parameters)
+                layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
+                key = section, layer, shape
+                found.setdefault(key, []).append((at, path))
+        points = [
+            Point(
+                section,
+                tuple(dict.fromkeys(path for _, path in own)),
+                shape,
+                tuple(at for at, _ in own),
+            )
+            for (section, _, shape), own in found.items()
+        ]
+        return sorted(points, key=lambda one: (one.section, one.shape, one.paths))
+
+    # ------------------------------------------------------------------ classes
+
+    @functools.cached_property
+    def batch_class(self) -> frozenset[Node]:
+        """The dims that follow the first dims of the data."""
+        if not self.data or not self.sizes:
+            return frozenset()
+        axis = min(self.sizes, key=lambda name: (self.sizes[name], name))
+        return self._followers({at: ((axis,),) for at, _ in self.data})
+
+    @functools.cached_property
+    def classes(self) -> list[frozenset[Node]]:
+        """Sets of dims that follow one another, those of the most bytes first."""
+        found: dict[frozenset[Node], None] = {}
+        if not self.sizes:
+            return []
+        axis = min(self.sizes, key=lambda name: (self.sizes[name], name))
+        seen: set[Node] = set()
+        for number, group in enumerate(self.groups):
+            for dim in group.dims:
+                node, size = ("parameter", number, dim), group.shape[dim]
+                if node in seen or size % self.sizes[axis] or node in self.batch_class:
+                    continue
+                dims = range(len(group.shape))
+                spec = [(axis,) if one == dim else () for one in dims]
+                own = self._followers({at: spec for at in group.arguments}) | {node}
+                seen |= {one for one in own if one[0] == "parameter"}
+                found[own] = None
+        return sorted(found, key=self._order)
+
+    def _order(self, nodes: frozenset[Node]) -> tuple[Any, ...]:
+        """By the bytes of the parameters of a class, then by the sizes of its dims."""
+        own = [(number, dim) for kind, number, dim in nodes if kind == "parameter"]
+        weight = sum(self.groups[number].bytes for number, _ in own)
+        sizes = sorted((self.groups[number].shape[dim] for number, dim in own))
+        return -weight, [-size for size in sizes], sorted(nodes)
+
+    def has_most(self, nodes: frozenset[Node]) -> bool:
+        """Whether a class has dims of most large groups."""
+        large = sum(1 for group in self.groups if group.dims)
+        return len(groups_of(nodes)) > large / 2
+
+    @functools.cached_property
+    def model_dim(self) -> frozenset[Node]:
+        """The class of most large groups, if there is one such class alone."""
+        most = [own for own in self.classes if self.has_most(own)]
+        return most[0] if len(most) == 1 else frozenset()
+
+    @functools.cached_property
+    def batches(self) -> list[tuple[str, ...]]:
+        """The sets of axes that the batch may be split over, the largest first."""
+        firsts = [shape[0] for _, shape in self.data]
+        found = [
+            axes
+            for count in range(len(self.sizes), -1, -1)
+            for axes in itertools.combinations(self.sizes, count)
+            if not axes or any(self.divides(size, axes) for size in firsts)
+        ]
+        return found if len(found) == 1 else [axes for axes in found if axes]
+
+    def _followers(self, seeds: Mapping[int, Any]) -> frozenset[Node]:
+        arguments, operands = self.prepared.spread(seeds)
+        found: set[Node] = set()
+
+        def add(kind: str, number: int, dims: Sequence[Any]) -> None:
+            found.update((kind, number, dim) for dim, axes in enumerate(dims) if axes)
+
+        for number, group in enumerate(self.groups):
+            add("parameter", number, arguments[group.arguments[0]])
+        for number, (at, _) in enumerate(self.data):
+            add("data", number, arguments[at])
+        for number, point in enumerate(self.points):
+            for at in point.constraints:
+                if any(operands.get(at, ())):
+                    add("output", number, operands[at])
+                    break
+        return frozenset(found)
+
+    # --------------------------------------------------------------- candidates
+
+    def divides(self, size: int, axes: Sequence[str]) -> bool:
+        """Whether a dim of this size can be split over some axes."""
+        return size % math.prod(self.sizes[axis] for axis in axes) == 0
+
+    def batch_axes(self, at: int, batch: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of the batch that the first dim of an array of data divides by."""
+        shape = self.data[at][1]
+        return batch if self.divides(shape[0], batch) else ()
+
+    def point_spec(self, number: int, candidate: Candidate) -> Spec:
+        """The layout of an output under a rule.
+
+        An axis that is of the batch and of a class goes to one of the two.
+        """
+        point = self.points[number]
+        found: list[tuple[str, ...]] = [()] * len(point.shape)
+        by_batch = [
+            (axis, dim)
+            for dim, follows in enumerate(self._follow_batch(number))
+            if follows
+            for axis in candidate.batch
+        ]
+        by_class = [
+            (axis, dim)
+            for axis, at in sorted(candidate.placed)
+            for dim in range(len(point.shape))
+            if ("output", number, dim) in self.classes[at]
+        ]
+        is_turned = number in candidate.turned
+        used: set[str] = set()
+        for axis, dim in by_class + by_batch if is_turned else by_batch + by_class:
+            if axis not in used and self.divides(point.shape[dim], (*found[dim], axis)):
+                used.add(axis)
+                found[dim] += (axis,)
+        return tuple(found)
+
+    @functools.cached_property
+    def exchanges(self) -> dict[int, list[frozenset[int]]]:
+        """Classes that named layouts have beside the batch → points that may be turned.
+
+        As of tokens by expert: from where they are to the devices of their experts. Of
+        the named ones all are, or one; the outputs of modules between them always.
+        """
+        found = {}
+        for number, nodes in enumerate(self.classes):
+            own = {at for kind, at, _ in nodes if kind == "output"}
+            both = {at for at in own if any(self._follow_batch(at))}
+            named = {at for at in both if self.points[at].section == "names"}
+            if named and not self.has_most(nodes):
+                one_by_one = (both - named | {at} for at in sorted(named))
+                found[number] = [*map(frozenset, (both, *one_by_one))]
+        return found
+
+    def arguments(self, candidate: Candidate) -> dict[int, Spec]:
+        """The specs of the program's arguments."""
+        found: dict[int, Spec] = {}
+        for number, (at, shape) in enumerate(self.data):
+            own = self.batch_axes(number, candidate.batch)
+            found[at] = (own, *[()] * (len(shape) - 1))
+        for group, spec in zip(self.groups, candidate.specs, strict=True):
+            found.update(dict.fromkeys(group.arguments, spec))
+            for at, dims in group.state:
+                found[at] = tuple(() if dim is None else spec[dim] for dim in dims)
+        return found
+
+    def constraints(self, candidate: Candidate) -> dict[int, Any]:
+        """The specs of the program's constraints; None for one without a rule."""
+        found: dict[int, Any] = dict.fromkeys(self.dropped)
+        for number, point in enumerate(self.points):
+            spec: Any = None
+            is_turned = number in candidate.turned
+            if candidate.fixed is None:
+                spec = [
+                    axes if follows or is_turned and axes else UNCONSTRAINED
+                    for axes, follows in zip(
+                        self.point_spec(number, candidate),
+                        self._follow_batch(number),
+                        strict=True,
+                    )
+                ]
+            elif number in candidate.fixed:
+                spec = self.point_spec(number, candidate)
+            found.update(dict.fromkeys(point.constraints, spec))
+        return found
+
+    def _follow_batch(self, number: int) -> list[bool]:
+        """Whether each dim of an output follows the batch."""
+        dims = range(len(self.points[number].shape))
+        return [("output", number, dim) in self.batch_class for dim in dims]
+
+    def lay_out(self, candidate: Candidate) -> Any:
+        """The program under a candidate, with collectives."""
+        return self.prepared.lay_out(
+            self.arguments(candidate),
+            self.lowered.pairs,
+            self.constraints(candidate),
+        )
