@@ -33,13 +33,17 @@ from flax_layoutmap._rules import rules_file as _rules_file
 from flax_layoutmap._rules import serialise as _serialise
 
 DOCS = ROOT / "docs"
-FILES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+FILES = {"README": ROOT / "README.md"} | {
+    str(path.relative_to(DOCS).with_suffix("")): path
+    for path in sorted(DOCS.rglob("*.md"))
+}
 PAGES = {name: path.read_text("utf-8") for name, path in FILES.items()}
-# The command line has no Python; README runs in a process of its own, below.
-RUN = sorted(PAGES.keys() - {"README", "command_line"})
+# README runs in a process of its own, below.
+RUN = [name for name, text in PAGES.items() if "```python" in text and name != "README"]
 
 BLOCK = re.compile(
-    r"```(python|text|toml|json)(?: file=(\S+))?\n(.*?)^```", re.DOTALL | re.MULTILINE
+    r'```(python|text|toml|json)(?: title="(\S+)")?\n(.*?)^```',
+    re.DOTALL | re.MULTILINE,
 )
 # What a page takes as imported, for brevity.
 IMPORTED = {"coming_from": {"flm": flm, "nnx": nnx, "nn": nn, "jax": jax, "jnp": jnp}}
@@ -188,6 +192,16 @@ def test_what_has_no_meaning_here_has_a_reason() -> None:
     for name, table in tables.items():
         for behaviour, reason in table.items():
             assert behaviour and len(reason.split()) > 1, (name, behaviour)
+
+
+# ------------------------------------------------------------------------ errors
+
+
+def test_each_kind_of_error_has_a_section() -> None:
+    kinds = {name for name in vars(flm.errors) if not name.startswith("_")}
+    sections = re.findall(r"^## (\w+)$", PAGES["errors"], re.MULTILINE)
+    linked = re.findall(r"^\| \[(\w+)\]\(#", PAGES["errors"], re.MULTILINE)
+    assert sections == linked and set(sections) == kinds - {"LayoutError"}
 
 
 # ------------------------------------------------------------------- checkpoints
