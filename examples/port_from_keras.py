@@ -164,7 +164,7 @@ def main() -> int:
     ways = math.gcd(flm.keras.get_device_count(), HEADS)
     layout_map = layout_map_for(flm.DeviceMesh(f"data=-1,model={ways}"))
     show_paths(layout_map)
-    print(layout_map.resolve(make_model).report())
+    layout_map.resolve(make_model).show()
     output = "decoder_block/0/ffw_gating/output"
     print(f"\nWhat a layer returns, in flm.jit: {output} -> {layout_map[output]}\n")
 

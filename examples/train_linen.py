@@ -94,7 +94,7 @@ def main() -> int:
         params = model.init(jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    print(here.resolve(make_state).report())
+    here.resolve(make_state).show()
     state, _ = train(flm.create(make_state, here), here, text, steps // 2)
     with tempfile.TemporaryDirectory() as folder:
         path, target = Path(folder) / "checkpoint", jax.eval_shape(make_state)

@@ -220,7 +220,7 @@ def main() -> int:
     jit = partial(flm.jit, train_step, donate_argnames=("model", "optimizer"))
 
     layout_map = layout_map_for(mesh)
-    print(layout_map.resolve(make_model).report())
+    layout_map.resolve(make_model).show()
     model = flm.create(make_model, layout_map)
     optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
     training: dict[str, Any] = {"model": model, "optimizer": optimizer}

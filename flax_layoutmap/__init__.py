@@ -78,28 +78,6 @@ _HOMES = {
     "testing": None,
 }
 
-# Names that were at the top once → the public module that has them.
-_MOVED = {
-    "CheckpointError": "errors",
-    "MeshError": "errors",
-    "ProcessError": "errors",
-    "ResolveError": "errors",
-    "RuleError": "errors",
-    "StructureError": "errors",
-    "call_with_layout": "dtensor",
-    "check_layout": "dtensor",
-    "copy_to_mesh": "dtensor",
-    "default_mesh": "dtensor",
-    "fetch_layout": "dtensor",
-    "get_default_mesh": "dtensor",
-    "get_device_count": "keras",
-    "initialize": "keras",
-    "is_distributed": "dtensor",
-    "list_devices": "keras",
-    "pack": "dtensor",
-    "unpack": "dtensor",
-}
-
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -117,8 +95,6 @@ if not TYPE_CHECKING:
 
             home = import_module(f"{__name__}.{_HOMES[name] or name}")
             value = getattr(home, name) if _HOMES[name] else home
-        elif name in _MOVED:
-            raise AttributeError(f"flm.{name} is now flm.{_MOVED[name]}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -29,6 +29,7 @@ from flax_layoutmap._birth.programs import (
 from flax_layoutmap._core.errors import warn
 from flax_layoutmap._core.mesh import retyped, spread
 from flax_layoutmap._place.place import is_eager, put
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.jaxprs import SMALL, calls_in_line, every, size_of
 from flax_layoutmap._tree.trace import Traced
@@ -67,8 +68,9 @@ def arrays_of(
     jaxpr, values, mesh = _on_the_mesh(traced, shardings)
     _warn_of_keys(jaxpr, wanted)
     plan = cuts_of(jaxpr, values, wanted, mesh, names=names, exact=exact)
-    programs = compiled(plan.steps)
-    arrays = _run(plan, programs)
+    with shown_progress(f"creating {len(shardings)} arrays"):
+        programs = compiled(plan.steps)
+        arrays = _run(plan, programs)
     count = len(arrays) - traced.updates
     return arrays[:count], arrays[count:]
 

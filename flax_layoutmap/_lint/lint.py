@@ -25,6 +25,12 @@ from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Matcher, Rule
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import (
+    NOTEBOOK_WIDTH,
+    as_html,
+    coloured_lines,
+    wrapped,
+)
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -123,6 +129,10 @@ class LintReport(Sequence[LintIssue]):
         return "\n".join([*lines, ", ".join(counts)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = wrapped(str(self).splitlines(), NOTEBOOK_WIDTH)
+        return as_html(coloured_lines(lines, ()))
 
     def problems(self, level: Severity = "error") -> list[str]:
         """The text of each issue that counts.

@@ -37,8 +37,6 @@ from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import no_mesh
 
-_SHOW_FROM = 1 << 30
-
 
 def reshard(
     tree: Any,
@@ -69,7 +67,8 @@ def reshard(
             layout; of any other tree they are lost.
         verify: compare a checksum of each JAX array before and after, as those of
             checkpoints. It reads the array twice.
-        progress: show a bar; None shows it on a terminal, from 1 GiB on.
+        progress: show a bar; None: once it has taken 2 seconds, on a
+            terminal or in a notebook.
 
     Returns:
         The tree with its leaves in the new layouts; those that have it already are
@@ -105,10 +104,9 @@ def reshard(
         agreement.add(lambda: {"moved leaves": [move.path for move in moves]})
         agreement.add(lambda: {"options": f"max_bytes={max_bytes}, verify={verify}"})
     total, done = sum(move.bytes for move in moves), Counter[str]()
-    shown = False if progress is None and total < _SHOW_FROM else progress
     new = list(leaves)
     try:
-        with shown_progress("moving", total, shown, done.total):
+        with shown_progress("moving", total, progress, done.total):
             for chunk in _chunks(moves, max_bytes):
                 for move, value in _moved(chunk, max_bytes, donate, verify, done):
                     for at in move.places:

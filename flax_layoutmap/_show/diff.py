@@ -38,7 +38,14 @@ from flax_layoutmap._show.table import (
     markdown_list,
     path_cell,
 )
-from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, show, wrapped
+from flax_layoutmap._show.terminal import (
+    NOTEBOOK_WIDTH,
+    as_html,
+    coloured_grid,
+    coloured_lines,
+    show,
+    wrapped,
+)
 from flax_layoutmap._tree.paths import Fold, apart, fold, natural_key, relation
 
 if TYPE_CHECKING:
@@ -157,6 +164,9 @@ class ResolutionDiff:
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[Text]":
         return _coloured(self, True, options.max_width)
+
+    def _repr_html_(self) -> str:
+        return as_html(_coloured(self, True, NOTEBOOK_WIDTH))
 
     def __repr__(self) -> str:
         counts = collections.Counter(one.change for one in self.changes)

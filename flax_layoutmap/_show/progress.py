@@ -1,70 +1,121 @@
-"""A progress bar of bytes on the terminal of process 0."""
+"""Progress of long work on the terminal, or in the notebook, of process 0."""
 
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from flax_layoutmap._core.errors import visible
+from flax_layoutmap._show.terminal import as_html
 
-_SECONDS = 0.2
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# Without being asked, show work that takes longer than this.
+_FROM_SECONDS = 2.0
+_EVERY_SECONDS = 0.2
 
 
 def is_shown(shown: bool | None) -> bool:
-    """Whether this process shows progress; None: if it is process 0 on a terminal."""
-    if jax.process_index() != 0:
+    """Whether this process may show progress; None: on a terminal or in a notebook."""
+    if jax.distributed.is_initialized() and jax.process_index() != 0:
         return False
-    return sys.stderr.isatty() if shown is None else shown
+    return (sys.stderr.isatty() or _in_notebook()) if shown is None else shown
+
+
+def _in_notebook() -> bool:
+    if "IPython" not in sys.modules:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 @contextlib.contextmanager
 def shown_progress(
     what: str,
-    total: int,
-    shown: bool | None,
-    count: Callable[[], int],
+    total: int | None = None,
+    shown: bool | None = None,
+    count: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
-    """Show on process 0 how many bytes a block reads, writes or moves.
+    """Show on process 0 how far a block is.
 
-    `shown=None` shows it on a terminal only; `count` returns the bytes so far.
+    Args:
+        what: what the block does: "restoring model".
+        total: bytes that it reads, writes or moves; None shows the seconds alone.
+        shown: whether to show it; None: where there is a terminal or a notebook, once
+            the block has taken 2 seconds.
+        count: returns the bytes so far.
     """
-    if total <= 0 or not is_shown(shown):
+    if total == 0 or not is_shown(shown):
         yield
         return
+    before, start, ended = count(), time.monotonic(), threading.Event()
+    delay = _FROM_SECONDS if shown is None else 0.0
+
+    def watch() -> None:
+        if delay and ended.wait(delay):
+            return
+        bar = _bar(is_counted=total is not None)
+        task = bar.add_task(visible(what), total=total)
+        bar.tasks[task].start_time = start
+        with _shown(bar) as refresh:
+            while not ended.wait(_EVERY_SECONDS):
+                if total is not None:
+                    bar.update(task, completed=min(count() - before, total))
+                refresh()
+            if total is not None and succeeded:
+                bar.update(task, completed=total)
+            refresh()
+
+    succeeded = False
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+        succeeded = True
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _bar(*, is_counted: bool) -> "Progress":
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         Progress,
+        SpinnerColumn,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
+    text = TextColumn("{task.description}", markup=False)
+    bytes_so_far = (
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    before = count()
-    ended = threading.Event()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(visible(what), total=total)
+    columns = bytes_so_far if is_counted else (SpinnerColumn(), TimeElapsedColumn())
+    return Progress(text, *columns, console=Console(stderr=True))
 
-        def watch() -> None:
-            while not ended.wait(_SECONDS):
-                done = min(count() - before, total)
-                progress.update(task, completed=done)
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-            progress.update(task, completed=total)
-        finally:
-            ended.set()
-            watcher.join()
+@contextlib.contextmanager
+def _shown(bar: "Progress") -> Iterator[Callable[[], object]]:
+    """Show a bar while the context is open; the value draws it again."""
+    if not _in_notebook():
+        with bar:
+            yield bar.refresh
+        return
+    # rich's own way needs ipywidgets.
+    from IPython.display import HTML, display
+
+    cell: Any = display(HTML(""), display_id=True)
+    yield lambda: cell.update(HTML(as_html([bar.get_renderable()])))

@@ -1,5 +1,6 @@
 """Print grids and lines of text in the colours of a terminal."""
 
+import io
 import os
 import re
 import textwrap
@@ -12,6 +13,7 @@ from flax_layoutmap._core.errors import visible
 from flax_layoutmap._show.table import Grid
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
 # By the position of an axis in its mesh. The first two are distinct for all readers
@@ -23,6 +25,18 @@ _CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "
 _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
 _NARROWEST = 20
+# Red, green, yellow, blue, magenta, cyan, white: legible on light and dark pages.
+_ON_ANY_PAGE = [
+    (205, 60, 60),
+    (50, 140, 60),
+    (165, 120, 0),
+    (70, 125, 210),
+    (175, 80, 175),
+    (20, 140, 150),
+    (128, 128, 128),
+]
+_GREY = (128, 128, 128)
+NOTEBOOK_WIDTH = 110  # a cell's output is about as wide
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
 _FOLDED = r"\{[\d.,…]+\}| ×\d+"
 
@@ -100,12 +114,37 @@ def show(
     if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
         return
     console = Console(file=file)
-    if console.is_terminal or console.is_jupyter:
+    if console.is_jupyter:
+        from IPython.display import HTML, display
+
+        display(HTML(as_html(lines(NOTEBOOK_WIDTH))))
+        return
+    if console.is_terminal:
         for line in lines(console.width):
             console.print(line, soft_wrap=True)
         return
     width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
     print(text(width), file=console.file)
+
+
+def as_html(lines: "Iterable[RenderableType]") -> str:
+    """What rich prints, in the colours of the terminal, for a cell of a notebook."""
+    from rich.console import Console
+    from rich.terminal_theme import TerminalTheme
+
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=NOTEBOOK_WIDTH,
+        force_jupyter=False,
+        force_terminal=True,
+        color_system="standard",
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    frame = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
+    theme = TerminalTheme(_GREY, _GREY, [_GREY, *_ON_ANY_PAGE], None)
+    return console.export_html(theme=theme, code_format=frame, inline_styles=True)
 
 
 def _cell(

@@ -283,8 +283,8 @@ def verify(
         item: which tree, if the checkpoint holds several.
         host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
             but whole.
-        progress: whether process 0 shows on stderr how much has been read; None: if
-            that is a terminal.
+        progress: whether process 0 shows on stderr how much has been read; None: as
+            in `restore`.
 
     Returns:
         How much was compared.

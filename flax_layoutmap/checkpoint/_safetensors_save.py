@@ -80,8 +80,8 @@ def save_safetensors(
             complete beside it.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
             requires, is added.
-        progress: whether process 0 shows on stderr how much has been written; None
-            shows it on a terminal. Or a function that process 0 calls after each tensor
+        progress: whether process 0 shows on stderr how much has been written; None: as
+            in `restore`. Or a function that process 0 calls after each tensor
             with the bytes written so far, and the total.
 
     Raises:

@@ -10,6 +10,7 @@ from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.pod._aot import (
     Compiled,
@@ -136,8 +137,9 @@ def plan(
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
-    made = Planner(lowered, own, where, prepare(lowered.lowered), platform, rules)
-    return planned(made, start, timeout)
+    with shown_progress(f"planning {lowered.name}"):
+        made = Planner(lowered, own, where, prepare(lowered.lowered), platform, rules)
+        return planned(made, start, timeout)
 
 
 def planned(step: Planner, start: float, timeout: float) -> PodReport:
@@ -292,16 +294,17 @@ def compile(
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", own)
     ends = start + timeout
-    done = compile_for(
-        code_of(lowered.lowered.compiler_ir("stablehlo").operation),
-        where,
-        own.axis_sizes,
-        timeout=timeout,
-        options=compiler_options,
-        exact_memory=exact_memory,
-    )
-    left = None if done.text is not None else ends - time.perf_counter()
-    found = _planned(lowered, own, where, start, left)
+    with shown_progress(f"compiling {lowered.name} for {where}"):
+        done = compile_for(
+            code_of(lowered.lowered.compiler_ir("stablehlo").operation),
+            where,
+            own.axis_sizes,
+            timeout=timeout,
+            options=compiler_options,
+            exact_memory=exact_memory,
+        )
+        left = None if done.text is not None else ends - time.perf_counter()
+        found = _planned(lowered, own, where, start, left)
     if done.text is None:
         report = _too_large(found, done)
     else:

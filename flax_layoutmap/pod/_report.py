@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import show
+from flax_layoutmap._show.terminal import NOTEBOOK_WIDTH, as_html, show
 from flax_layoutmap.pod import _report_text
 from flax_layoutmap.pod._records import KINDS, Collective, Findings, Kind
 
@@ -104,6 +104,9 @@ class PodReport(Findings):
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterable[Text]":
         return _report_text.coloured(self, options.max_width)
+
+    def _repr_html_(self) -> str:
+        return as_html(_report_text.coloured(self, NOTEBOOK_WIDTH))
 
     def __str__(self) -> str:
         return self.report()

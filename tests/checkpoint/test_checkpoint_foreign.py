@@ -407,26 +407,6 @@ def test_progress_is_shown_where_it_is_asked_for(
     assert "restoring" in shown and ("iB" in shown or "bytes" in shown)
 
 
-def test_progress_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flax_layoutmap._show import progress
-
-    seen: list[int] = []
-    monkeypatch.setattr(progress, "_SECONDS", 0.001)
-
-    def count() -> int:
-        seen.append(len(seen) * 10)
-        return seen[-1]
-
-    with progress.shown_progress("x", 1000, True, count):
-        while len(seen) < 4:
-            pass
-    assert seen[:3] == [0, 10, 20]
-    before = len(seen)
-    with progress.shown_progress("x", 0, True, count):
-        pass
-    assert len(seen) == before
-
-
 # ------------------------------------------------------------------- inspect, plan
 
 

@@ -62,14 +62,19 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def resolved(name: str, **options: Any) -> flm.Resolution:
-    """The name as a key, as an axis, and in a pattern."""
+def ruled(name: str, **options: Any) -> flm.LayoutMap:
+    """The name as an axis, and in a pattern."""
     mesh = flm.DeviceMesh.abstract((2, 4), ("data", name))
     layout_map = flm.LayoutMap(mesh, **options)
     layout_map["kernel"] = (None, name)
     layout_map[f"unused{re.escape(name)}"] = None
+    return layout_map
+
+
+def resolved(name: str, **options: Any) -> flm.Resolution:
+    """The name as a key, as an axis, and in a pattern."""
     tree = {name: {"kernel": struct(8, 16)}, "other": {name: struct(64, 64)}}
-    return layout_map.resolve(tree)
+    return ruled(name, **options).resolve(tree)
 
 
 def problem(call: Callable[[], Any]) -> str:
@@ -220,6 +225,13 @@ HTML: dict[str, Callable[[str], str]] = {
     "array in a notebook": lambda name: drawn(name)._repr_html_(),
     "mesh": lambda name: flm.draw.mesh(resolved(name).mesh).html(),
     "compare": lambda name: flm.draw.compare(resolved(name), resolved("w")).html(),
+    "mesh in a notebook": lambda name: flm.DeviceMesh.abstract(
+        (2,), (name,)
+    )._repr_html_(),
+    "rules in a notebook": lambda name: ruled(name)._repr_html_(),
+    "lint in a notebook": lambda name: flm.lint(resolved(name))._repr_html_(),
+    "diff in a notebook": lambda name: compared(name)._repr_html_(),
+    "plan in a notebook": lambda name: planned(name)._repr_html_(),
 }
 
 

@@ -223,16 +223,6 @@ def test_unknown_name() -> None:
     )
 
 
-def test_a_moved_name_says_where_it_is() -> None:
-    with pytest.raises(AttributeError) as caught:
-        _ = flm.pack  # pyright: ignore[reportAttributeAccessIssue]
-    assert str(caught.value) == "flm.pack is now flm.dtensor.pack"
-    for namespace in ("dtensor", "errors", "keras"):
-        for name in set(NAMESPACES[namespace]) - {"LayoutError", "LayoutWarning"}:
-            with pytest.raises(AttributeError, match=f"now flm.{namespace}.{name}"):
-                getattr(flm, name)
-
-
 def test_version_is_that_of_the_package() -> None:
     try:
         installed = importlib.metadata.version("flax-layoutmap")
