@@ -5,8 +5,8 @@
 A decoder of 9 arrays per layer is made on eight devices, each row in a process of its
 own, one after the other: nothing is compiled yet, and the peak of memory is that of
 the row. The scanned model is made five times, rows in turn; of these, the median
-counts. Prints two Markdown tables, then the targets as PASS or FAIL. README.md beside
-this file says more.
+counts. Prints two Markdown tables, then the targets as PASS or FAIL. docs/benchmarks.md
+says more.
 """
 
 import argparse

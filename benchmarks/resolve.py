@@ -6,7 +6,7 @@ Prints one Markdown table, then the targets as PASS or FAIL. All rows of one tre
 rule count are measured in turn, round after round, so that a busy machine slows all
 of them alike; cells are medians of the CPU time of the thread. Garbage collection is
 off inside the clock and Python's cache of compiled patterns is emptied before every
-call, because rules are applied once per job. README.md beside this file tells how to
+call, because rules are applied once per job. docs/benchmarks.md tells how to
 install the other libraries and what each row does.
 """
 

@@ -7,7 +7,7 @@ one process and by four, cut along rows and along columns. For memory, each run 
 process (or four) of its own. For the time against Orbax by hand, both run by turns in
 one. The files are dropped from the page cache before every run. Prints a Markdown
 table, then the targets as PASS or FAIL.
-README.md beside this file says more.
+docs/benchmarks.md says more.
 """
 
 import argparse

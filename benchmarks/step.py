@@ -6,7 +6,7 @@ The step multiplies every array of a model and of its Adam optimizer by one, all
 donated, so next to nothing is computed and what remains is dispatch. Prints one
 Markdown table, then the targets as PASS or FAIL. Cells are medians of the CPU time of
 the thread, rows measured in turn, 20 calls at a time; garbage collection is off inside
-the clock. README.md beside this file says more.
+the clock. docs/benchmarks.md says more.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python examples/multi_host/run_here.py --processes 4 -- --steps 50
 
 What comes after `--` goes to `train_lm.py`. Each process has 8 / processes virtual CPU
-devices; on a pod slice each host runs the same script (README.md beside this file).
+devices; on a pod slice each host runs the same script (docs/many_hosts.md).
 """
 
 import argparse

@@ -33,13 +33,17 @@ from flax_layoutmap._rules import rules_file as _rules_file
 from flax_layoutmap._rules import serialise as _serialise
 
 DOCS = ROOT / "docs"
-FILES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+FILES = {"README": ROOT / "README.md"} | {
+    str(path.relative_to(DOCS).with_suffix("")): path
+    for path in sorted(DOCS.rglob("*.md"))
+}
 PAGES = {name: path.read_text("utf-8") for name, path in FILES.items()}
-# The command line has no Python; README runs in a process of its own, below.
-RUN = sorted(PAGES.keys() - {"README", "command_line"})
+# README runs in a process of its own, below.
+RUN = [name for name, text in PAGES.items() if "```python" in text and name != "README"]
 
 BLOCK = re.compile(
-    r"```(python|text|toml|json)(?: file=(\S+))?\n(.*?)^```", re.DOTALL | re.MULTILINE
+    r'```(python|text|toml|json)(?: title="(\S+)")?\n(.*?)^```',
+    re.DOTALL | re.MULTILINE,
 )
 # What a page takes as imported, for brevity.
 IMPORTED = {"coming_from": {"flm": flm, "nnx": nnx, "nn": nn, "jax": jax, "jnp": jnp}}
@@ -144,20 +148,18 @@ def test_the_quick_start_runs_and_prints_what_is_shown(tmp_path: Path) -> None:
     code = code.replace("/tmp/flax_layoutmap_quick_start", str(tmp_path / "checkpoint"))
     more = """
 import numpy as np
-assert model is state["model"], "a concrete module is restored in place"
-assert model.layers[0].up.kernel.sharding.mesh.shape == {"data": 4, "model": 2}
-assert state["step"] == 2
+up = model.layers[0].up.kernel
+assert up.sharding.mesh.shape == {"data": 4, "model": 2}, "restored in place"
 restored = weights["model"]["layers"]["0"]["up"]["kernel"]
-np.testing.assert_array_equal(restored, model.layers[0].up.kernel[...])
+np.testing.assert_array_equal(restored, up[...])
 assert tuple(restored.sharding.spec) == (None, "model")
-resolution = layout_map.resolve(make)
-try:
-    layout_map.on("data=1,model=8").resolve(make)
-except flm.LayoutError as error:
-    print(f"{type(error).__module__}.{type(error).__name__}: {error}")
-print(resolution.explain("layers/0/norm/scale"))
+assert weights["optimizer"]["step"] == 3
 """
     assert run_python(code + more) == "".join(blocks("README", "text"))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README"].split()) <= 1200
 
 
 # ------------------------------------------------------------------- coming from
@@ -188,6 +190,16 @@ def test_what_has_no_meaning_here_has_a_reason() -> None:
     for name, table in tables.items():
         for behaviour, reason in table.items():
             assert behaviour and len(reason.split()) > 1, (name, behaviour)
+
+
+# ------------------------------------------------------------------------ errors
+
+
+def test_each_kind_of_error_has_a_section() -> None:
+    kinds = {name for name in vars(flm.errors) if name[0].isupper()}
+    sections = re.findall(r"^## (\w+)$", PAGES["errors"], re.MULTILINE)
+    linked = re.findall(r"^\| \[(\w+)\]\(#", PAGES["errors"], re.MULTILINE)
+    assert sections == linked and set(sections) == kinds - {"LayoutError"}
 
 
 # ------------------------------------------------------------------- checkpoints

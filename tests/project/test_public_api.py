@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import inspect
 import pickle
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +175,18 @@ def test_golden_list_of_a_namespace(namespace: str) -> None:
         or getattr(vars(module)[name], "__package__", "") == module.__name__
     ]
     assert sorted(own) == NAMESPACES[namespace]
+
+
+@pytest.mark.parametrize("namespace", [None, *NAMESPACES])
+def test_the_reference_has_every_name(namespace: str | None) -> None:
+    page = (ROOT / f"docs/api/{namespace or 'index'}.md").read_text("utf-8")
+    found = re.findall(r"^ *(?:- |::: flax_layoutmap\.)([\w.]+)$", page, re.MULTILINE)
+    if namespace is None:
+        others = {*NAMESPACES, *NAMESPACES["errors"]}
+        assert sorted(found) == sorted({*CLASSES, *FUNCTIONS} - others)
+    else:
+        names = {name for name in NAMESPACES[namespace] if name != "mappings"}
+        assert names <= set(found)
 
 
 @pytest.mark.parametrize("name", CLASSES)
