@@ -18,7 +18,7 @@ import flax_layoutmap as flm
 
 pytestmark = pytest.mark.slow
 
-MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2", "fsdp=8"]
+MESHES = ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"]
 BATCH = 8
 F, T = ("fsdp",), ("tensor",)
 # What a path ends with (a pattern), and the axes of each dim; all else is replicated.
@@ -86,10 +86,13 @@ def dims_of(family: str, path: str, array: Any) -> Dims:
 
 
 @pytest.mark.parametrize(
-    ("mesh_line", "kind"),
-    [(MESHES[0], "explicit"), *((line, "auto") for line in MESHES[1:])],
+    ("family", "mesh_line", "kind"),
+    [
+        *((family, MESHES[0], "explicit") for family in MODELS),
+        *((family, MESHES[1], "auto") for family in MODELS),
+        ("vit", "fsdp=8", "auto"),
+    ],
 )
-@pytest.mark.parametrize("family", MODELS)
 def test_a_step_on_8_devices_equals_one_on_one_device(
     family: str, mesh_line: str, kind: str
 ) -> None:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import TOKENS, large, make, train_step
 from flax import nnx
+from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
 from flax_layoutmap._suggest import search
