@@ -105,9 +105,12 @@ def reshard(
     try:
         with shown_progress("moving", total, progress, done.total):
             for chunk in _chunks(moves, max_bytes):
-                for move, value in _moved(chunk, max_bytes, donate, verify, done):
+                moved = _moved(chunk, max_bytes, verify, done)
+                for move, value in moved:
                     for at in move.places:
                         new[at] = value
+                for move in chunk if donate else ():
+                    _delete(move, max_bytes)
     except BaseException:  # an interrupt too leaves a module whole
         if donate:
             with_leaves(tree, new)
@@ -255,7 +258,6 @@ def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
 def _moved(
     chunk: Sequence[_Move],
     max_bytes: int,
-    donate: bool,
     verify: bool,
     done: Counter[str],
 ) -> list[tuple[_Move, Any]]:
@@ -275,11 +277,15 @@ def _moved(
             "reshard moved leaves that are not equal to the originals: "
             f"{', '.join(wrong)}; go back to a checkpoint, and report both layouts"
         )
-    for move in arrays if donate else ():
+    return moved
+
+
+def _delete(move: _Move, max_bytes: int) -> None:
+    """Delete the array of a donated leaf, except where a device keeps its part."""
+    if isinstance(move.value, jax.Array):
         is_cut = cut_of(move.value, move.sharding, max_bytes) is not None
         if is_cut or not _keeps_a_part(move):
             move.value.delete()
-    return moved
 
 
 def _put(move: _Move, max_bytes: int, done: Counter[str]) -> Any:

@@ -74,13 +74,14 @@ def shown_progress(
 
     succeeded = False
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
     try:
+        watcher.start()
         yield
         succeeded = True
     finally:
         ended.set()
-        watcher.join()
+        if watcher.is_alive():
+            watcher.join()
 
 
 def _bar(*, is_counted: bool) -> "Progress":

@@ -113,7 +113,7 @@ def show(
 
     if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
         return
-    console = Console(file=file)
+    console = Console(file=file, force_jupyter=None if file is None else False)
     if console.is_jupyter:
         from IPython.display import HTML, display
 

@@ -39,8 +39,8 @@ def accumulate(
     them. If the loss is a mean over rows, both are those of the whole batch; if it is a
     sum, both are that sum divided by the number of micro-batches on all devices.
 
-    All other arguments are passed whole. A PRNG key, also one in an NNX object or in
-    the batch, is folded with the number of the micro-batch.
+    All other arguments are passed whole. A typed PRNG key, also one in an NNX object
+    or in the batch, is folded with the number of the micro-batch.
 
     Gradients are added up in float32 at least. They get the layouts of optimizer state:
     with `flm.presets.zero1`, the reduction leaves each device its part.

@@ -171,7 +171,7 @@ def _activated(
                 stack.enter_context(intercept_calls(_scoped_call))
                 stack.enter_context(linen.intercept_methods(_intercept))
                 for owner in (optax.GradientTransformation, optax.MultiSteps):
-                    stack.enter_context(patched(owner, "update", _scoped_update))
+                    stack.enter_context(patched(owner, "update", _ScopedUpdate))
             elif was is not None:
                 stack.enter_context(keyed(("no activations", rules)))
             yield
@@ -470,15 +470,19 @@ def _scoped_call(owner: type, plain: Any) -> Any:
     return call
 
 
-def _scoped_update(plain: Any) -> Any:
+class _ScopedUpdate:
     """The `update` of an optimizer: on Explicit axes in a scope, as on Auto axes."""
 
-    def get(tx: Any) -> Any:
-        update = plain.__get__(tx, type(tx))
-        is_scoped = _ACTIVE.get() is not None and has_explicit_axes()
-        return functools.partial(call_update, update) if is_scoped else update
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
 
-    return property(get)
+    def __get__(self, tx: Any, owner: type | None = None) -> Any:
+        update = self._plain.__get__(tx, owner)
+        is_scoped = _ACTIVE.get() is not None and has_explicit_axes()
+        is_bound = tx is not None
+        return (
+            functools.partial(call_update, update) if is_bound and is_scoped else update
+        )
 
 
 def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:

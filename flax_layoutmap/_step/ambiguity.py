@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import bullet_list
@@ -96,7 +97,9 @@ def _called_of_optax(error: Exception) -> types.FrameType | None:
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         library = frame.f_globals.get("__name__", "").partition(".")[0]
         if library == "optax":
-            found = frame
+            public = getattr(optax, frame.f_code.co_name, None)
+            is_public = getattr(public, "__code__", None) is frame.f_code
+            found = frame if is_public else found
         elif library not in ("jax", "contextlib", "functools"):
             break
     return found
@@ -104,7 +107,8 @@ def _called_of_optax(error: Exception) -> types.FrameType | None:
 
 def _arguments(frame: types.FrameType) -> dict[str, Any]:
     code = frame.f_code
-    return {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+    names = code.co_varnames[: code.co_argcount]
+    return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
 
 
 def _shown(operands: Sequence[tuple[str, Any]]) -> list[str]:

@@ -152,21 +152,27 @@ def call_linen(
     return finish(call_linen_lifted(call, module, args, kwargs), crossing)
 
 
-def call_update(
-    plain: Callable[..., Any],
-    updates: Any,
-    state: Any,
-    params: Any = None,
-    **extra_args: Any,
-) -> tuple[Any, Any]:
+def call_update(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call the `update` of an optimizer of optax on Auto axes.
 
     Updates lie as the parameters (without them, as the gradients), and the state as
     before.
     """
     crossing = Crossing(is_leaf=None)  # Variables are trees of arrays
-    inside = crossing.enter((updates, state, params, extra_args))
+    given, named = crossing.enter((args, kwargs))
     with on_auto_axes():
-        changed = plain(*inside[:3], **inside[3])
+        changed = plain(*given, **named)
+    names = ("updates", "state", "params")
+    was = dict(zip(names, args, strict=False)) | kwargs
+    updates, params = was.get("updates"), was.get("params")
     like = updates if params is None else params
-    return crossing.leave_tree(changed, (like, state))
+    updates, state = crossing.leave_tree(changed, (like, was.get("state")))
+    return jax.tree.map(_laid_out_as, updates, like), state
+
+
+def _laid_out_as(x: Any, like: Any) -> Any:
+    """An update in the layout of its parameter: it may be the gradient, unchanged."""
+    if not explicit_axes(_mesh_of(x)) or not explicit_axes(_mesh_of(like)):
+        return x
+    own, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
+    return x if own == wanted else jax.sharding.reshard(x, wanted.spec)

@@ -85,6 +85,7 @@ def rows_of(
             f"batch_argnames={names})"
         )
     _check(list(found.values()), names, rules, steps)
+    _check_keys(every, {len(x) for *_, x in found.values()})
     return {at: x for at, (*_, x) in found.items()}
 
 
@@ -121,9 +122,22 @@ def _check(
     raise LayoutError(
         f"accumulate(steps={steps}): {rows} rows do not divide by {steps} × {parts}, "
         f"the steps and the parts over the batch axes {rules.batch}:\n{shown}\n"
-        f"{fix}pad it, batch, mask = flm.pad_batch(batch, {parts * steps}), and use "
-        "the mask in the loss"
+        f"{fix}pad it, batch, mask = flm.pad_batch(batch, {parts * steps}), and return "
+        "(losses * mask).mean() / share from the loss, with share = mask.mean() "
+        "computed outside of it: means over the mask of each micro-batch would weigh "
+        "them alike"
     )
+
+
+def _check_keys(every: Iterable[tuple[Argument, int, Any]], rows: set[int]) -> None:
+    """Raise LayoutError for what may be an old-style PRNG key, or rows."""
+    for argument, at, x in every:
+        if is_key(x, argument) and x.dtype == jnp.uint32 and len(x) in rows:
+            raise LayoutError(
+                f"accumulate cannot tell whether {argument.path(at)} "
+                f"{show_shape(x.shape)} uint32 holds rows of the batch or an old-style "
+                "PRNG key: pass rows as int32, a key as jax.random.wrap_key_data(key)"
+            )
 
 
 def is_key(x: Any, argument: Argument) -> bool:

@@ -15,21 +15,23 @@ def fits(problem: Problem, shape: tuple[int, ...], spec: Spec) -> bool:
 def fully_sharded(problem: Problem, batch: tuple[str, ...] | None = None) -> Candidate:
     """The batch over some axes, and each large parameter over the same.
 
+    Without axes, the batch over the most that it divides by, and parameters over all.
     Of state that has the batch in it, such as the cache of a decoder, that dim.
     """
     axes = tuple(problem.sizes) if batch is None else batch
+    rows = max(problem.batches, key=len) if batch is None else batch
     specs = tuple(
         tuple(
-            axes
+            rows
             if ("parameter", number, dim) in problem.batch_class
             and dim in group.dims
-            and problem.divides(size, axes)
+            and problem.divides(size, rows)
             else ()
             for dim, size in enumerate(group.shape)
         )
         for number, group in enumerate(problem.groups)
     )
-    current = Candidate(axes, specs)
+    current = Candidate(rows, specs)
     for axis in axes:
         current = stored(problem, current, axis)
     return current

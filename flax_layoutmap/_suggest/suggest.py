@@ -1,5 +1,6 @@
 """flm.suggest: rules for a step on a mesh, found by search."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -96,6 +97,8 @@ def suggest(
         ('model', None)
     """
     start = time.perf_counter()
+    if hbm is not None and (not isinstance(hbm, int | float) or hbm <= 0):
+        raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
     where = None if topology is None else topology_of(topology, slices=slices)
     given = step, args, kwargs, mesh
     notes: tuple[str, ...] = ()
@@ -108,12 +111,17 @@ def suggest(
         today, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
     lower = functools.partial(_lower, step, args, kwargs, donate_argnames, own, where)
     search = _search(lower, own, where, hbm)
+    cost = None
+    try:
+        cost = None if today is None else _cost(lower(today))
+    except LayoutError as error:
+        notes = (f"the rules of today do not fit this step: {error}",)
     if limit_seconds is not None:
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     what = f"suggesting rules for {search.problem.lowered.name}"
     with shown_progress(what, None, progress):
         search.run()
-        found = _suggestion(search, lower, today, check, start)
+        found = _suggestion(search, lower, cost, check, start)
     return dataclasses.replace(found, notes=(*notes, _roles(search.problem.lowered)))
 
 
@@ -166,7 +174,7 @@ def _roles(lowered: Lowered) -> str:
 
 
 def _suggestion(
-    search: Search, lower: Any, today: RuleSet | None, check: bool, start: float
+    search: Search, lower: Any, today: Cost | None, check: bool, start: float
 ) -> Suggestion:
     problem, price = search.problem, search.price
     assert search.best is not None and search.limit_bytes is not None
@@ -175,10 +183,11 @@ def _suggestion(
     if search.is_complete:
         ordered += search.rivals()
     if search.is_complete and check:
-        reports = {one: _planned(lower, rules_of(problem, one)) for one in ordered}
-        ordered.sort(
-            key=lambda one: (search.excess(one), cost_of_report(reports[one]).seconds)
-        )
+        with contextlib.suppress(KeyboardInterrupt):  # the search is not lost
+            reports = {one: _planned(lower, rules_of(problem, one)) for one in ordered}
+    costs = {one: price.of(one) for one in ordered}
+    costs |= {one: cost_of_report(report) for one, report in reports.items()}
+    ordered.sort(key=lambda one: (search.excess(one), costs[one].seconds))
     chosen, *others = ordered
     cost, limit = price.with_peak(chosen), search.limit_bytes
     second = others[0] if others else None
@@ -187,7 +196,7 @@ def _suggestion(
         cost=cost,
         fully_sharded=price.with_peak(fully_sharded(problem)),
         second=None if second is None else price.with_peak(second),
-        today=None if today is None else _cost(lower(today)),
+        today=today,
         second_layout_map=None if second is None else rules_of(problem, second),
         report=reports.get(chosen),
         step=problem.lowered.name,

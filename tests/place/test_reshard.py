@@ -348,6 +348,26 @@ def test_an_interrupt_keeps_a_module_whole() -> None:
     assert holds(model.kernel[...], host, layout)
 
 
+def test_an_interrupt_while_arrays_are_deleted_keeps_a_module_whole() -> None:
+    train, serve = flm.LayoutMap("fsdp=8"), flm.LayoutMap("tensor=8")
+    train["kernel"], train["bias"] = ("fsdp", None), ("fsdp",)
+    serve["kernel"], serve["bias"] = (None, "tensor"), None
+    model = flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), train)
+    real = module._delete
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(module, "_delete", interrupted),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        flm.reshard(model, serve, donate=True)
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert not any(leaf.is_deleted() for leaf in leaves)
+
+
 def test_progress(capfd: pytest.CaptureFixture[str]) -> None:
     layout_map = flm.LayoutMap("fsdp=8")
     layout_map["w"] = ("fsdp",)

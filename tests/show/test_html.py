@@ -1,6 +1,7 @@
 """What a notebook shows: the words of the report, with markup in names escaped."""
 
 import html
+import io
 import re
 from typing import Any
 
@@ -67,3 +68,12 @@ def test_treescope_shows_the_same(results: dict[str, tuple[Any, list[str]]]) -> 
     value, _ = results["map"]
     page = treescope.render_to_html(value, compressed=False)
     assert value._repr_html_() in html.unescape(page)
+
+
+def test_a_file_gets_the_text_in_a_notebook_too(
+    results: dict[str, tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    file = io.StringIO()
+    results["diff"][0].show(file)
+    assert "1 moved" in file.getvalue()

@@ -565,8 +565,10 @@ def test_rows_that_do_not_divide() -> None:
     assert refused(steps=3) == (
         "accumulate(steps=3): 64 rows do not divide by 3 × 8, the steps and the parts "
         "over the batch axes ('data',):\n  - batch/x (64,8)\n  - batch/y (64,8)\n"
-        "take steps=2, or pad it, batch, mask = flm.pad_batch(batch, 24), and use the "
-        "mask in the loss"
+        "take steps=2, or pad it, batch, mask = flm.pad_batch(batch, 24), and return "
+        "(losses * mask).mean() / share from the loss, with share = mask.mean() "
+        "computed outside of it: means over the mask of each micro-batch would weigh "
+        "them alike"
     )
 
 

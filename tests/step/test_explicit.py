@@ -442,6 +442,49 @@ def test_optimizer_state_elsewhere_than_parameters(way: str, kind: str) -> None:
     assert losses[2] != losses[0]
 
 
+@pytest.mark.parametrize(
+    "way", ["of the class", "without params", "unchanged", "a line search"]
+)
+def test_updates_of_optax_are_called_as_they_are(way: str) -> None:
+    layout_map = flm.LayoutMap(grid("explicit"), batch=BATCH, strict=False)
+    layout_map["w"] = (None, "tensor")
+    params = layout_map.place({"w": jnp.ones((D, HIDDEN))})
+    sgd = optax.sgd(0.1)
+    unchanged: Any = lambda updates, state: (updates, state)  # noqa: E731
+    tx: Any = {
+        "of the class": optax.MultiSteps(sgd, 1),
+        "without params": optax.GradientTransformation(lambda params: (), unchanged),
+        "unchanged": optax.identity(),
+        "a line search": optax.chain(
+            optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)
+        ),
+    }[way]
+
+    def loss_of(params: Any, x: Any) -> Any:
+        return (x * params["w"]).sum() ** 2
+
+    @flm.jit(layout_map=layout_map)
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(params, x)
+        if way == "of the class":
+            return optax.MultiSteps.update(tx, grads, state, params)[0]
+        if way == "without params":
+            grads = {"w": flm.distribute_tensor(grads["w"], along)}
+            return tx.update(grads, state)[0]
+        if way == "unchanged":
+            grads = {"w": flm.distribute_tensor(grads["w"], along)}
+            updates = tx.update(grads, state, params)[0]
+            assert jax.typeof(updates["w"]).sharding == jax.typeof(params["w"]).sharding
+            return updates
+        more = {"value": value, "grad": grads, "value_fn": loss_of, "x": x}
+        return tx.update(grads, state, params, **more)[0]
+
+    along = flm.TensorLayout(("data", "tensor"), grid("explicit"))
+    updates = step(params, tx.init(params), jnp.full((D, 1), 0.01))
+    assert np.isfinite(updates["w"]).all() and np.abs(updates["w"]).max() > 0
+    assert tuple(updates["w"].sharding.spec) == (None, "tensor")
+
+
 # -------------------------------------------------------------------- one part of it
 
 

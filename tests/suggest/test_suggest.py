@@ -26,6 +26,41 @@ def wide() -> flm.Suggestion:
 # ------------------------------------------------------------------ the rules
 
 
+@pytest.mark.parametrize("given", [{}, {"check": False}, {"limit_seconds": 0.001}])
+def test_a_batch_that_does_not_divide_by_all_axes(given: Any) -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return (jnp.tanh(x @ params["up"]) @ params["down"]).sum()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    x = jnp.ones((4, 16))
+    found = flm.suggest(
+        step, params, x, mesh="data=4,tensor=2", donate_argnames="params", **given
+    )
+    for layout_map in (found.layout_map, found.second_layout_map):
+        if layout_map is not None:
+            assert "tensor" not in layout_map.freeze().batch
+            flm.jit(step, layout_map=layout_map.on("data=4,tensor=2"))(params, x)
+
+
+def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
+    today = flm.LayoutMap(MESH)
+    today["kernel"] = ("tensor",)
+    model, optimizer = nnx.eval_shape(make)
+    given = model, optimizer, TOKENS
+    found = flm.suggest(
+        train_step, *given, layout_map=today, check=False, limit_seconds=0.001
+    )
+    assert found.today is None and "rules of today do not fit this step" in str(found)
+
+
+def test_a_limit_is_a_number() -> None:
+    with pytest.raises(flm.LayoutError, match="hbm='16GB' is no number of bytes"):
+        flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", hbm="16GB")  # pyright: ignore
+
+
 def test_a_step_runs_with_the_rules() -> None:
     model, optimizer = nnx.eval_shape(make)
     found = flm.suggest(train_step, model, optimizer, TOKENS, mesh=MESH, check=False)
