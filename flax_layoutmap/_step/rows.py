@@ -132,7 +132,8 @@ def _check(
 def _check_keys(every: Iterable[tuple[Argument, int, Any]], rows: set[int]) -> None:
     """Raise LayoutError for what may be an old-style PRNG key, or rows."""
     for argument, at, x in every:
-        if is_key(x, argument) and x.dtype == jnp.uint32 and len(x) in rows:
+        is_uint32 = getattr(x, "dtype", None) == jnp.uint32
+        if is_uint32 and is_key(x, argument) and len(x) in rows:
             raise LayoutError(
                 f"accumulate cannot tell whether {argument.path(at)} "
                 f"{show_shape(x.shape)} uint32 holds rows of the batch or an old-style "

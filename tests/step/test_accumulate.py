@@ -779,3 +779,17 @@ def test_explicit_axes_with_sharded_parameters(axes: Any) -> None:
     found = gradients(layout_map, loss_fn, *args, **options)
     close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
     assert tuple(found[1]["w"].sharding.spec) == (None, "fsdp")
+
+
+def test_rows_are_not_taken_for_old_style_keys() -> None:
+    layout_map = flm.LayoutMap("data=2,tensor=4", batch="data", strict=False)
+    batch = {"x": np.ones((4, 8), np.float32), "label": np.arange(4, dtype=np.uint32)}
+    step = flm.jit(
+        flm.accumulate(lambda w, batch: (batch["x"] @ w).sum(), steps=2),
+        layout_map=layout_map,
+    )
+    with pytest.raises(
+        flm.LayoutError,
+        match=r"whether batch/label \(4,\) uint32 holds rows .* pass rows as int32",
+    ):
+        step(jnp.ones(8), batch)
