@@ -201,8 +201,8 @@ class _Mark:
 
 # How to keep activations on the host.
 _OFFLOADED = (
-    "name the value in the model, jax.ad_checkpoint.checkpoint_name(x, 'hidden'), and "
-    "call what holds it as jax.checkpoint(f, policy=jax.checkpoint_policies."
+    "name the value in the model, checkpoint_name(x, 'hidden') of jax.ad_checkpoint, "
+    "and call what holds it as jax.checkpoint(f, policy=jax.checkpoint_policies."
     "save_and_offload_only_these_names(names_which_can_be_saved=[], "
     "names_which_can_be_offloaded=['hidden'], offload_src='device', "
     "offload_dst='pinned_host'))"

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from shards import Dims, bare
 from shards import assert_lies as lies_on
@@ -732,7 +733,7 @@ def test_a_rule_for_an_output_has_no_memory_kind(kind: Any) -> None:
         flm.jit(lambda model, x: model(x), layout_map=layout_map)(
             model, np.ones((8, 4), np.float32)
         )
-    named = "jax.ad_checkpoint.checkpoint_name(x, 'hidden')"
+    named = "checkpoint_name(x, 'hidden')"
     checkpointed = (
         "jax.checkpoint(f, policy=jax.checkpoint_policies."
         "save_and_offload_only_these_names(names_which_can_be_saved=[], "
@@ -742,12 +743,13 @@ def test_a_rule_for_an_output_has_no_memory_kind(kind: Any) -> None:
     assert str(error.value) == (
         "the rule '0' for the output of 'layers/0' (8, 4) has "
         "memory_kind='pinned_host', and what reads the output needs it on the device: "
-        f"leave the kind out, name the value in the model, {named}, and call what "
-        f"holds it as {checkpointed}"
+        f"leave the kind out, name the value in the model, {named} of "
+        f"jax.ad_checkpoint, and call what holds it as {checkpointed}"
     )
 
     def f(x: jax.Array) -> jax.Array:
-        return jnp.sin(eval(named, {"jax": jax, "x": jnp.sin(x)})).sum()
+        known = {"checkpoint_name": checkpoint_name, "x": jnp.sin(x)}
+        return jnp.sin(eval(named, known)).sum()
 
     text = str(jax.make_jaxpr(jax.grad(eval(checkpointed, {"jax": jax, "f": f})))(X))
     assert text.count("<host>[") == 2  # to the host, and back
