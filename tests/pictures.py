@@ -1,8 +1,10 @@
 """Models to draw, and a browser that opens the pages."""
 
+import contextlib
 import functools
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,6 +41,19 @@ def browser_path() -> str | None:
     """The Chromium on this machine."""
     found = (shutil.which(name) for name in BROWSERS)
     return next((path for path in found if path is not None), None)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser; its event loop is in the way of the tests of other modules."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=browser_path(), args=list(FLAGS)
+        )
+        yield browser
+        browser.close()
 
 
 def why_no_browser() -> str | None:

@@ -129,10 +129,10 @@ def call_module(
             cell: crossing.leave_tree(cell.read(), before.get(cell))
             for cell in cells_of([*given, *objects_in(output)])
         }
+        write_cells({**before, **after})
     except BaseException:  # an interrupt too leaves the values from before
         write_cells(before)
         raise
-    write_cells({**before, **after})
     return finish(output, crossing)
 
 
@@ -167,7 +167,12 @@ def call_update(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     updates, params = was.get("updates"), was.get("params")
     like = updates if params is None else params
     updates, state = crossing.leave_tree(changed, (like, was.get("state")))
-    return jax.tree.map(_laid_out_as, updates, like), state
+    # By path: what stands between the leaves may differ, such as the type of Variables.
+    wanted = dict(jax.tree.leaves_with_path(like))
+    updates = jax.tree.map_with_path(
+        lambda keys, x: _laid_out_as(x, wanted.get(keys)), updates
+    )
+    return updates, state
 
 
 def _laid_out_as(x: Any, like: Any) -> Any:

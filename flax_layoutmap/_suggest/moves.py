@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from flax_layoutmap._suggest.problem import Candidate, Problem, Spec, groups_of
+from flax_layoutmap._suggest.candidate import Candidate, Spec, groups_of
+from flax_layoutmap._suggest.problem import Problem
 
 
 def fits(problem: Problem, shape: tuple[int, ...], spec: Spec) -> bool:

@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from flax_layoutmap._core.topologies import GENERATIONS, Topology
+from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.memory import peak_bytes
-from flax_layoutmap._suggest.problem import Candidate, Problem
+from flax_layoutmap._suggest.problem import Problem
 from flax_layoutmap.pod._estimate import collectives_of
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._placement import memory_of, seconds_bound

@@ -1,31 +1,32 @@
 """A step that was lowered once, and what a search may decide about it.
 
-A decision is about all parameters of equal layers: one pattern of paths and one shape.
 The outputs of modules are lowered with sharding constraints, which carry the paths of
 their modules in their names; a candidate changes or drops them.
 """
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._suggest.candidate import (
+    Candidate,
+    Group,
+    Node,
+    Point,
+    Spec,
+    groups_of,
+)
 from flax_layoutmap.convert._compress import INDEX
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import bytes_of, functions
 from flax_layoutmap.pod._passes import UNCONSTRAINED, Prepared, constraints_in, prepare
-
-# The axes of each dim of an array.
-Spec = tuple[tuple[str, ...], ...]
-# A dim of a group (`"parameter"`), of an output (`"output"`) or of data (`"data"`).
-Node = tuple[str, int, int]
 
 _POINT = re.compile(r"(activations|names)\[([^\]]*)\]")
 # Parameters of fewer bytes than this share of all stay replicated.
@@ -43,74 +44,6 @@ def of_layers(path: str) -> str:
         return "0" if path.count("/", index.end()) > 1 else index[0]
 
     return INDEX.sub(written, path)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters of equal layers, and their optimizer state.
-
-    Attributes:
-        path: the path of the first, with `0` for each index.
-        paths: of all.
-        shape: of each.
-        bytes: of all, on all devices.
-        arguments: positions in the program.
-        state: position of each leaf of optimizer state, with the dim of the parameter
-            that each of its dims came from.
-        dims: those that may be sharded; none of a small one, and not that of layers
-            which a loop takes one by one.
-    """
-
-    path: str
-    paths: tuple[str, ...]
-    shape: tuple[int, ...]
-    bytes: int
-    arguments: tuple[int, ...]
-    state: tuple[tuple[int, tuple[int | None, ...]], ...]
-    dims: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Point:
-    """The output of equal modules, or a layout that the model asks for by name.
-
-    Attributes:
-        section: `"activations"` or `"names"`.
-        paths: of the modules, or the name.
-        shape: of the output.
-        constraints: positions in the program.
-    """
-
-    section: str
-    paths: tuple[str, ...]
-    shape: tuple[int, ...]
-    constraints: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """One layout of everything.
-
-    Attributes:
-        batch: the axes that shard the batch.
-        specs: of each group.
-        placed: pairs of a mesh axis and the number of the class that it shards.
-        turned: points where an axis that the batch and a class have is that of the
-            class.
-        fixed: the points with a rule; None: all are on the batch axes, and their other
-            dims are open, which no rules can say.
-    """
-
-    batch: tuple[str, ...]
-    specs: tuple[Spec, ...]
-    placed: frozenset[tuple[str, int]] = frozenset()
-    turned: frozenset[int] = frozenset()
-    fixed: frozenset[int] | None = None
-
-
-def groups_of(nodes: Iterable[Node]) -> set[int]:
-    """The groups of parameters in a class."""
-    return {number for kind, number, _ in nodes if kind == "parameter"}
 
 
 def _takes_layers(use: Any) -> bool:
@@ -155,14 +88,16 @@ class Problem:
         self.points = self._points()
 
     @functools.cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def _arguments(self) -> list[Any]:
         main = functions(self.prepared.module)["main"]
-        arguments = main.regions[0].blocks[0].arguments
-        return [tuple(one.type.shape) for one in arguments]
+        return list(main.regions[0].blocks[0].arguments)
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(one.type.shape) for one in self._arguments]
 
     def _dims_of(self, at: int) -> tuple[int, ...]:
-        main = functions(self.prepared.module)["main"].regions[0].blocks[0]
-        argument = main.arguments[at]
+        argument = self._arguments[at]
         first = 1 if any(map(_takes_layers, argument.uses)) else 0
         return tuple(range(first, len(argument.type.shape)))
 
@@ -190,13 +125,7 @@ class Problem:
         for at in place.values():
             if leaves[at].role in ("parameter", "other") and self._shapes[at]:
                 found[of_layers(leaves[at].path), self._shapes[at]].append(at)
-        elements = [
-            self.prepared.attributes.type_of(one)[1]
-            for one in functions(self.prepared.module)["main"]
-            .regions[0]
-            .blocks[0]
-            .arguments
-        ]
+        elements = [self.prepared.attributes.type_of(one)[1] for one in self._arguments]
         sizes = {
             key: sum(bytes_of(key[1], elements[at]) for at in own)
             for key, own in found.items()

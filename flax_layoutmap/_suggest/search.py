@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.moves import (
     exchanged,
     fully_sharded,
@@ -20,7 +21,7 @@ from flax_layoutmap._suggest.moves import (
     with_classes,
 )
 from flax_layoutmap._suggest.price import Pricer
-from flax_layoutmap._suggest.problem import Candidate, Problem
+from flax_layoutmap._suggest.problem import Problem
 
 # The least gain of a move, and of one that is about a single group, as shares.
 _GAIN, _SINGLE = 1e-3, 0.02
@@ -121,7 +122,9 @@ class Search:
         self.best = start
         self.note("full sharding", start)
         try:
-            current, *self.others = self.order({start, *self.over_batches()})
+            current, *self.others = self.order(
+                dict.fromkeys([start, *self.over_batches()])
+            )
             current = self.improved(current, self.single_moves, _SINGLE)
             self.note("single parameters", current)
             self.best = current

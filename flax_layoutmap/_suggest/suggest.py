@@ -16,10 +16,11 @@ from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
 from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
-from flax_layoutmap._suggest.problem import Candidate, Problem, seed_rules
+from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Suggestion, best_other
@@ -190,11 +191,14 @@ def _suggestion(
     ordered.sort(key=lambda one: (search.excess(one), costs[one].seconds))
     chosen, *others = ordered
     cost, limit = price.with_peak(chosen), search.limit_bytes
+    start_again = fully_sharded(problem)
+    if search.is_complete:  # as rules give it, which costs more layouts to price
+        start_again = search.with_rules(start_again)
     second = others[0] if others else None
     return Suggestion(
         layout_map=rules_of(problem, chosen),
         cost=cost,
-        fully_sharded=price.with_peak(fully_sharded(problem)),
+        fully_sharded=price.with_peak(start_again),
         second=None if second is None else price.with_peak(second),
         today=today,
         second_layout_map=None if second is None else rules_of(problem, second),
@@ -240,11 +244,12 @@ def _explained(search: Search, chosen: Candidate, path: str) -> str:
         known = [one for group in problem.groups for one in group.paths]
         raise KeyError(f"no parameter has the path {path!r}; some are {known[:3]}")
     group = problem.groups[number]
-    others = {
+    found = dict.fromkeys(
         single(problem, number, axis, dim, chosen)
         for axis in problem.sizes
         for dim in (None, *group.dims)
-    } - {chosen}
+    )
+    others = [one for one in found if one != chosen]
     fitting = [one for one in others if not search.excess(one)] or others
     return best_other(
         path,

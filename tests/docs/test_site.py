@@ -17,7 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 from helpers import ROOT
-from pictures import FLAGS, browser_path, why_no_browser
+from pictures import chromium, why_no_browser
 
 REASON = why_no_browser()
 needs_browser = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -112,14 +112,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=browser_path(), args=list(FLAGS)
-        )
-        yield chromium
-        chromium.close()
+    with chromium() as found:
+        yield found
 
 
 def trouble(browser: Any, folder: Path, names: list[str], scheme: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import FLAGS, MESH, browser_path, resolved, struct, why_no_browser
+from pictures import MESH, chromium, resolved, struct, why_no_browser
 
 import flax_layoutmap as flm
 from flax_layoutmap._show.table import human_bytes
@@ -52,14 +52,8 @@ class Opened:
 
 @pytest.fixture(scope="module")  # its event loop is in the way of other modules' tests
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=browser_path(), args=list(FLAGS)
-        )
-        yield browser
-        browser.close()
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture
