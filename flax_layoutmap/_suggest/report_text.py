@@ -1,0 +1,130 @@
+"""The words and the table of a Suggestion."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from flax_layoutmap._show.table import Grid, Line, human_bytes
+from flax_layoutmap._suggest.price import Cost
+from flax_layoutmap.pod._report_text import seconds_text
+
+WIDTH = 80
+# Times whose difference is a smaller share are called equal.
+_EQUAL = 0.005
+_HELD = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "data": "data",
+    "other": "other arguments",
+}
+
+
+def fits(cost: Cost, limit_bytes: int) -> bool:
+    """Whether the estimated peak of memory is within a limit."""
+    return peak_of(cost) <= limit_bytes
+
+
+def peak_of(cost: Cost) -> int:
+    """The estimated peak of memory, which each cost of a Suggestion has."""
+    assert cost.peak_bytes is not None
+    return cost.peak_bytes
+
+
+# ------------------------------------------------------------------------ verdict
+
+
+def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
+    """What was found, in a few lines; the costs are those of the table."""
+    own, today = costs["suggested"], costs.get("today")
+    limit, is_over = human_bytes(limit_bytes), not fits(own, limit_bytes)
+    if today is not None and fits(today, limit_bytes):
+        if is_over or today.seconds < own.seconds * (1 - _EQUAL):
+            yield "keep the rules of today: nothing better was found"
+    if is_over:
+        yield (
+            f"does not fit: {human_bytes(peak_of(own))} per device is the least memory "
+            f"that was found, and the limit is {limit}"
+        )
+        yield from _held(own)
+    yield f"estimated time: {_time(costs, limit_bytes)}"
+    if not is_over:
+        yield f"estimated memory: {human_bytes(peak_of(own))} per device, of {limit}"
+
+
+def _held(cost: Cost) -> Iterator[str]:
+    """What takes the memory, and what would need less."""
+    held = {_HELD[role]: size for role, size in cost.at_rest.items()}
+    temporary = peak_of(cost) - cost.at_rest_bytes
+    held["gradients and activations"] = temporary
+    largest = sorted(held.items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in largest if size)
+    yield f"it holds: {listed}"
+    yield "for less: " + (
+        "jax.checkpoint in the model, or fewer rows in a batch"
+        if temporary > cost.at_rest_bytes
+        else "more devices, or optimizer state in the memory of the host"
+    )
+
+
+def _time(costs: Mapping[str, Cost], limit_bytes: int) -> str:
+    """The time of a step, beside that of today, or else of full sharding."""
+    own = costs["suggested"]
+    text = f"{seconds_text(own.seconds)} a step"
+    name = "today" if "today" in costs else "full sharding"
+    if name not in costs:
+        return f"{text}; this is full sharding, and nothing better was found"
+    other = costs[name]
+    more = "" if fits(other, limit_bytes) else ", which does not fit"
+    change = own.seconds / other.seconds - 1
+    if abs(change) < _EQUAL:
+        return f"{text}, the same as {name}{more}"
+    before = seconds_text(other.seconds)
+    return f"{text} instead of {before} with {name} ({change:+.1%}){more}"
+
+
+# -------------------------------------------------------------------------- table
+
+
+def table(costs: Mapping[str, Cost]) -> Grid:
+    """A column for each cost."""
+    axes = dict.fromkeys(
+        axis
+        for cost in costs.values()
+        for axis, size in cost.sent_bytes.items()
+        if size > cost.total_sent_bytes / 1000
+    )
+    rows: dict[str, Callable[[Cost], str]] = {
+        "time of a step": lambda one: seconds_text(one.seconds),
+        "  matrix products": lambda one: seconds_text(one.compute_seconds),
+        "  sending": lambda one: seconds_text(one.link_seconds),
+        "  collectives, 2 µs each": lambda one: str(one.collectives),
+        **{f"sent over {axis}": _sent_over(axis) for axis in axes},
+        "memory for state and data": lambda one: human_bytes(one.at_rest_bytes),
+        "memory at the peak": lambda one: human_bytes(peak_of(one)),
+    }
+    lines = (Line((name, *map(text, costs.values()))) for name, text in rows.items())
+    right = (False, *[True] * len(costs))
+    return Grid(("per device", *costs), right, tuple(lines))
+
+
+def _sent_over(axis: str) -> Callable[[Cost], str]:
+    return lambda cost: human_bytes(cost.sent_bytes.get(axis, 0))
+
+
+# ------------------------------------------------------------------------ explain
+
+
+def next_best(layout: str, other: Cost, own: Cost, is_over: bool) -> str:
+    """What another layout of one parameter would change."""
+    sent = _more(other.total_sent_bytes - own.total_sent_bytes)
+    held = _more(other.at_rest_bytes - own.at_rest_bytes)
+    return (
+        f"next best: {layout}: a step takes {seconds_text(other.seconds)} instead of "
+        f"{seconds_text(own.seconds)} ({other.seconds / own.seconds - 1:+.1%}), each "
+        f"device sends {sent} and holds {held} for state and data"
+        f"{', and it does not fit' if is_over else ''}"
+    )
+
+
+def _more(count: int) -> str:
+    if count == 0:
+        return "as much"
+    return f"{human_bytes(abs(count))} {'more' if count > 0 else 'less'}"
