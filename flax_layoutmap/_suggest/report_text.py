@@ -34,19 +34,44 @@ def peak_of(cost: Cost) -> int:
 def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
     """What was found, in a few lines; the costs are those of the table."""
     own, today = costs["suggested"], costs.get("today")
-    limit, is_over = human_bytes(limit_bytes), not fits(own, limit_bytes)
-    if today is not None and fits(today, limit_bytes):
-        if is_over or today.seconds < own.seconds * (1 - _EQUAL):
-            yield "keep the rules of today: nothing better was found"
-    if is_over:
+    if today is not None and _is_better(today, own, limit_bytes):
+        yield "keep the rules of today: nothing better was found"
+    if not fits(own, limit_bytes):
         yield (
             f"does not fit: {human_bytes(peak_of(own))} per device is the least memory "
-            f"that was found, and the limit is {limit}"
+            f"that was found, and the limit is {human_bytes(limit_bytes)}"
         )
         yield from _held(own)
-    yield f"estimated time: {_time(costs, limit_bytes)}"
-    if not is_over:
-        yield f"estimated memory: {human_bytes(peak_of(own))} per device, of {limit}"
+    time = f"estimated time: {seconds_text(own.seconds)} a step"
+    memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
+    name = "full sharding" if today is None else "today"
+    if name not in costs:
+        time += "; this is full sharding, and nothing better was found"
+    elif _are_equal(own, costs[name]):
+        time += f", the same as {name}"
+    else:
+        change = own.seconds / costs[name].seconds - 1
+        before = seconds_text(costs[name].seconds)
+        time += f" instead of {before} with {name} ({change:+.1%})"
+    if name in costs:
+        memory += f" instead of {human_bytes(peak_of(costs[name]))}"
+    yield time
+    if fits(own, limit_bytes):
+        yield f"{memory} (limit {human_bytes(limit_bytes)})"
+
+
+def _are_equal(one: Cost, other: Cost) -> bool:
+    """Whether two times are equal as far as estimates go."""
+    return abs(one.seconds / other.seconds - 1) < _EQUAL
+
+
+def _is_better(today: Cost, own: Cost, limit_bytes: int) -> bool:
+    """Whether rules fit and the others do not, or are faster, or need less memory."""
+    if not fits(today, limit_bytes) or not fits(own, limit_bytes):
+        return fits(today, limit_bytes)
+    if _are_equal(today, own):
+        return peak_of(today) <= peak_of(own)
+    return today.seconds < own.seconds
 
 
 def _held(cost: Cost) -> Iterator[str]:
@@ -62,22 +87,6 @@ def _held(cost: Cost) -> Iterator[str]:
         if temporary > cost.at_rest_bytes
         else "more devices, or optimizer state in the memory of the host"
     )
-
-
-def _time(costs: Mapping[str, Cost], limit_bytes: int) -> str:
-    """The time of a step, beside that of today, or else of full sharding."""
-    own = costs["suggested"]
-    text = f"{seconds_text(own.seconds)} a step"
-    name = "today" if "today" in costs else "full sharding"
-    if name not in costs:
-        return f"{text}; this is full sharding, and nothing better was found"
-    other = costs[name]
-    more = "" if fits(other, limit_bytes) else ", which does not fit"
-    change = own.seconds / other.seconds - 1
-    if abs(change) < _EQUAL:
-        return f"{text}, the same as {name}{more}"
-    before = seconds_text(other.seconds)
-    return f"{text} instead of {before} with {name} ({change:+.1%}){more}"
 
 
 # -------------------------------------------------------------------------- table

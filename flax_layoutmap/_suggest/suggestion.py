@@ -214,8 +214,8 @@ class Suggestion:
                 "for each axis, as no topology was given"
             )
         yield _NOT_COUNTED
-        tried = f"{self.trail[-1].tried} layouts in {self.took_seconds:.1f} s"
-        yield f"tried: {tried}; the best of each stage:"
+        tried, took = self.trail[-1].tried, self.took_seconds
+        yield f"tried: {tried} layouts, took {took:.1f} s; the best of each stage:"
         for step in self.trail:
             yield f"  {step.what}: {seconds_text(step.seconds)}"
 

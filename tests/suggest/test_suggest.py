@@ -182,7 +182,7 @@ def test_the_text(wide: flm.Suggestion) -> None:
     heading, notes = told(wide, 0), told(wide, 3)
     assert heading.startswith(f"suggestion for train_step on mesh {WIDE}: 64 devices")
     assert "estimated time: " in heading and " with full sharding (-" in heading
-    assert "GiB per device, of 6.0 GiB" in heading
+    assert "GiB per device instead of 2.2 GiB (limit 6.0 GiB)" in heading
     assert "arguments: model, optimizer taken for state, tokens for data" in notes
     assert "by XLA's partitioner" in notes and "not counted: " in notes
     assert "assumed: speed and memory of v5p" in notes and "batch over data: " in notes
@@ -210,29 +210,27 @@ def test_the_verdict(small: flm.Suggestion) -> None:
     own = small.cost
     slow = dataclasses.replace(own, link_seconds=own.seconds + own.link_seconds)
     large = dataclasses.replace(own, peak_bytes=1 << 40)
+    smaller = dataclasses.replace(own, peak_bytes=1 << 20)
 
     def verdict(**costs: Any) -> str:
         named = {name.replace("_", " "): cost for name, cost in costs.items()}
-        return " ".join(report_text.verdict(named, small.limit_bytes))
+        return "; ".join(report_text.verdict(named, small.limit_bytes))
 
     a, b = seconds_text(own.seconds), seconds_text(slow.seconds)
-    assert f"{a} a step instead of {b} with today (-50.0%)" in verdict(
-        suggested=own, full_sharding=own, today=slow
+    assert verdict(suggested=own, full_sharding=smaller, today=slow) == (
+        f"estimated time: {a} a step instead of {b} with today (-50.0%); estimated "
+        "memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
     )
-    assert f"{a} a step, the same as full sharding e" in verdict(
-        suggested=own, full_sharding=own
-    )
+    same = verdict(suggested=own, full_sharding=smaller)
+    assert f"{a} a step, the same as full sharding; " in same
+    assert "140.0 MiB per device instead of 1.0 MiB (limit" in same
     assert "this is full sharding, and nothing better was" in verdict(suggested=own)
-    worse = verdict(suggested=slow, today=own)
-    assert worse.startswith("keep the rules of today: nothing better was found")
-    assert f"{b} a step instead of {a} with today (+100.0%)" in worse
-    over = verdict(suggested=slow, today=dataclasses.replace(large, link_seconds=0.0))
-    assert (
-        "keep" not in over and "with today" in over and ", which does not fit" in over
-    )
-    assert verdict(suggested=large, today=slow).startswith("keep the rules of today")
+    for suggested, today in (slow, own), (own, own), (own, smaller), (large, slow):
+        assert verdict(suggested=suggested, today=today).startswith("keep the rules of")
+    for suggested, today in (own, slow), (slow, large), (smaller, own), (large, large):
+        assert "keep" not in verdict(suggested=suggested, today=today)
     none = verdict(suggested=large)
-    assert none.startswith("does not fit: 1.0 TiB per device is the least memory")
+    assert none.startswith("does not fit: 1.0 TiB per device is the least memory that ")
     assert "it holds: gradients and activations 1024.0 GiB, " in none
     assert "for less: jax.checkpoint in the model, or fewer rows" in none
 
