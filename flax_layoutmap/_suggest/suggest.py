@@ -129,6 +129,7 @@ def suggest(
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
+    with shown_progress(f"comparing rules for {name}", None, progress):
         found = _suggestion(search, lower, today, check)
     notes += [_roles(search.problem.lowered), *found.notes]
     took = time.perf_counter() - start

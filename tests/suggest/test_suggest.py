@@ -329,7 +329,7 @@ def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(suggest, "shown_progress", remembered)
     found = flm.suggest(*GIVEN, **OPTIONS)
-    assert shown[0] == "lowering mlp_step"
+    assert shown[::2] == ["lowering mlp_step", "comparing rules for mlp_step"]
     best = seconds_text(found.cost.seconds)
     assert re.fullmatch(
         rf"suggesting rules for mlp_step: {best} a step, \d+ layouts tried", shown[1]()
