@@ -167,8 +167,7 @@ def measured(row: Row) -> dict[str, Any]:
     search = time.perf_counter() - start, time.process_time() - cpu
     today = {"layout_map": row.theirs, "check": False}
     compared = flm.suggest(row.step, *row.args, **given, **today, limit_seconds=0)
-    assert compared.today is not None
-    limit = compared.today.peak_bytes
+    limit = compared.choices["today"].cost.peak_bytes
     limited = flm.suggest(row.step, *row.args, **given, **today, hbm=limit)
     start = time.perf_counter()
     found = flm.suggest(row.step, *row.args, **given)
@@ -182,7 +181,7 @@ def measured(row: Row) -> dict[str, Any]:
     if row.kind == "experts":
         fsdp.names["by_expert|experts"] = (...,)
     reports = {
-        "ours": found.report,
+        "ours": found.plan,
         "theirs": planned(row.theirs),
         "fsdp": planned(fsdp),
     }
@@ -209,7 +208,7 @@ def show(done: dict[str, Any]) -> None:
     row, costs, found = done["row"], done["costs"], done["found"]
     limited = done["limited"]
     ours, theirs, fsdp = costs["ours"], costs["theirs"], costs["fsdp"]
-    sent = found.cost.total_sent_bytes
+    sent = found.choices["suggested"].estimate.total_sent_bytes
     cells = [
         row.model,
         row.mesh,
@@ -219,7 +218,7 @@ def show(done: dict[str, Any]) -> None:
         str(found.trail[-1].tried),
         *(f"{one.seconds * 1e3:.2f}" for one in (ours, theirs, fsdp)),
         f"{ours.seconds / theirs.seconds:.3f}",
-        f"{limited.cost.seconds / limited.today.seconds:.3f}",
+        f"{limited.cost.seconds / limited.choices['today'].cost.seconds:.3f}",
         f"{ours.total_sent_bytes / max(fsdp.total_sent_bytes, 1):.2f}",
         f"{ours.at_rest_bytes / fsdp.at_rest_bytes:.2f}",
         f"{ours.total_sent_bytes / max(sent, 1):.3f}",
@@ -247,7 +246,7 @@ def targets(every: list[dict[str, Any]]) -> bool:
         name = f"{row.model}, {row.mesh}"
         classes, refined = before_singles(done["searched"]), done["search"][0]
         limited = done["limited"]
-        with_theirs = limited.cost.seconds / limited.today.seconds
+        with_theirs = limited.cost.seconds / limited.choices["today"].cost.seconds
         checks = {
             f"cost {own:.3f} of theirs, at most {share}": own <= share + 5e-4,
             f"with their memory {with_theirs:.3f}, at most {share}": limited.fits

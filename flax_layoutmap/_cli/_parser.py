@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from flax_layoutmap._core.errors import visible
 
-ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
+ABOUT = """Shows, checks, compares and suggests rules for a model, with no devices.
 
 A model is a function that makes one (--model package.module:factory), or a checkpoint
 (--checkpoint PATH), which needs no code at all. Rules are a file (.toml, .json), an
@@ -101,16 +101,19 @@ _STEP = _text("--step", "N", "of a directory of steps")
 _ITEM = _text("--item", "NAME", "of a checkpoint with several")
 _JSON = _flag("--json", "write JSON to stdout")
 
-_RULES = _group(
-    "rules",
-    _text(
-        "--rules",
-        "RULES",
-        f"{_RULES_ARE}; default: those that the checkpoint was saved with",
-    ),
-    _text("--mesh", "MESH", "such as data=16,model=16; default: that of the rules"),
-    _VARIANT,
-)
+
+def _rules(default: str, what: str = "") -> Part:
+    """Rules, and what they are where none are named."""
+    return _group(
+        "rules",
+        _text("--rules", "RULES", f"{what}{_RULES_ARE}; default: {default}"),
+        _text("--mesh", "MESH", "such as data=16,model=16; default: that of the rules"),
+        _VARIANT,
+    )
+
+
+_RULES = _rules("those that the checkpoint was saved with")
+_OF_THE_STEP = "those of a step of flm.jit"
 _CHECKPOINT = (_text("checkpoint", "CHECKPOINT", "its directory"), _STEP, _ITEM)
 _FORMAT = (
     _value(
@@ -169,11 +172,11 @@ _STEP_OF = (
         help="a function that makes the tuple of its arguments; it is only traced",
     ),
     _texts("--arg", "K=V", "an argument of that function; may be repeated"),
-    _texts("--donate", "NAME", "an argument of the step to donate; may be repeated"),
+    _texts("--donate", "NAME", "an argument to donate, such as state; may be repeated"),
     _value("--slices", type=int, metavar="N", help="of the topology"),
-    _RULES,
+    *_FORMAT,
 )
-_STEP_TO_RUN = (*_STEP_OF, *_FORMAT)
+_STEP_TO_RUN = (*_STEP_OF, _rules(_OF_THE_STEP))
 
 # ---------------------------------------------------------------------- commands
 
@@ -273,17 +276,29 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "suggest": (
         "Suggests rules for a step on a mesh or a topology that this machine does not "
-        "have, found by search under a limit of memory; --rules are for comparison.",
+        "have: the fastest that a search finds within the memory of a device.",
         "my_model:step --args my_model:arguments --mesh data=4,model=2",
         *_STEP_OF,
+        _rules(_OF_THE_STEP, "the rules of today, to compare with: "),
         _text("--topology", "NAME", "such as v5p:4x4x4"),
-        _value("--hbm", type=float, metavar="GIB", help="memory of one device to use"),
+        _value(
+            "--hbm",
+            type=float,
+            metavar="GIB",
+            help="memory of one device to use (default: all that the topology has)",
+        ),
+        _value(
+            "--limit-seconds",
+            type=float,
+            metavar="SECONDS",
+            help="end the search after this time, with the best so far",
+        ),
+        _flag("--no-check", "do not check the result by XLA's partitioner"),
         _value(
             *("-o", "--output"),
             metavar="FILE",
-            help="write the rules to a file (.toml, .json)",
+            help="write the rules to a file, too (.toml, .json)",
         ),
-        _JSON,
     ),
     "inspect": (
         "Describes a checkpoint of Orbax, of this library, or of safetensors.",

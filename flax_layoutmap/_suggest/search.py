@@ -27,7 +27,7 @@ from flax_layoutmap._suggest.problem import Problem
 _GAIN, _SINGLE = 1e-3, 0.02
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
-_MANY = 1_000_000
+_MANY = 1 << 60
 # A set of axes for the batch whose start costs so many times the best is left.
 _HOPELESS = 1.25
 

@@ -60,7 +60,7 @@ def rules_and_mesh(
     """
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
-    rules = None if layout_map is None else rule_set_of(layout_map, "plan(layout_map=)")
+    rules = None if layout_map is None else rule_set_of(layout_map, "layout_map=")
     own = _abstract_mesh(mesh, topology)
     if own is None and rules is not None and rules.mesh is not None:
         own = _abstract_mesh(rules.mesh, topology)
@@ -68,7 +68,7 @@ def rules_and_mesh(
         own = _mesh_of_arguments(args, kwargs)
     if own is None:
         raise MeshError(
-            'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one'
+            'a mesh is missing: pass mesh="fsdp=16,tensor=4", or rules that have one'
         )
     types = zip(own.axis_names, own.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]

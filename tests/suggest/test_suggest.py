@@ -1,5 +1,10 @@
 """flm.suggest: rules that are found by search."""
 
+import contextlib
+import dataclasses
+import io
+import json
+import re
 from typing import Any
 
 import jax
@@ -10,7 +15,9 @@ from flax import nnx
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
-from flax_layoutmap._suggest import search
+from flax_layoutmap._suggest import report_text, search, suggest
+from flax_layoutmap._suggest.rules import as_code
+from flax_layoutmap.pod._report_text import seconds_text
 
 MESH = "data=4,tensor=2"
 WIDE = "data=16,tensor=4"
@@ -39,10 +46,9 @@ def test_a_batch_that_does_not_divide_by_all_axes(given: Any) -> None:
     found = flm.suggest(
         step, params, x, mesh="data=4,tensor=2", donate_argnames="params", **given
     )
-    for layout_map in (found.layout_map, found.second_layout_map):
-        if layout_map is not None:
-            assert "tensor" not in layout_map.freeze().batch
-            flm.jit(step, layout_map=layout_map.on("data=4,tensor=2"))(params, x)
+    for choice in found.choices.values():
+        assert "tensor" not in choice.layout_map.freeze().batch
+        flm.jit(step, layout_map=choice.layout_map.on("data=4,tensor=2"))(params, x)
 
 
 def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
@@ -53,7 +59,10 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     found = flm.suggest(
         train_step, *given, layout_map=today, check=False, limit_seconds=0.001
     )
-    assert found.today is None and "rules of today do not fit this step" in str(found)
+    assert "today" not in found.choices
+    text = " ".join(str(found).split())
+    assert "the rules of today do not fit this step: model/g/a/kernel (2," in text
+    assert "(and 5 more) arguments: model, optimizer taken for state" in text
 
 
 def test_a_limit_is_a_number() -> None:
@@ -88,14 +97,16 @@ def test_the_cost_is_the_estimate_of_a_plan(wide: flm.Suggestion) -> None:
     step, *given = large()
     step = flm.jit(step, layout_map=wide.layout_map)
     estimate = flm.pod.plan(step, *given, mesh=WIDE).with_layout(wide.layout_map)
-    assert estimate.wire_bytes() == wide.cost.total_sent_bytes
-    assert estimate.memory.at_rest == wide.cost.at_rest
+    cost = wide.choices["suggested"].estimate
+    assert estimate.wire_bytes() == cost.total_sent_bytes
+    assert estimate.memory.at_rest == cost.at_rest
     assert not estimate.drift
 
 
 def test_names_and_their_order_do_not_matter(wide: flm.Suggestion) -> None:
     other = flm.suggest(*large("hgfedcba"), **LITTLE, check=False)
-    assert other.cost == wide.cost and other.trail == wide.trail
+    assert other.cost == wide.choices["suggested"].estimate
+    assert other.trail == wide.trail
 
 
 # --------------------------------------------------------------------- limits
@@ -130,9 +141,8 @@ def test_a_limit_of_memory(small: flm.Suggestion) -> None:
     least, most = none.cost.peak_bytes, small.cost.peak_bytes
     assert least is not None and most is not None and least < most
     assert small.fits and not none.fits
-    text = str(none)
-    assert "does not fit: the least peak that was found is" in text
-    assert "gradients and activations" in text
+    lines = str(none).splitlines()[1:4]
+    assert lines[0].startswith("does not fit: ") and "1000 B" in lines[1]
     limit = (least + most) // 2
     between = flm.suggest(*GIVEN, **OPTIONS, hbm=limit)
     assert between.fits and (between.cost.peak_bytes or most) <= limit
@@ -142,24 +152,131 @@ def test_a_limit_of_memory(small: flm.Suggestion) -> None:
 # ------------------------------------------------------- what it is told, and tells
 
 
-def test_the_text(wide: flm.Suggestion) -> None:
-    heading, code, table, notes = str(wide).split("\n\n")
-    assert heading == f"suggestion for train_step on mesh {WIDE}: 64 devices"
+def told(found: flm.Suggestion, at: int) -> str:
+    """One part of the text, in one line: heading, code, table or notes."""
+    return " ".join(str(found).split("\n\n")[at].split())
+
+
+def test_the_code_runs_as_it_stands_and_everywhere(wide: flm.Suggestion) -> None:
     space: dict[str, Any] = {}
-    abstract = flm.DeviceMesh.abstract(WIDE)
-    exec(code.replace(f'"{WIDE}"', "mesh"), {"flm": flm, "mesh": abstract}, space)
+    exec(str(wide).split("\n\n")[1], {"flm": flm}, space)
     assert space["layout_map"] == wide.layout_map
-    assert all(len(line) <= 80 for line in (*code.splitlines(), *table.splitlines()))
-    assert "links and products of v5p are assumed" in notes
-    assert "checked by XLA's partitioner" in notes and "not priced" in notes
+    assert wide.mesh.size > jax.device_count()
 
 
-def test_explain_prices_the_second_choice(wide: flm.Suggestion) -> None:
-    text = wide.explain("g/c/kernel")
-    assert text.startswith("g/c/kernel: (None, ")
-    assert "the second choice, (" in text and "makes a step" in text
+@pytest.mark.parametrize("pattern", ['a"b', "a'b", r"layers/\d+/kernel", "a\nb", "é"])
+def test_code_of_any_pattern(pattern: str) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract(MESH), batch=("data", "tensor"))
+    layout_map[pattern] = (("data", "tensor"), None)
+    layout_map[f"{pattern}/{'x' * 80}"] = None
+    layout_map.activations[pattern] = ("data", ...)
+    layout_map.names[pattern] = (...,)
+    layout_map.optimizer[pattern] = None
+    space: dict[str, Any] = {}
+    exec(as_code(layout_map.freeze()), {"flm": flm}, space)
+    assert space["layout_map"] == layout_map
+
+
+def test_the_text(wide: flm.Suggestion) -> None:
+    assert all(len(line) <= 80 for line in str(wide).splitlines())
+    heading, notes = told(wide, 0), told(wide, 3)
+    assert heading.startswith(f"suggestion for train_step on mesh {WIDE}: 64 devices")
+    assert "estimated time: " in heading and " with full sharding (-" in heading
+    assert "GiB per device instead of 2.2 GiB (limit 6.0 GiB)" in heading
+    assert "arguments: model, optimizer taken for state, tokens for data" in notes
+    assert "by XLA's partitioner" in notes and "not counted: " in notes
+    assert "assumed: speed and memory of v5p" in notes and "batch over data: " in notes
+    assert "unused: " not in notes
+
+
+def test_other_formats(small: flm.Suggestion) -> None:
+    title, verdict, code, table, notes = small.report("markdown").split("\n\n")
+    assert title == f"**suggestion for mlp_step on mesh {SMALL}: 8 devices**"
+    assert code.startswith("```python\n") and code.endswith("\n```")
+    assert table.startswith("| per device | suggested |")
+    assert verdict.startswith("- estimated time") and "\n  - full sharding" in notes
+    data = json.loads(small.report("json"))
+    assert data["choices"]["suggested"]["rules"] == small.layout_map.to_json()
+    assert data["choices"]["suggested"]["seconds"] == small.cost.seconds
+    with pytest.raises(flm.LayoutError, match="format must be"):
+        small.report("html")  # pyright: ignore[reportArgumentType]
+    file = io.StringIO()
+    small.show(file)
+    assert file.getvalue() == f"{small}\n"
+    assert repr(small).startswith(f"<Suggestion for mlp_step on {SMALL}: ")
+
+
+def test_the_verdict(small: flm.Suggestion) -> None:
+    own = small.cost
+    slow = dataclasses.replace(own, link_seconds=own.seconds + own.link_seconds)
+    large = dataclasses.replace(own, peak_bytes=1 << 40)
+    smaller = dataclasses.replace(own, peak_bytes=1 << 20)
+
+    def verdict(**costs: Any) -> str:
+        named = {name.replace("_", " "): cost for name, cost in costs.items()}
+        return "; ".join(report_text.verdict(named, small.limit_bytes))
+
+    a, b = seconds_text(own.seconds), seconds_text(slow.seconds)
+    assert verdict(suggested=own, full_sharding=smaller, today=slow) == (
+        f"estimated time: {a} a step instead of {b} with today (-50.0%); estimated "
+        "memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
+    )
+    same = verdict(suggested=own, full_sharding=smaller)
+    assert f"{a} a step, the same as full sharding; " in same
+    assert "140.0 MiB per device instead of 1.0 MiB (limit" in same
+    assert "this is full sharding, and nothing better was" in verdict(suggested=own)
+    for suggested, today in (slow, own), (own, own), (own, smaller), (large, slow):
+        assert verdict(suggested=suggested, today=today).startswith("keep the rules of")
+    for suggested, today in (own, slow), (slow, large), (smaller, own), (large, large):
+        assert "keep" not in verdict(suggested=suggested, today=today)
+    none = verdict(suggested=large)
+    assert none.startswith("does not fit: 1.0 TiB per device is the least memory that ")
+    assert "it holds: gradients and activations 1024.0 GiB, " in none
+    assert "for less: jax.checkpoint in the model, or fewer rows" in none
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (1 << 14, "no batch and no dim of a large parameter divides by 3"),
+        (12, "nothing that was tried with it gains"),
+    ],
+)
+def test_axes_that_are_not_used(rows: int, why: str) -> None:
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.float32)
+    options = OPTIONS | {"mesh": "data=4,idle=3"}
+    found = flm.suggest(*GIVEN[:2], x, **options)
+    assert f"axis idle of the mesh, so that its 3 devices do the same work; {why}" in (
+        told(found, 3)
+    )
+
+
+def test_explain_prices_the_next_best(
+    wide: flm.Suggestion, small: flm.Suggestion
+) -> None:
+    first, second = wide.explain("g/c/kernel").split("\n", 1)
+    assert first == 'g/c/kernel: (None, None, "tensor")'
+    assert second.startswith('next best: (None, "tensor", None): a step takes ')
+    assert all(len(line) <= 80 for line in second.splitlines())
     with pytest.raises(KeyError, match="no parameter has the path 'x'"):
         wide.explain("x")
+    with pytest.raises(KeyError, match="'kernel' is the end of several paths: model/g"):
+        wide.explain("kernel")
+    assert small.explain("params/up").startswith("params/up: ")
+
+
+def test_another_order_of_axes_is_no_other_layout() -> None:
+    found = flm.suggest(*GIVEN, **OPTIONS, hbm=1000)
+    first, second = found.explain("up").split("\n", 1)
+    assert first == 'up: (None, ("data", "tensor"))'
+    assert '("tensor", "data")' not in second and "next best: " in second
+
+
+def test_a_small_parameter_is_not_explained_by_prices() -> None:
+    step, params, x = GIVEN
+    params = params | {"bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    found = flm.suggest(step, params, x, **OPTIONS, limit_seconds=0.0)
+    assert "too small to be sharded" in found.explain("bias")
 
 
 def test_the_rules_of_today_are_priced_beside() -> None:
@@ -167,25 +284,62 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     today["up"] = (None, "tensor")
     today["down"] = ("tensor", None)
     found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today)
-    assert found.today is not None
-    assert found.cost.seconds <= found.today.seconds
-    assert found.cost.seconds <= found.fully_sharded.seconds
-    assert " today\n" in str(found)
+    assert list(found.choices)[0] == "suggested" and list(found.choices)[-1] == "today"
+    costs = [one.cost.seconds for one in found.choices.values()]
+    assert costs[0] == min(costs)
+    assert found.choices["today"].layout_map == today.on(found.mesh)
+    assert " with today (-" in told(found, 0)
 
 
 def test_rules_of_today_for_another_mesh() -> None:
     today = flm.LayoutMap(batch="data")
     today["up"] = (None, "model")
-    found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today)
-    assert found.today is None
-    assert "the rules of today do not fit this mesh" in str(found)
+    found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today, limit_seconds=0.0)
+    assert "today" not in found.choices
+    assert "the rules of today do not fit this mesh" in told(found, 3)
+    with pytest.raises(flm.errors.RuleError, match="layout_map= needs a LayoutMap"):
+        flm.suggest(*GIVEN, **OPTIONS, layout_map=[("up", None)])
+
+
+def test_the_order_of_the_partitioner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the rules of today are checked, too."""
+    plan, plans = suggest.planned, []
+
+    def dear_at_first(*args: Any) -> Any:
+        plans.append(plan(*args))
+        flops = plans[-1].flops_per_device * (100 if len(plans) == 1 else 1)
+        return dataclasses.replace(plans[-1], flops_per_device=flops)
+
+    monkeypatch.setattr(suggest, "planned", dear_at_first)
+    options = OPTIONS | {"check": True}
+    found = flm.suggest(*GIVEN, **options, layout_map=flm.LayoutMap(strict=False))
+    assert len(plans) == len(found.choices)
+    assert all(one.plan is not None for one in found.choices.values())
+    costs = [one.cost.seconds for one in found.choices.values()]
+    assert costs[0] == min(costs[:-1])
+    assert "overruled: what the search had found best, with " in told(found, 3)
+
+
+def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    def remembered(what: Any, *_: Any) -> Any:
+        shown.append(what)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(suggest, "shown_progress", remembered)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert shown[::2] == ["lowering mlp_step", "comparing rules for mlp_step"]
+    best = seconds_text(found.cost.seconds)
+    assert re.fullmatch(
+        rf"suggesting rules for mlp_step: {best} a step, \d+ layouts tried", shown[1]()
+    )
 
 
 def test_an_interrupt_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}), limit_seconds=0.0)
-    assert not ended.is_complete and ended.report is None
-    assert ended.cost.seconds <= ended.fully_sharded.seconds
-    assert "interrupted: the best so far" in str(ended)
+    assert not ended.is_complete and ended.plan is None
+    assert "interrupted: this is the best so far" in told(ended, 0)
 
     stored, calls = search.Search.excess, []
 
@@ -220,5 +374,5 @@ def test_meshes_that_are_refused() -> None:
         flm.suggest(*GIVEN, mesh=explicit, donate_argnames="params")
     with pytest.raises(flm.errors.MeshError, match="has one device"):
         flm.suggest(*GIVEN, mesh="data=1", donate_argnames="params")
-    with pytest.raises(flm.errors.MeshError, match="needs a mesh"):
+    with pytest.raises(flm.errors.MeshError, match="a mesh is missing: pass mesh="):
         flm.suggest(*GIVEN, donate_argnames="params")
