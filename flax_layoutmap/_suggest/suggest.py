@@ -77,7 +77,7 @@ def suggest(
             argument that is no NNX object is state only where it is donated.
         check: whether XLA's partitioner plans what is compared.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
-        progress: whether to show that it is at work; None: on a terminal or in a
+        progress: whether to show the best so far; None: on a terminal or in a
             notebook, once it has taken 2 seconds.
         **kwargs: arguments of the step by name.
 
