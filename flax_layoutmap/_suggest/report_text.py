@@ -42,19 +42,22 @@ def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
             f"that was found, and the limit is {human_bytes(limit_bytes)}"
         )
         yield from _held(own)
+    yield from _estimates(costs, limit_bytes)
+
+
+def _estimates(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
+    """Time and memory beside those of today, or else of full sharding."""
+    own, name = costs["suggested"], "today" if "today" in costs else "full sharding"
+    other = costs.get(name)
     time = f"estimated time: {seconds_text(own.seconds)} a step"
     memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
-    name = "full sharding" if today is None else "today"
-    if name not in costs:
-        time += "; this is full sharding, and nothing better was found"
-    elif _are_equal(own, costs[name]):
-        time += f", the same as {name}"
+    if other is None:
+        time += "; this is full sharding"
     else:
-        change = own.seconds / costs[name].seconds - 1
-        before = seconds_text(costs[name].seconds)
-        time += f" instead of {before} with {name} ({change:+.1%})"
-    if name in costs:
-        memory += f" instead of {human_bytes(peak_of(costs[name]))}"
+        before = f" instead of {seconds_text(other.seconds)} with {name}"
+        same = f", the same as {name}"
+        time += same if _are_equal(own, other) else before + _change(own, other)
+        memory += f" instead of {human_bytes(peak_of(other))}"
     yield time
     if fits(own, limit_bytes):
         yield f"{memory} (limit {human_bytes(limit_bytes)})"
@@ -62,7 +65,11 @@ def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
 
 def _are_equal(one: Cost, other: Cost) -> bool:
     """Whether two times are equal as far as estimates go."""
-    return abs(one.seconds / other.seconds - 1) < _EQUAL
+    return abs(one.seconds - other.seconds) <= _EQUAL * other.seconds
+
+
+def _change(new: Cost, old: Cost) -> str:
+    return f" ({new.seconds / old.seconds - 1:+.1%})" if old.seconds else ""
 
 
 def _is_better(today: Cost, own: Cost, limit_bytes: int) -> bool:
@@ -127,7 +134,7 @@ def next_best(layout: str, other: Cost, own: Cost, is_over: bool) -> str:
     held = _more(other.at_rest_bytes - own.at_rest_bytes)
     return (
         f"next best: {layout}: a step takes {seconds_text(other.seconds)} instead of "
-        f"{seconds_text(own.seconds)} ({other.seconds / own.seconds - 1:+.1%}), each "
+        f"{seconds_text(own.seconds)}{_change(other, own)}, each "
         f"device sends {sent} and holds {held} for state and data"
         f"{', and it does not fit' if is_over else ''}"
     )

@@ -38,9 +38,9 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
 
 
 def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
-    mesh = problem.mesh
+    mesh, batch = problem.mesh, candidate.batch
     if not any(map(any, candidate.specs)):
-        made = LayoutMap(mesh, batch=candidate.batch)
+        made = LayoutMap(mesh, batch=batch)
         made[".*"] = None
         return made
     leaves = _leaves(problem, seed_rules(mesh).freeze())
@@ -59,7 +59,7 @@ def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
         wanted,
         mesh,
         lambda rules: _leaves(problem, rules).values(),
-        candidate.batch,
+        batch,
     )
 
 

@@ -60,7 +60,7 @@ def suggest(
     propagation, not from names. Candidates are priced as `with_layout` of a plan does
     it: the time of the collectives on the links, that of the matrix products, and an
     estimate of memory, which has to stay below the limit. XLA's partitioner plans the
-    best two and full sharding, and its order counts.
+    best two, full sharding and the rules of today, and its order counts.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -75,9 +75,9 @@ def suggest(
             of `flm.jit`.
         donate_argnames: arguments that are given away, where `step` is a function. An
             argument that is no NNX object is state only where it is donated.
-        check: whether XLA's partitioner plans the best two and full sharding.
+        check: whether XLA's partitioner plans what is compared.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
-        progress: whether to show that it is at work; None: on a terminal or in a
+        progress: whether to show the best so far; None: on a terminal or in a
             notebook, once it has taken 2 seconds.
         **kwargs: arguments of the step by name.
 
@@ -187,7 +187,7 @@ def _roles(lowered: Lowered) -> str:
         role = "data" if leaf.role == "data" else "state"
         roles[role][leaf.path.partition("/")[0]] = None
     state, data = (", ".join(names) or "none" for names in roles.values())
-    return f"arguments: {state} taken for state, {data} for data"
+    return f"taken for state: {state}; for data: {data}"
 
 
 def _so_far(search: Search) -> str:

@@ -62,7 +62,7 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     assert "today" not in found.choices
     text = " ".join(str(found).split())
     assert "the rules of today do not fit this step: model/g/a/kernel (2," in text
-    assert "(and 5 more) arguments: model, optimizer taken for state" in text
+    assert "(and 5 more) taken for state: model, optimizer; " in text
 
 
 def test_a_limit_is_a_number() -> None:
@@ -183,10 +183,18 @@ def test_the_text(wide: flm.Suggestion) -> None:
     assert heading.startswith(f"suggestion for train_step on mesh {WIDE}: 64 devices")
     assert "estimated time: " in heading and " with full sharding (-" in heading
     assert "GiB per device instead of 2.2 GiB (limit 6.0 GiB)" in heading
-    assert "arguments: model, optimizer taken for state, tokens for data" in notes
+    assert "taken for state: model, optimizer; for data: tokens" in notes
     assert "by XLA's partitioner" in notes and "not counted: " in notes
-    assert "assumed: speed and memory of v5p" in notes and "batch over data: " in notes
+    assert "assumed: speed and memory of v5p" in notes and "full sharding: 4" in notes
     assert "unused: " not in notes
+
+
+def test_a_step_that_takes_no_time() -> None:
+    today = flm.LayoutMap(batch="data", strict=False)
+    given = {"mesh": SMALL, "donate_argnames": "x", "check": False}
+    found = flm.suggest(lambda x: x + 1, jnp.ones((8, 8)), **given, layout_map=today)
+    assert "estimated time: 0 µs a step, the same as today" in told(found, 0)
+    assert "instead of 0 µs, each device" in found.explain("x")
 
 
 def test_other_formats(small: flm.Suggestion) -> None:
@@ -224,7 +232,7 @@ def test_the_verdict(small: flm.Suggestion) -> None:
     same = verdict(suggested=own, full_sharding=smaller)
     assert f"{a} a step, the same as full sharding; " in same
     assert "140.0 MiB per device instead of 1.0 MiB (limit" in same
-    assert "this is full sharding, and nothing better was" in verdict(suggested=own)
+    assert "a step; this is full sharding; estimated" in verdict(suggested=own)
     for suggested, today in (slow, own), (own, own), (own, smaller), (large, slow):
         assert verdict(suggested=suggested, today=today).startswith("keep the rules of")
     for suggested, today in (own, slow), (slow, large), (smaller, own), (large, large):
