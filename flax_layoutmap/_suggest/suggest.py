@@ -245,7 +245,7 @@ def _explained(search: Search, chosen: Candidate, path: str) -> str:
         raise KeyError(f"no parameter has the path {path!r}; some are {known[:3]}")
     group = problem.groups[number]
     found = dict.fromkeys(
-        single(problem, number, axis, dim, chosen)
+        single(problem, number, (axis,), dim, chosen)
         for axis in problem.sizes
         for dim in (None, *group.dims)
     )
