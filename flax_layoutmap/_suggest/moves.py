@@ -1,6 +1,7 @@
 """Changes of a candidate: axes on classes, storage over axes, single groups."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from flax_layoutmap._suggest.candidate import Candidate, Spec, groups_of
 from flax_layoutmap._suggest.problem import Problem
@@ -32,34 +33,67 @@ def fully_sharded(problem: Problem, batch: tuple[str, ...] | None = None) -> Can
         )
         for number, group in enumerate(problem.groups)
     )
-    current = Candidate(rows, specs)
+    return stored(problem, axes, Candidate(rows, specs))
+
+
+def starts(
+    problem: Problem, batch: tuple[str, ...], most_last: bool
+) -> Iterator[Candidate]:
+    """The batch over some axes, and the others on all classes.
+
+    With parameters stored over the axes of the batch and not, each of these axes given
+    to a class, too, and none.
+    """
+    current = fully_sharded(problem, batch)
+    for axis in problem.sizes:
+        if axis not in batch:
+            current = with_classes(problem, current, axis, most_last)
+    for one in (current, not_stored(problem, batch, current)):
+        yield one
+        for number, choices in problem.exchanges.items():
+            for axis in batch:
+                yield exchanged(problem, axis, number, choices[0], one)
+
+
+def storages(problem: Problem, current: Candidate) -> Iterator[Candidate]:
+    """Parameters stored over all axes or one, and not."""
+    axes = tuple(problem.sizes)
+    for own in dict.fromkeys([axes, *((axis,) for axis in axes)]):
+        yield stored(problem, own, current)
+        yield not_stored(problem, own, current)
+
+
+def on_class(problem: Problem, number: int, current: Candidate) -> Iterator[Candidate]:
+    """Another axis on a class, or none."""
+    for axis in problem.sizes:
+        if axis not in current.batch:
+            yield switched(problem, axis, number, current)
+            continue
+        for points in problem.exchanges.get(number, ()):
+            yield exchanged(problem, axis, number, points, current)
+
+
+def stored(problem: Problem, axes: tuple[str, ...], current: Candidate) -> Candidate:
+    """Shard each large parameter over axes, beside what shards it already."""
+    specs = list(current.specs)
     for axis in axes:
-        current = stored(problem, current, axis)
-    return current
+        for number, spec in enumerate(specs):
+            specs[number] = _with_storage(problem, number, spec, axis, current.batch)
+    return dataclasses.replace(current, specs=tuple(specs))
 
 
-def stored(problem: Problem, current: Candidate, axis: str) -> Candidate:
-    """Shard each large parameter over an axis, beside what shards it already."""
-    specs = tuple(
-        _with_storage(problem, number, spec, axis, current.batch)
-        for number, spec in enumerate(current.specs)
-    )
-    return dataclasses.replace(current, specs=specs)
-
-
-def not_stored(problem: Problem, current: Candidate, axis: str) -> Candidate:
-    """Shard state over an axis only where a class or the batch has it."""
-    placed = _placed_nodes(problem, current, axis) | problem.batch_class
-    specs = tuple(
-        tuple(
-            axes
-            if ("parameter", number, dim) in placed
-            else tuple(one for one in axes if one != axis)
-            for dim, axes in enumerate(spec)
-        )
-        for number, spec in enumerate(current.specs)
-    )
-    return dataclasses.replace(current, specs=specs)
+def not_stored(
+    problem: Problem, axes: tuple[str, ...], current: Candidate
+) -> Candidate:
+    """Shard state over axes only where a class or the batch has them."""
+    specs = [list(spec) for spec in current.specs]
+    for axis in axes:
+        placed = _placed_nodes(problem, current, axis) | problem.batch_class
+        for number, spec in enumerate(specs):
+            for dim, own in enumerate(spec):
+                if ("parameter", number, dim) not in placed:
+                    spec[dim] = tuple(one for one in own if one != axis)
+    return dataclasses.replace(current, specs=tuple(map(tuple, specs)))
 
 
 def switched(problem: Problem, axis: str, number: int, current: Candidate) -> Candidate:
@@ -87,15 +121,27 @@ def exchanged(
 
 
 def single(
-    problem: Problem, number: int, axis: str, dim: int | None, current: Candidate
+    problem: Problem,
+    number: int,
+    axes: tuple[str, ...],
+    dim: int | None,
+    current: Candidate,
 ) -> Candidate:
-    """Another dim for an axis in a single group; the same if that does not divide."""
-    spec = _moved(current.specs[number], axis, dim)
+    """Another dim for axes in a single group; the same if that does not divide."""
+    spec = _moved(current.specs[number], axes, dim)
     if not fits(problem, problem.groups[number].shape, spec):
         return current
     specs = list(current.specs)
     specs[number] = spec
     return dataclasses.replace(current, specs=tuple(specs))
+
+
+def in_group(problem: Problem, number: int, current: Candidate) -> Iterator[Candidate]:
+    """Other dims of a single group for the axes of the batch, and for each other."""
+    others = [(axis,) for axis in problem.sizes if axis not in current.batch]
+    for axes in [current.batch, *others]:
+        for dim in (None, *problem.groups[number].dims):
+            yield single(problem, number, axes, dim, current)
 
 
 def with_classes(
@@ -127,7 +173,7 @@ def with_class(
             continue
         if _placed_in(problem, current, axis, group):
             continue  # another class has it on another dim
-        moved = _moved(spec, axis, dim)
+        moved = _moved(spec, (axis,), dim)
         displaced = moved[dim][1:]
         spec = tuple((axis,) if at == dim else axes for at, axes in enumerate(moved))
         for one in displaced:
@@ -171,11 +217,11 @@ def _placed_in(problem: Problem, current: Candidate, axis: str, group: int) -> b
     )
 
 
-def _moved(spec: Spec, axis: str, dim: int | None) -> Spec:
-    """The spec with an axis first on a dim, or on none."""
+def _moved(spec: Spec, axes: tuple[str, ...], dim: int | None) -> Spec:
+    """The spec with axes first on a dim, or on none."""
     return tuple(
-        ((axis,) if at == dim else ()) + tuple(one for one in axes if one != axis)
-        for at, axes in enumerate(spec)
+        (axes if at == dim else ()) + tuple(one for one in own if one not in axes)
+        for at, own in enumerate(spec)
     )
 
 

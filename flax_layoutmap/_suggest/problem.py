@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -27,6 +27,7 @@ from flax_layoutmap.convert._compress import INDEX
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import bytes_of, functions
 from flax_layoutmap.pod._passes import UNCONSTRAINED, Prepared, constraints_in, prepare
+from flax_layoutmap.pod._shardy_ops import COPIES
 
 _POINT = re.compile(r"(activations|names)\[([^\]]*)\]")
 # Parameters of fewer bytes than this share of all stay replicated.
@@ -57,6 +58,23 @@ def _takes_layers(use: Any) -> bool:
         user.name == "stablehlo.dynamic_slice" and user.results[0].type.shape[0] == 1
         for user in users
     )
+
+
+def _uses(block: Any, given: Mapping[Any, int]) -> Iterator[int]:
+    """The arguments of a program as it uses them; a copy is no use."""
+    own = dict(given)
+    for each in block.operations:
+        op = each.operation
+        if op.name in COPIES and op.operands[0] in own:
+            own[op.results[0]] = own[op.operands[0]]
+        elif not op.regions:
+            yield from (own[one] for one in op.operands if one in own)
+        for region in op.regions:
+            for inner in region.blocks:
+                taken = zip(inner.arguments, op.operands, strict=False)
+                yield from _uses(
+                    inner, {one: own[of] for one, of in taken if of in own}
+                )
 
 
 def seed_rules(mesh: DeviceMesh) -> LayoutMap:
@@ -143,8 +161,17 @@ class Problem:
             )
             for key, own in found.items()
         ]
-        # By what does not depend on names, as far as it tells them apart.
-        return sorted(groups, key=lambda one: (-one.bytes, one.shape, one.path))
+        # Not by names, nor by the order of arguments.
+        main = functions(self.prepared.module)["main"].regions[0].blocks[0]
+        given = {argument: at for at, argument in enumerate(self._arguments)}
+        used = list(dict.fromkeys(_uses(main, given)))
+        rank = {at: place for place, at in enumerate(used)}
+
+        def order(group: Group) -> tuple[int, tuple[int, ...], int]:
+            first = min(rank.get(at, len(used)) for at in group.arguments)
+            return -group.bytes, group.shape, first
+
+        return sorted(groups, key=order)
 
     def _points(self) -> list[Point]:
         found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, str]]] = {}
@@ -164,7 +191,7 @@ class Problem:
                 layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
                 key = section, layer, shape
                 found.setdefault(key, []).append((at, path))
-        points = [
+        return [  # in the order of the program
             Point(
                 section,
                 tuple(dict.fromkeys(path for _, path in own)),
@@ -173,7 +200,6 @@ class Problem:
             )
             for (section, _, shape), own in found.items()
         ]
-        return sorted(points, key=lambda one: (one.section, one.shape, one.paths))
 
     # ------------------------------------------------------------------ classes
 
@@ -182,7 +208,7 @@ class Problem:
         """The dims that follow the first dims of the data."""
         if not self.data or not self.sizes:
             return frozenset()
-        axis = min(self.sizes, key=lambda name: (self.sizes[name], name))
+        axis = min(self.sizes, key=self.sizes.__getitem__)
         return self._followers({at: ((axis,),) for at, _ in self.data})
 
     @functools.cached_property
@@ -191,7 +217,7 @@ class Problem:
         found: dict[frozenset[Node], None] = {}
         if not self.sizes:
             return []
-        axis = min(self.sizes, key=lambda name: (self.sizes[name], name))
+        axis = min(self.sizes, key=self.sizes.__getitem__)
         seen: set[Node] = set()
         for number, group in enumerate(self.groups):
             for dim in group.dims:

@@ -1,8 +1,8 @@
-"""Find the cheapest candidate: axes of the batch, then classes, then single groups.
+"""Find the cheapest candidate by moves: of the batch, of classes, of single groups.
 
-The start is full sharding: the batch and all parameters over all axes. Axes are then
-taken from the batch and placed on classes of dims. Only a gain counts, and a layout of
-a single group counts from a gain of 2 % on, since prices are not more exact than that.
+The start is full sharding: the batch and all parameters over all axes. A move counts if
+it gains; one of a single group if it gains 2 %, since prices are not more exact than
+that.
 """
 
 import dataclasses
@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.moves import (
-    exchanged,
     fully_sharded,
-    not_stored,
-    single,
-    stored,
-    switched,
-    with_classes,
+    in_group,
+    on_class,
+    starts,
+    storages,
 )
 from flax_layoutmap._suggest.price import Pricer
 from flax_layoutmap._suggest.problem import Problem
@@ -28,11 +26,11 @@ _GAIN, _SINGLE = 1e-3, 0.02
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
 _MANY = 1 << 60
-# A set of axes for the batch whose start costs so many times the best is left.
-_HOPELESS = 1.25
+# A second choice may cost so many times the best.
+_NEAR = 1.25
 
-# A change of a candidate.
-Move = Callable[[Candidate], Candidate]
+# The candidates that a change of one leads to.
+Move = Callable[[Candidate], Iterable[Candidate]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +59,8 @@ class Search:
     limit_bytes: int | None
     is_over: Callable[[], bool] = lambda: False
     best: Candidate | None = None
-    others: list[Candidate] = dataclasses.field(default_factory=list)
+    # Each candidate that a move has led to.
+    tried: dict[Candidate, None] = dataclasses.field(default_factory=dict)
     trail: list[Step] = dataclasses.field(default_factory=list)
     is_complete: bool = False
     start: float = dataclasses.field(default_factory=time.perf_counter)
@@ -76,7 +75,7 @@ class Search:
             return self.price.of(candidate).at_rest_bytes - self.limit_bytes + _MANY
         return max(0, self.price.peak_bytes(candidate) - self.limit_bytes)
 
-    def is_better(self, new: Candidate, old: Candidate, gain: float = _GAIN) -> bool:
+    def is_better(self, new: Candidate, old: Candidate, gain: float = 0.0) -> bool:
         """Whether a candidate is worth a move."""
         if self.is_over():
             raise Stopped
@@ -87,29 +86,9 @@ class Search:
             return less < over * (1 - gain) or (less == over and seconds < before)
         return seconds < before * (1 - gain) and not self.excess(new)
 
-    def improved(
-        self,
-        start: Candidate,
-        moves: Callable[[Candidate], Iterable[Move]],
-        gain: float = _GAIN,
-    ) -> Candidate:
-        """Take every move that is better, in rounds until one has none."""
-        current, again = start, True
-        while again:
-            again = False
-            for move in moves(start):
-                new = move(current)
-                if new != current and self.is_better(new, current, gain):
-                    current, again = new, True
-                    self.note_if_best(current)
-        return current
-
-    def note_if_best(self, candidate: Candidate) -> None:
-        if self.best is None or self.is_better(candidate, self.best, 0.0):
-            self.best = candidate
-
-    def note(self, what: str, candidate: Candidate) -> None:
-        seconds = self.price.of(candidate).seconds
+    def note(self, what: str) -> None:
+        assert self.best is not None
+        seconds = self.price.of(self.best).seconds
         took = time.perf_counter() - self.start
         self.trail.append(Step(what, seconds, self.price.count, took))
 
@@ -117,131 +96,103 @@ class Search:
 
     def run(self) -> None:
         """Search until nothing is better, or until the time is over."""
-        problem = self.problem
-        start = fully_sharded(problem)
-        self.best = start
-        self.note("full sharding", start)
+        self.best = self.best or fully_sharded(self.problem)
         try:
-            current, *self.others = self.order(
-                dict.fromkeys([start, *self.over_batches()])
-            )
-            current = self.improved(current, self.single_moves, _SINGLE)
-            self.note("single parameters", current)
-            self.best = current
+            self.note("full sharding")
+            self.improve(self.class_moves(), _GAIN)
+            self.note("batch and classes")
+            self.improve(self.single_moves(), _SINGLE)
+            self.note("single parameters")
             self.is_complete = True
         except (Stopped, KeyboardInterrupt):
             pass
         self.best = self.with_rules(self.best)
-        self.note("rules for activations", self.best)
+        self.note("rules for activations")
+
+    def improve(self, moves: Iterable[Move], gain: float) -> None:
+        """Take the best result of each move, in rounds until none gains enough."""
+        moves, before = [*moves], None
+        while self.best != before:
+            before = self.best
+            for move in moves:
+                assert self.best is not None
+                least = gain
+                for new in move(self.best):
+                    if new != self.best and self.is_better(new, self.best, least):
+                        self.best, least = new, 0.0
+                    self.tried[new] = None
+
+    def class_moves(self) -> list[Move]:
+        """Other axes of storage, of the batch, and of each class."""
+        problem = self.problem
+        # Of the two orders of classes, the one that is better for one set of axes.
+        batch = problem.batches[min(1, len(problem.batches) - 1)]
+        first, last = (next(starts(problem, batch, one)) for one in (False, True))
+        most_last = not self.is_better(first, last)
+        every = [
+            one for own in problem.batches for one in starts(problem, own, most_last)
+        ]
+        return [
+            functools.partial(storages, problem),
+            lambda _: every,
+            *(
+                functools.partial(on_class, problem, number)
+                for number in range(len(problem.classes))
+            ),
+        ]
+
+    def single_moves(self) -> Iterator[Move]:
+        """Other dims of a single group, if its share of the links is enough to gain."""
+        groups = self.problem.groups
+        assert self.best is not None
+        cost, total = self.price.of(self.best), sum(group.bytes for group in groups)
+        for number, group in enumerate(groups):
+            if cost.link_seconds * group.bytes / total >= _SINGLE * cost.seconds:
+                yield functools.partial(in_group, self.problem, number)
+
+    # --------------------------------------------------------------------- rules
 
     def rivals(self) -> list[Candidate]:
         """What XLA's partitioner may find better: the second best, full sharding."""
         assert self.best is not None
-        most = self.price.of(self.best).seconds * _HOPELESS
-        near = [one for one in self.others if self.price.of(one).seconds < most]
-        start = fully_sharded(self.problem)
-        found = dict.fromkeys(map(self.with_rules, (*near[:1], start)))
+        most = self.price.of(self.best).seconds * _NEAR
+        others = sorted(self.tried, key=lambda one: self.price.of(one).seconds)
+        near = (
+            one
+            for one in others
+            if one.batch != self.best.batch
+            and self.price.of(one).seconds < most
+            and not self.excess(one)
+        )
+        found = [*filter(None, [next(near, None)]), fully_sharded(self.problem)]
+        found = dict.fromkeys(map(self.with_rules, found))
         return [one for one in found if one != self.best]
 
-    def over_batches(self) -> list[Candidate]:
-        """The best candidate of each set of axes for the batch, the best set first.
-
-        Of the sets with one axis less, those are tried that leave the best one of the
-        last size, until they gain nothing.
-        """
-        problem, found = self.problem, dict[tuple[str, ...], Candidate]()
-        size, last = max(map(len, problem.batches)), None
-        while size >= 0:
-            for batch in problem.batches:
-                if len(batch) == size and (last is None or set(batch) < set(last)):
-                    found[batch] = self.on_batch(batch)
-            own = [one for one in found.values() if len(one.batch) == size]
-            ordered = self.order(found.values())
-            if last is not None and (not own or ordered[0] not in own):
-                break
-            last = self.order(own)[0].batch if own else last
-            size -= 1
-        return self.order(found.values())
-
-    def order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        return sorted(
-            candidates,
-            key=lambda one: (self.excess(one), self.price.of(one).seconds, one.batch),
-        )
-
-    def on_batch(self, batch: tuple[str, ...]) -> Candidate:
-        """The best placement of the axes that are not the batch's."""
-        current = min(self._starts(batch), key=self._key)
-        assert self.best is not None
-        most = self.price.of(self.best).seconds * _HOPELESS
-        is_hopeless = self.price.of(current).seconds > most
-        if self.excess(self.best) or not is_hopeless:
-            self.note_if_best(current)
-            current = self.improved(current, self.class_moves)
-        self.note(f"batch over {'+'.join(batch) or 'no axis'}", current)
-        return current
-
-    def _starts(self, batch: tuple[str, ...]) -> Iterator[Candidate]:
-        """Classes in either order, with parameters stored over the batch and not."""
-        problem = self.problem
-        for most_last in (True, False):
-            current = fully_sharded(problem, batch)
-            for axis in problem.sizes:
-                if axis not in batch:
-                    current = with_classes(problem, current, axis, most_last)
-            yield current
-            for axis in batch:
-                current = not_stored(problem, current, axis)
-            yield current
-
-    def class_moves(self, start: Candidate) -> Iterator[Move]:
-        """Place an axis on a class or take it away; store parameters over an axis."""
-        problem = self.problem
-        for axis in problem.sizes:
-            if axis not in start.batch:
-                for number in range(len(problem.classes)):
-                    yield functools.partial(switched, problem, axis, number)
-            for number, choices in problem.exchanges.items():
-                for own in choices if axis in start.batch else ():
-                    yield functools.partial(exchanged, problem, axis, number, own)
-            yield functools.partial(stored, problem, axis=axis)
-            yield functools.partial(not_stored, problem, axis=axis)
-
-    def single_moves(self, start: Candidate) -> Iterator[Move]:
-        """Other places of one axis in a single group, if that can gain enough."""
-        cost, groups = self.price.of(start), self.problem.groups
-        total = sum(group.bytes for group in groups)
-        for number, group in enumerate(groups):
-            if 2 * cost.link_seconds * group.bytes / total < _SINGLE * cost.seconds:
-                continue
-            for axis in self.problem.sizes:
-                for dim in (None, *group.dims):
-                    yield functools.partial(single, self.problem, number, axis, dim)
-
     def with_rules(self, best: Candidate) -> Candidate:
-        """Few activation rules that give what the open layouts gave."""
-        points = range(len(self.problem.points))
-        named = {at for at in points if self.problem.points[at].section == "names"}
-        wanted = self.price.of(best).seconds * (1 + _CLOSE)
-        current = dataclasses.replace(best, fixed=frozenset(named))
-        others = sorted(set(points) - named, key=self._depth)
-        while self.price.of(current).seconds > wanted or self.excess(current):
-            fixed = current.fixed or frozenset()
-            choices = [
-                dataclasses.replace(current, fixed=fixed | {at})
-                for at in others
-                if at not in fixed
-            ]
-            better = None
-            for one in choices:
-                if self.price.of(one).seconds <= wanted and not self.excess(one):
-                    better = one
-                    break
-                if better is None or self._key(one) < self._key(better):
-                    better = one
-            if better is None or self._key(better) >= self._key(current):
-                break
-            current = better
+        """Few activation rules that give what the open layouts gave.
+
+        Once the time is over, the best so far, or rules for all.
+        """
+        points = self.problem.points
+        named = {at for at, point in enumerate(points) if point.section == "names"}
+        others = sorted(set(range(len(points))) - named, key=self._depth)
+        wanted = 0, self.price.of(best).seconds * (1 + _CLOSE)
+        current, last = dataclasses.replace(best, fixed=frozenset(named)), None
+        try:
+            while current != last and self._key(current) > wanted:
+                last = current
+                for at in others:
+                    if self.is_over():
+                        raise Stopped
+                    fixed = frozenset({*(last.fixed or ()), at})
+                    one = dataclasses.replace(best, fixed=fixed)
+                    current = min(current, one, key=self._key)
+                    if self._key(current) <= wanted:
+                        break
+        except (Stopped, KeyboardInterrupt):
+            self.is_complete = False
+            every = dataclasses.replace(best, fixed=frozenset(range(len(points))))
+            current = min(current, every, key=self._key)
         return current
 
     def _key(self, candidate: Candidate) -> tuple[int, float]:

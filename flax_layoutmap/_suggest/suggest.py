@@ -300,7 +300,7 @@ def _explained(search: Search, chosen: Candidate, path: str) -> str:
     group, own = problem.groups[number], chosen.specs[number]
     lines = [f"{path}: {layout_text(own)}"]
     others = dict.fromkeys(
-        single(problem, number, axis, dim, chosen)
+        single(problem, number, (axis,), dim, chosen)
         for axis in problem.sizes
         for dim in (None, *group.dims)
     )
