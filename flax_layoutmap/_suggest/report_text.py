@@ -133,8 +133,8 @@ def next_best(layout: str, other: Cost, own: Cost, is_over: bool) -> str:
     sent = _more(other.total_sent_bytes - own.total_sent_bytes)
     held = _more(other.at_rest_bytes - own.at_rest_bytes)
     return (
-        f"next best: {layout}: a step takes {seconds_text(other.seconds)} instead of "
-        f"{seconds_text(own.seconds)}{_change(other, own)}, each "
+        f"next best: {layout}: an estimated {seconds_text(other.seconds)} a step "
+        f"instead of {seconds_text(own.seconds)}{_change(other, own)}; each "
         f"device sends {sent} and holds {held} for state and data"
         f"{', and it does not fit' if is_over else ''}"
     )

@@ -194,7 +194,7 @@ def test_a_step_that_takes_no_time() -> None:
     given = {"mesh": SMALL, "donate_argnames": "x", "check": False}
     found = flm.suggest(lambda x: x + 1, jnp.ones((8, 8)), **given, layout_map=today)
     assert "estimated time: 0 µs a step, the same as today" in told(found, 0)
-    assert "instead of 0 µs, each device" in found.explain("x")
+    assert "instead of 0 µs; each" in found.explain("x")
 
 
 def test_other_formats(small: flm.Suggestion) -> None:
@@ -264,7 +264,7 @@ def test_explain_prices_the_next_best(
 ) -> None:
     first, second = wide.explain("g/c/kernel").split("\n", 1)
     assert first == 'g/c/kernel: (None, None, "tensor")'
-    assert second.startswith('next best: (None, "tensor", None): a step takes ')
+    assert second.startswith('next best: (None, "tensor", None): an estimated ')
     assert all(len(line) <= 80 for line in second.splitlines())
     with pytest.raises(KeyError, match="no parameter has the path 'x'"):
         wide.explain("x")
