@@ -35,7 +35,7 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
         wanted,
         mesh,
         lambda rules: _leaves(problem, rules).values(),
-        candidate.batch,
+        problem.batch_of_data(candidate.batch),
     )
     outputs: dict[str, Any] = {}
     for number, point in enumerate(problem.points):
