@@ -129,6 +129,8 @@ class Suggestion:
             "  links": lambda one: seconds_text(one.link_seconds),
             "  matrix products": lambda one: seconds_text(one.compute_seconds),
         }
+        if any(one.memory_seconds > one.compute_seconds for one in costs.values()):
+            cells["  or reads of memory"] = lambda one: seconds_text(one.memory_seconds)
         for axis in axes:
             cells[f"sent over {axis}"] = functools.partial(_sent, axis)
         cells["at rest"] = lambda one: human_bytes(one.at_rest_bytes)
