@@ -69,7 +69,7 @@ def _are_equal(one: Cost, other: Cost) -> bool:
 
 
 def _change(new: Cost, old: Cost) -> str:
-    return f" ({new.seconds / old.seconds - 1:+.1%})" if old.seconds else ""
+    return f" ({new.seconds / old.seconds - 1:+.1%})"
 
 
 def _is_better(today: Cost, own: Cost, limit_bytes: int) -> bool:
@@ -107,9 +107,14 @@ def table(costs: Mapping[str, Cost]) -> Grid:
         for axis, size in cost.sent_bytes.items()
         if size > cost.total_sent_bytes / 1000
     )
+    reads: dict[str, Callable[[Cost], str]] = {
+        "  or reading memory": lambda one: seconds_text(one.memory_seconds)
+    }
+    are_read = any(one.memory_seconds > one.compute_seconds for one in costs.values())
     rows: dict[str, Callable[[Cost], str]] = {
         "time of a step": lambda one: seconds_text(one.seconds),
         "  matrix products": lambda one: seconds_text(one.compute_seconds),
+        **(reads if are_read else {}),
         "  sending": lambda one: seconds_text(one.link_seconds),
         "  collectives, 2 µs each": lambda one: str(one.collectives),
         **{f"sent over {axis}": _sent_over(axis) for axis in axes},

@@ -38,7 +38,7 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
 
 
 def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
-    mesh, batch = problem.mesh, candidate.batch
+    mesh, batch = problem.mesh, problem.batch_of_data(candidate.batch)
     if not any(map(any, candidate.specs)):
         made = LayoutMap(mesh, batch=batch)
         made[".*"] = None
