@@ -110,7 +110,8 @@ def compile(args: Namespace) -> int:
 def suggest(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
     hbm = None if args.hbm is None else round(args.hbm * 2**30)
-    found = flm.suggest(step, *arguments, hbm=hbm, **options)
+    check = "compile" if args.compile else True
+    found = flm.suggest(step, *arguments, hbm=hbm, check=check, **options)
     if args.output is not None:
         found.layout_map.to_file(args.output)
     if args.json:

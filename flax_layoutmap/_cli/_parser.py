@@ -278,6 +278,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *_STEP_OF,
         _text("--topology", "NAME", "such as v5p:4x4x4"),
         _value("--hbm", type=float, metavar="GIB", help="memory of one device to use"),
+        _flag("--compile", "compile the best two for TPUs (needs libtpu)"),
         _value(
             *("-o", "--output"),
             metavar="FILE",

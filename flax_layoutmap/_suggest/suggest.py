@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
@@ -16,6 +18,7 @@ from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._step.arguments import signature_of, slots_of
 from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
@@ -24,10 +27,12 @@ from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Suggestion, best_other
+from flax_layoutmap.pod._aot import check_libtpu
 from flax_layoutmap.pod._estimate import Planner
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._passes import prepare
+from flax_layoutmap.pod._plan import compile as compile_step
 from flax_layoutmap.pod._plan import planned
 from flax_layoutmap.pod._report import PodReport
 
@@ -44,7 +49,7 @@ def suggest(
     hbm: int | None = None,
     layout_map: Any = None,
     donate_argnames: str | Iterable[str] = (),
-    check: bool = True,
+    check: bool | Literal["compile"] = True,
     limit_seconds: float | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -68,9 +73,12 @@ def suggest(
             allows on the topology.
         layout_map: the rules of today, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are given away, where `step` is a function. An
-            argument that is no NNX object is state only where it is donated.
-        check: whether XLA's partitioner plans the best two and full sharding.
+        donate_argnames: arguments that are state, beside those that are taken for it:
+            NNX objects, optimizer states, what the step donates, and containers of
+            floating-point arrays that have no rows of a batch in common.
+        check: whether XLA's partitioner plans the best two and full sharding;
+            `"compile"`: whether the compiler for TPUs compiles them, which needs a
+            topology and libtpu, as `flm.pod.compile`.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
         progress: whether to show that it is at work; None: on a terminal or in a
             notebook, once it has taken 2 seconds.
@@ -101,6 +109,12 @@ def suggest(
     if hbm is not None and (not isinstance(hbm, int | float) or hbm <= 0):
         raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
     where = None if topology is None else topology_of(topology, slices=slices)
+    if check == "compile":
+        if where is None:
+            raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
+        check_libtpu()
+    named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
+    state = *named, *_parameters(step, args, kwargs)
     given = step, args, kwargs, mesh
     notes: tuple[str, ...] = ()
     try:
@@ -110,7 +124,13 @@ def suggest(
             raise
         notes = (f"the rules of today do not fit this mesh: {error}",)
         today, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
-    lower = functools.partial(_lower, step, args, kwargs, donate_argnames, own, where)
+    lower = functools.partial(_lower, step, args, kwargs, state, own, where)
+    report = functools.partial(_planned, lower)
+    if check == "compile":
+        options = {"topology": where, "mesh": own, "donate_argnames": state}
+        if hbm is not None:
+            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
+        report = functools.partial(compile_step, step, *args, **kwargs, **options)
     search = _search(lower, own, where, hbm)
     cost = None
     try:
@@ -122,8 +142,21 @@ def suggest(
     what = f"suggesting rules for {search.problem.lowered.name}"
     with shown_progress(what, None, progress):
         search.run()
-        found = _suggestion(search, lower, cost, check, start)
+        found = _suggestion(search, report if check else None, cost, start)
     return dataclasses.replace(found, notes=(*notes, _roles(search.problem.lowered)))
+
+
+def _parameters(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """Containers of floating-point arrays that have no rows of a batch in common."""
+    for slot, value in slots_of(signature_of(step).bind(*args, **kwargs)):
+        arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
+        rows = {np.shape(one)[0] for one in arrays}
+        if len(rows) > 1 and all(
+            jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
+        ):
+            yield slot.name
 
 
 def _lower(
@@ -175,20 +208,26 @@ def _roles(lowered: Lowered) -> str:
 
 
 def _suggestion(
-    search: Search, lower: Any, today: Cost | None, check: bool, start: float
+    search: Search, report: Any, today: Cost | None, start: float
 ) -> Suggestion:
+    """What a search has found; `report` makes that of a map, or is None."""
     problem, price = search.problem, search.price
     assert search.best is not None and search.limit_bytes is not None
     ordered = [search.best]
     reports: dict[Candidate, PodReport] = {}
     if search.is_complete:
         ordered += search.rivals()
-    if search.is_complete and check:
+    if search.is_complete and report is not None:
         with contextlib.suppress(KeyboardInterrupt):  # the search is not lost
-            reports = {one: _planned(lower, rules_of(problem, one)) for one in ordered}
+            reports = {
+                one: report(layout_map=rules_of(problem, one)) for one in ordered
+            }
+    too_large = [one for one, own in reports.items() if own.fits is False]
     costs = {one: price.of(one) for one in ordered}
     costs |= {one: cost_of_report(report) for one, report in reports.items()}
-    ordered.sort(key=lambda one: (search.excess(one), costs[one].seconds))
+    ordered.sort(
+        key=lambda one: (one in too_large, search.excess(one), costs[one].seconds)
+    )
     chosen, *others = ordered
     cost, limit = price.with_peak(chosen), search.limit_bytes
     start_again = fully_sharded(problem)
@@ -207,7 +246,7 @@ def _suggestion(
         mesh=problem.mesh,
         topology=price.topology,
         limit_bytes=limit,
-        fits=cost.peak_bytes is not None and cost.peak_bytes <= limit,
+        fits=(cost.peak_bytes or 0) <= limit and chosen not in too_large,
         trail=tuple(search.trail),
         is_complete=search.is_complete,
         took_seconds=time.perf_counter() - start,

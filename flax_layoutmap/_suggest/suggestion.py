@@ -33,13 +33,15 @@ class Suggestion:
             is none.
         today: the same for the rules that were given; None without.
         second_layout_map: the rules of the second.
-        report: `flm.pod.plan` of the rules, by XLA's partitioner; None where the search
-            was interrupted, or `check=False`.
+        report: `flm.pod.plan` of the rules, by XLA's partitioner, or `flm.pod.compile`
+            with `check="compile"`; None where the search was interrupted, or
+            `check=False`.
         step: name of the step.
         mesh: the mesh.
         topology: the slices, or None.
         limit_bytes: the limit of memory of one device; None without.
-        fits: whether the estimated peak of memory is below the limit.
+        fits: whether the estimated peak of memory is below the limit, and the report
+            does not say otherwise.
         trail: the steps of the search.
         is_complete: whether it ended by itself.
         notes: what else is worth a look.
@@ -160,6 +162,9 @@ class Suggestion:
         if self.limit_bytes is None or self.cost.peak_bytes is None:
             return
         limit = human_bytes(self.limit_bytes)
+        if self.report is not None and self.report.fits is False:
+            yield self.report.warnings[0]
+            return
         if self.fits:
             yield f"limit: {limit} per device"
             return
@@ -180,9 +185,10 @@ class Suggestion:
             return
         planned, own = self.report.wire_bytes(), self.cost.total_sent_bytes
         share = f"{planned / own - 1:+.1%}" if own else "none expected"
+        is_compiled = self.report.engine == "compile"
+        who = "the compiler for TPUs" if is_compiled else "XLA's partitioner"
         yield (
-            f"checked by XLA's partitioner: {human_bytes(planned)} sent "
-            f"({share} of the estimate)"
+            f"checked by {who}: {human_bytes(planned)} sent ({share} of the estimate)"
         )
         if self.report.unrecognised:
             yield f"unrecognised: {'; '.join(self.report.unrecognised)}"
