@@ -156,6 +156,19 @@ def _of_case(case: Case) -> Row:
     return Row(kind, case.model, mesh, topology, step, (*state, data), theirs)
 
 
+def fsdp_of(row: Row) -> flm.LayoutMap:
+    """`presets.fsdp`, with the layouts that the model asks for by name."""
+    mesh = flm.DeviceMesh.abstract(row.mesh)
+    axis = "fsdp" if "fsdp" in mesh.axis_names else mesh.axis_names[0]
+    fsdp = flm.presets.fsdp(row.args[0], mesh, axis=axis)
+    for name in pod_plan.RULES.names:
+        batch = fsdp.freeze().batch
+        fsdp.names[name] = (batch, ...)
+    if row.kind == "experts":
+        fsdp.names["by_expert|experts"] = (...,)
+    return fsdp
+
+
 def measured(row: Row) -> dict[str, Any]:
     def planned(layout_map: Any) -> Any:
         step = flm.jit(row.step, layout_map=layout_map)
@@ -172,18 +185,10 @@ def measured(row: Row) -> dict[str, Any]:
     start = time.perf_counter()
     found = flm.suggest(row.step, *row.args, **given)
     whole = time.perf_counter() - start
-    mesh = flm.DeviceMesh.abstract(row.mesh)
-    axis = "fsdp" if "fsdp" in mesh.axis_names else mesh.axis_names[0]
-    fsdp = flm.presets.fsdp(row.args[0], mesh, axis=axis)
-    for name in pod_plan.RULES.names:
-        batch = fsdp.freeze().batch
-        fsdp.names[name] = (batch, ...)
-    if row.kind == "experts":
-        fsdp.names["by_expert|experts"] = (...,)
     reports = {
         "ours": found.plan,
         "theirs": planned(row.theirs),
-        "fsdp": planned(fsdp),
+        "fsdp": planned(fsdp_of(row)),
     }
     costs = {name: cost_of_report(report) for name, report in reports.items()}
     return {

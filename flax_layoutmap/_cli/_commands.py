@@ -109,7 +109,8 @@ def compile(args: Namespace) -> int:
 
 def suggest(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    options |= {"check": not args.no_check, "limit_seconds": args.limit_seconds}
+    check = {"plan": True, "compile": "compile", "none": False}[args.check]
+    options |= {"check": check, "limit_seconds": args.limit_seconds}
     options["hbm"] = None if args.hbm is None else round(args.hbm * 2**30)
     found = flm.suggest(step, *arguments, **options)
     code = _shown(found, args)

@@ -293,7 +293,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             metavar="SECONDS",
             help="end the search after this time, with the best so far",
         ),
-        _flag("--no-check", "do not check the result by XLA's partitioner"),
+        _value(
+            "--check",
+            choices=("plan", "compile", "none"),
+            default="plan",
+            help="compare by XLA's partitioner (the default), by the compiler for TPUs "
+            "(needs libtpu), or by estimates alone",
+        ),
         _value(
             *("-o", "--output"),
             metavar="FILE",

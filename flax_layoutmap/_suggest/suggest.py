@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest
@@ -18,6 +20,7 @@ from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.terminal import wrapped
+from flax_layoutmap._step.arguments import signature_of, slots_of
 from flax_layoutmap._suggest.candidate import Candidate, Spec
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
@@ -27,11 +30,14 @@ from flax_layoutmap._suggest.report_text import WIDTH, next_best, peak_of
 from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Choice, Suggestion
+from flax_layoutmap.pod._aot import check_libtpu
 from flax_layoutmap.pod._estimate import Planner
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._passes import prepare
+from flax_layoutmap.pod._plan import compile as compile_step
 from flax_layoutmap.pod._plan import planned
+from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
 
 # Parameters that are named in an error.
@@ -49,7 +55,7 @@ def suggest(
     hbm: int | None = None,
     layout_map: Any = None,
     donate_argnames: str | Iterable[str] = (),
-    check: bool = True,
+    check: bool | Literal["compile"] = True,
     limit_seconds: float | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -73,9 +79,12 @@ def suggest(
             allows on the topology.
         layout_map: the rules of today, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are given away, where `step` is a function. An
-            argument that is no NNX object is state only where it is donated.
-        check: whether XLA's partitioner plans what is compared.
+        donate_argnames: arguments that are state, beside those that are taken for it:
+            NNX objects, optimizer states, what the step donates, and containers of
+            floating-point arrays that have no rows of a batch in common.
+        check: whether XLA's partitioner plans what is compared; `"compile"`: whether
+            the compiler for TPUs compiles it, which needs a topology and libtpu, as
+            `flm.pod.compile` does.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
         progress: whether to show the best so far; None: on a terminal or in a
             notebook, once it has taken 2 seconds.
@@ -108,6 +117,12 @@ def suggest(
     if layout_map is not None:
         layout_map = rule_set_of(layout_map, "layout_map=")
     where = None if topology is None else topology_of(topology, slices=slices)
+    if check == "compile":
+        if where is None:
+            raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
+        check_libtpu()
+    named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
+    state = *named, *_parameters(step, args, kwargs)
     given = step, args, kwargs, mesh
     notes: list[str] = []
     try:
@@ -117,7 +132,13 @@ def suggest(
             raise
         notes.append(f"the rules of today do not fit this mesh: {_first(error)}")
         rules, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
-    lower = functools.partial(_lower, step, args, kwargs, donate_argnames, own, where)
+    lower = functools.partial(_lower, step, args, kwargs, state, own, where)
+    report = functools.partial(_planned, lower)
+    if check == "compile":
+        options = {"topology": where, "mesh": own, "donate_argnames": state}
+        if hbm is not None:
+            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
+        report = functools.partial(compile_step, step, *args, **kwargs, **options)
     name, today = getattr(step, "__name__", "the step"), None
     with shown_progress(f"lowering {name}", None, progress):
         search = _search(lower, own, where, hbm)
@@ -130,10 +151,23 @@ def suggest(
     with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
     with shown_progress(f"comparing rules for {name}", None, progress):
-        found = _suggestion(search, lower, today, check)
+        found = _suggestion(search, today, report if check else None)
     notes += [_roles(search.problem.lowered), *found.notes]
     took = time.perf_counter() - start
     return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
+
+
+def _parameters(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """Containers of floating-point arrays that have no rows of a batch in common."""
+    for slot, value in slots_of(signature_of(step).bind(*args, **kwargs)):
+        arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
+        rows = {np.shape(one)[0] for one in arrays}
+        if len(rows) > 1 and all(
+            jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
+        ):
+            yield slot.name
 
 
 def _lower(
@@ -204,8 +238,11 @@ def _so_far(search: Search) -> str:
 
 
 def _suggestion(
-    search: Search, lower: Any, today: Choice | None, check: bool
+    search: Search,
+    today: Choice | None,
+    report: Callable[..., PodReport] | None,
 ) -> Suggestion:
+    """What a search has found; `report` makes that of a `layout_map`."""
     problem, limit = search.problem, search.limit_bytes
     assert search.best is not None and limit is not None
     found, full = [search.best], fully_sharded(problem)
@@ -219,9 +256,12 @@ def _suggestion(
         Choice(rules_of(problem, one), search.price.with_peak(one)) for one in priced
     ]
     every += [] if today is None else [today]
-    if search.is_complete and check:
+    if search.is_complete and report is not None:
         with contextlib.suppress(KeyboardInterrupt):  # the search is not lost
-            every = [_checked(one, lower) for one in every]
+            every = [
+                dataclasses.replace(one, plan=report(layout_map=one.layout_map))
+                for one in every
+            ]
     choices = dict(zip(priced, every, strict=False))
 
     def rank(one: Candidate) -> tuple[int, float]:
@@ -259,10 +299,10 @@ def _of_today(planner: Planner, rules: RuleSet) -> Choice:
     return Choice(LayoutMap.from_rule_set(rules), cost)
 
 
-def _checked(choice: Choice, lower: Any) -> Choice:
-    """With the plan by XLA's partitioner."""
-    planner, start = lower(choice.layout_map.freeze()), time.perf_counter()
-    return dataclasses.replace(choice, plan=planned(planner, start, _TIMEOUT))
+def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
+    """The plan by XLA's partitioner."""
+    planner, start = lower(layout_map.freeze()), time.perf_counter()
+    return planned(planner, start, _TIMEOUT)
 
 
 def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
@@ -270,12 +310,13 @@ def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
     used = {axis for spec in specs for axes in spec for axis in axes}
     dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
-    dims += [shape[0] for _, shape in problem.data]
     for axis, size in problem.sizes.items():
         if axis in used:
             continue
         why = f"no batch and no dim of a large parameter divides by {size}"
-        if any(problem.divides(one, (axis,)) for one in dims):
+        if any(axis in own for own in problem.batches) or any(
+            problem.divides(size, (axis,)) for size in dims
+        ):
             why = "nothing that was tried with it gains"
         yield (
             f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
@@ -289,7 +330,7 @@ def _overruled(best: Choice) -> Iterator[str]:
         yield (
             "overruled: what the search had found best, with "
             f"{seconds_text(best.estimate.seconds)} a step, takes "
-            f"{seconds_text(best.cost.seconds)} by XLA's partitioner"
+            f"{seconds_text(best.cost.seconds)} by {best.checked_by}"
         )
 
 

@@ -48,7 +48,8 @@ class Choice:
     Attributes:
         layout_map: the rules.
         estimate: the cost as the search counts it, by Shardy's passes.
-        plan: `flm.pod.plan` of the rules, by XLA's partitioner; None without a check.
+        plan: `flm.pod.plan` of the rules, by XLA's partitioner, or `flm.pod.compile`
+            with `check="compile"`; None without a check.
     """
 
     __module__ = "flax_layoutmap"
@@ -58,14 +59,20 @@ class Choice:
 
     @property
     def cost(self) -> Cost:
-        """The cost by XLA's partitioner, or the estimate where it was not asked.
+        """The cost by the check, or the estimate without one.
 
-        The peak of memory is the estimate in both.
+        The partitioner does not know the peak of memory, which is then the estimate.
         """
         if self.plan is None:
             return self.estimate
-        peak = self.estimate.peak_bytes
+        peak = self.plan.memory.peak_bytes or self.estimate.peak_bytes
         return dataclasses.replace(cost_of_report(self.plan), peak_bytes=peak)
+
+    @property
+    def checked_by(self) -> str:
+        """Who made the plan."""
+        is_compiled = self.plan is not None and self.plan.engine == "compile"
+        return "the compiler for TPUs" if is_compiled else "XLA's partitioner"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +124,7 @@ class Suggestion:
 
     @property
     def plan(self) -> PodReport | None:
-        """`flm.pod.plan` of the rules; None without a check."""
+        """`flm.pod.plan` or `flm.pod.compile` of the rules; None without a check."""
         return self.choices["suggested"].plan
 
     @property
@@ -222,15 +229,13 @@ class Suggestion:
     def _how_sure(self) -> Iterator[str]:
         suggested = self.choices["suggested"]
         if suggested.plan is None:
-            yield (
-                "how sure: all figures are estimates of the search, not checked by "
-                "XLA's partitioner"
-            )
+            yield "how sure: all figures are estimates of the search, not checked"
             return
         yield (
-            f"how sure: a step takes {seconds_text(self.cost.seconds)} by XLA's "
-            f"partitioner, {seconds_text(suggested.estimate.seconds)} by the estimate "
-            "of the search; memory at the peak is an estimate"
+            f"how sure: a step takes {seconds_text(self.cost.seconds)} by "
+            f"{suggested.checked_by}, {seconds_text(suggested.estimate.seconds)} by "
+            "the estimate of the search; memory at the peak is "
+            + ("an estimate" if suggested.plan.memory.peak_bytes is None else "its own")
         )
         for what in not_read(suggested.plan):
             yield f"unrecognised: {what}"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import needs_libtpu
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
@@ -405,12 +406,38 @@ def test_an_interrupt_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_arguments_without_state() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return x @ params["up"]
+
+    # A single array may be data.
+    given = {"up": GIVEN[1]["up"]}, GIVEN[2]
     with pytest.raises(
         flm.LayoutError,
-        match="mlp_step has no state to lay out: each of params, x is taken for data; "
+        match="step has no state to lay out: each of params, x is taken for data; "
         "say what is state: donate_argnames=",
     ):
-        flm.suggest(*GIVEN, mesh=SMALL)
+        flm.suggest(step, *given, mesh=SMALL)
+    named = OPTIONS | {"donate_argnames": "params"}
+    assert "state: params" in str(flm.suggest(flm.jit(step), *given, **named))
+
+
+def test_containers_without_common_rows_are_state() -> None:
+    found = flm.suggest(*GIVEN, mesh=SMALL, limit_seconds=0)
+    assert "taken for state: params; for data: x" in str(found)
+
+
+@needs_libtpu
+def test_the_compiler_checks_the_best_two() -> None:
+    where: Any = {"mesh": "data=4", "topology": "v5e:2x2"}
+    found = flm.suggest(*GIVEN, **where, check="compile")
+    assert found.plan is not None and found.plan.engine == "compile"
+    assert found.cost.peak_bytes == found.plan.memory.peak_bytes
+    assert found.fits and "by the compiler for TPUs" in told(found, 3)
+
+
+def test_the_compiler_needs_a_topology() -> None:
+    with pytest.raises(flm.errors.MeshError, match="needs a topology: topology="):
+        flm.suggest(*GIVEN, mesh=SMALL, check="compile")
 
 
 def test_meshes_that_are_refused() -> None:
