@@ -30,6 +30,7 @@ from flax_layoutmap._suggest.report_text import WIDTH, next_best, peak_of
 from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Choice, Suggestion
+from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._aot import check_libtpu
 from flax_layoutmap.pod._estimate import Planner
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
@@ -81,7 +82,8 @@ def suggest(
             of `flm.jit`.
         donate_argnames: arguments that are state, beside those that are taken for it:
             NNX objects, optimizer states, what the step donates, and containers of
-            floating-point arrays that have no rows of a batch in common.
+            floating-point arrays that have no rows of a batch in common. These
+            count as donated.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
             `flm.pod.compile` does.
@@ -161,7 +163,13 @@ def _parameters(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[str]:
     """Containers of floating-point arrays that have no rows of a batch in common."""
-    for slot, value in slots_of(signature_of(step).bind(*args, **kwargs)):
+    try:
+        slots = slots_of(signature_of(step).bind(*args, **kwargs))
+    except TypeError:  # which lowering the step explains
+        return
+    for slot, value in slots:
+        if is_nnx_object(value):
+            continue
         arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
         rows = {np.shape(one)[0] for one in arrays}
         if len(rows) > 1 and all(

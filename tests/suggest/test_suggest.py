@@ -440,6 +440,11 @@ def test_the_compiler_needs_a_topology() -> None:
         flm.suggest(*GIVEN, mesh=SMALL, check="compile")
 
 
+def test_arguments_that_are_missing() -> None:
+    with pytest.raises(flm.LayoutError, match="cannot be called with"):
+        flm.suggest(mlp_step, GIVEN[1], mesh=SMALL)
+
+
 def test_meshes_that_are_refused() -> None:
     explicit = jax.sharding.AbstractMesh(
         (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
