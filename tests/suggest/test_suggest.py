@@ -1,5 +1,6 @@
 """flm.suggest: rules that are found by search."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,7 +11,10 @@ from flax import nnx
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
-from flax_layoutmap._suggest import search
+from flax_layoutmap._suggest import price, search
+from flax_layoutmap._suggest.moves import fully_sharded
+from flax_layoutmap._suggest.problem import Problem, seed_rules
+from flax_layoutmap.pod._lower import lower_step
 
 MESH = "data=4,tensor=2"
 WIDE = "data=16,tensor=4"
@@ -181,23 +185,50 @@ def test_rules_of_today_for_another_mesh() -> None:
     assert "the rules of today do not fit this mesh" in str(found)
 
 
-def test_an_interrupt_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_time_gives_the_best_so_far() -> None:
     ended = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}), limit_seconds=0.0)
     assert not ended.is_complete and ended.report is None
     assert ended.cost.seconds <= ended.fully_sharded.seconds
     assert "interrupted: the best so far" in str(ended)
 
-    stored, calls = search.Search.excess, []
+
+@pytest.mark.parametrize("calls", [1, 3, 12])
+def test_an_interrupt_at_any_price(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, numbers = price.Pricer._of, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) > 3:
-            monkeypatch.undo()
+        if next(numbers) == calls:
             raise KeyboardInterrupt
-        return stored(*args)
+        return priced(*args)
 
-    monkeypatch.setattr(search.Search, "excess", interrupted)
-    assert not flm.suggest(*GIVEN, **OPTIONS).is_complete
+    monkeypatch.setattr(price.Pricer, "_of", interrupted)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert not found.is_complete
+    assert found.cost.seconds <= found.fully_sharded.seconds
+
+
+def test_rules_for_activations_end_with_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = flm.DeviceMesh.abstract(MESH)
+    arguments = *nnx.eval_shape(make), TOKENS
+    rules = seed_rules(mesh).freeze()
+    lowered = lower_step(train_step, arguments, {}, rules, (), "tpu", mesh)
+    problem = Problem(lowered, mesh)
+    monkeypatch.setattr(search, "_CLOSE", -1.0)  # as if no rules were good enough
+    start = fully_sharded(problem)
+    whole = search.Search(problem, price.Pricer(problem, None), None)
+    best = whole.price.of(whole.with_rules(start))
+    for ending in (search.Stopped, KeyboardInterrupt):
+
+        def end(ending: type[BaseException] = ending) -> bool:
+            raise ending
+
+        ended = search.Search(problem, price.Pricer(problem, None), None, is_over=end)
+        found = ended.with_rules(start)
+        assert not ended.is_complete and found.fixed is not None
+        assert ended.price.count == 3 < whole.price.count
+        assert best.seconds <= ended.price.of(found).seconds
 
 
 # --------------------------------------------------------------------- errors
