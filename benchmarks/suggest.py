@@ -202,8 +202,9 @@ def measured(row: Row) -> dict[str, Any]:
     fsdp, limited = fsdp_over_all(row), {}
     for name, rules in (("theirs", row.theirs), ("fsdp", fsdp)):
         today = {"layout_map": rules, "check": False}
-        before = suggested(row, rules.device_mesh, **today, limit_seconds=0).today
-        assert before is not None and before.peak_bytes is not None
+        compared = suggested(row, rules.device_mesh, **today, limit_seconds=0)
+        before = compared.choices["today"].estimate
+        assert before.peak_bytes is not None
         # The search leaves parameters of less than 0.1 % of the bytes replicated.
         limit = round(before.peak_bytes * 1.001)
         under = suggested(row, check=False, hbm=limit)
@@ -211,7 +212,7 @@ def measured(row: Row) -> dict[str, Any]:
     start = time.perf_counter()
     checked = suggested(row)
     reports = {
-        "ours": checked.report,
+        "ours": checked.plan,
         "theirs": planned(row, row.theirs),
         "fsdp": planned(row, fsdp),
     }
@@ -236,7 +237,7 @@ def before_singles(found: flm.Suggestion) -> float:
 def show(done: dict[str, Any]) -> None:
     row, costs, found = done["row"], done["costs"], done["found"]
     ours, theirs, fsdp = costs["ours"], costs["theirs"], costs["fsdp"]
-    sent = found.cost.total_sent_bytes
+    sent = found.choices["suggested"].estimate.total_sent_bytes
     cells = [
         row.model,
         row.mesh,
@@ -389,7 +390,7 @@ def against_parallax() -> bool:
             continue  # a convolution, or layouts by name: AUTO raises
         row = _of_case(case, "decoder", "fsdp=16,tensor=4", "v5p:4x4x4")
         theirs = cost_of_report(planned(row, of_parallax(row)))
-        report = suggested(row).report
+        report = suggested(row).plan
         assert report is not None
         ours = cost_of_report(report)
         sent = [one.total_sent_bytes for one in (ours, theirs)]

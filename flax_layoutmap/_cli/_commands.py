@@ -109,15 +109,15 @@ def compile(args: Namespace) -> int:
 
 def suggest(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    hbm = None if args.hbm is None else round(args.hbm * 2**30)
-    found = flm.suggest(step, *arguments, hbm=hbm, **options)
+    check = {"plan": True, "compile": "compile", "none": False}[args.check]
+    options |= {"check": check, "limit_seconds": args.limit_seconds}
+    options["hbm"] = None if args.hbm is None else round(args.hbm * 2**30)
+    found = flm.suggest(step, *arguments, **options)
+    code = _shown(found, args)
     if args.output is not None:
         found.layout_map.to_file(args.output)
-    if args.json:
-        _print_json(found.to_json())
-    else:
-        print(found)
-    return _DONE if found.fits else _FOUND
+        print(f"wrote {args.output}", file=sys.stderr)
+    return code
 
 
 def _shown(report: Any, args: Namespace) -> int:

@@ -1,12 +1,13 @@
 """The arguments of the command line. Imports neither JAX nor Flax."""
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from flax_layoutmap._core.errors import visible
 
-ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
+ABOUT = """Shows, checks, compares and suggests rules for a model, with no devices.
 
 A model is a function that makes one (--model package.module:factory), or a checkpoint
 (--checkpoint PATH), which needs no code at all. Rules are a file (.toml, .json), an
@@ -46,11 +47,14 @@ def parser() -> argparse.ArgumentParser:
         own = commands.add_parser(
             name,
             help=text,
-            description=text,
+            description=textwrap.fill(text, 80),
             epilog=f"example:\n  flax-layoutmap {name} {example}",
             formatter_class=raw,
         )
-        for part in (_flag("--traceback", "show where an error came from"), *parts):
+        for part in (
+            _flag("--traceback", "print the Python traceback of an error"),
+            *parts,
+        ):
             part(own)
     return top
 
@@ -96,35 +100,38 @@ def _one_of(*parts: Part, required: bool) -> Part:
 
 
 _RULES_ARE = "a file (.toml, .json), module:layout_map, or a checkpoint"
-_VARIANT = _text("--variant", "NAME", "of rules in a file")
-_STEP = _text("--step", "N", "of a directory of steps")
-_ITEM = _text("--item", "NAME", "of a checkpoint with several")
+_VARIANT = _text("--variant", "NAME", "a variant of the rule file")
+_STEP = _text("--step", "N", "a step of a directory of steps; default: the latest")
+_ITEM = _text("--item", "NAME", "an item of a checkpoint that has several")
 _JSON = _flag("--json", "write JSON to stdout")
 
-_RULES = _group(
-    "rules",
-    _text(
-        "--rules",
-        "RULES",
-        f"{_RULES_ARE}; default: those that the checkpoint was saved with",
-    ),
-    _text("--mesh", "MESH", "such as data=16,model=16; default: that of the rules"),
-    _VARIANT,
-)
+
+def _rules(default: str, what: str = "") -> Part:
+    return _group(
+        "rules",
+        _text("--rules", "RULES", f"{what}{_RULES_ARE}; default: {default}"),
+        _text("--mesh", "MESH", "such as data=16,model=16; default: that of the rules"),
+        _VARIANT,
+    )
+
+
+_RULES = _rules("those that the checkpoint was saved with")
 _CHECKPOINT = (_text("checkpoint", "CHECKPOINT", "its directory"), _STEP, _ITEM)
 _FORMAT = (
     _value(
         "--format",
         choices=("text", "markdown", "json"),
         default="text",
-        help="of the output (default: text)",
+        help="the format of the output; default: text",
     ),
     _JSON,
 )
 
 
 _AXES = _texts(
-    "--axis", "NAME=OWN", "the mesh's own name of an axis, tensor=model; repeatable"
+    "--axis",
+    "NAME=OWN",
+    "the name of an axis in your mesh, such as tensor=model; may be repeated",
 )
 
 
@@ -136,9 +143,13 @@ _MODEL = _text(
 _SAVED = _text(
     "--checkpoint",
     "PATH",
-    "a checkpoint that was saved, instead of the model's code",
+    "a checkpoint, instead of the model's code",
 )
-_ARG = _texts("--arg", "K=V", "an argument of the factory; may be repeated")
+_ARG = _texts(
+    "--arg",
+    "K=V",
+    "an argument of the factory, such as layers=4; may be repeated",
+)
 
 
 def _sources(*, required: bool = True) -> tuple[Part, ...]:
@@ -152,28 +163,44 @@ def _sources(*, required: bool = True) -> tuple[Part, ...]:
             "MODULE:FACTORY",
             "add the state of an optimizer, such as optax:adamw",
         ),
-        _texts("--optimizer-arg", "K=V", "an argument of its factory; may be repeated"),
+        _texts(
+            "--optimizer-arg",
+            "K=V",
+            "an argument of its factory, such as learning_rate=1e-3; may be repeated",
+        ),
         _STEP,
         _ITEM,
     )
     return own, _RULES
 
 
-# A step, its arguments, and where it is to run.
-_STEP_OF = (
-    _text("step", "MODULE:FUNCTION", "the step"),
-    _value(
-        "--args",
-        required=True,
-        metavar="MODULE:FACTORY",
-        help="a function that makes the tuple of its arguments; it is only traced",
-    ),
-    _texts("--arg", "K=V", "an argument of that function; may be repeated"),
-    _texts("--donate", "NAME", "an argument of the step to donate; may be repeated"),
-    _value("--slices", type=int, metavar="N", help="of the topology"),
-    _RULES,
-)
-_STEP_TO_RUN = (*_STEP_OF, *_FORMAT)
+def _step_of(*, on_tpus: bool = False, rules_are: str = "") -> tuple[Part, ...]:
+    """A step, its arguments, and where it is to run."""
+    return (
+        _text("step", "MODULE:FUNCTION", "the function of one step"),
+        _value(
+            "--args",
+            required=True,
+            metavar="MODULE:FACTORY",
+            help="a function that returns the tuple of its arguments; only traced",
+        ),
+        _ARG,
+        _texts(
+            "--donate", "NAME", "an argument that the step donates; may be repeated"
+        ),
+        _rules("those of the step, flm.jit(layout_map=…)", rules_are),
+        _group(
+            "slice",
+            _value(
+                "--topology",
+                required=on_tpus,
+                metavar="NAME",
+                help="a TPU slice, such as v5p:4x4x4",
+            ),
+            _value("--slices", type=int, metavar="N", help="how many; default: 1"),
+        ),
+    )
+
 
 # ---------------------------------------------------------------------- commands
 
@@ -201,12 +228,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "--max-replicated",
             type=float,
             metavar="SHARE",
-            help="also an error: more than this share of the bytes (0 to 1) replicated",
+            help="the largest share of the bytes (0 to 1) that may be replicated",
         ),
         _texts(
             "--ignore",
             "CODE|REGEX",
-            "a code (LM003), or a pattern of paths, not to report; may be repeated",
+            "leave out a code, such as LM003, or a pattern of paths; may be repeated",
         ),
         _flag("--strict", "exit with 1 for warnings too"),
     ),
@@ -224,12 +251,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *_sources(),
         _group(
             "after",
-            _text("--model-after", "MODULE:FACTORY"),
-            _texts("--arg-after", "K=V"),
-            _text("--checkpoint-after", "PATH"),
-            _text("--rules-after", "RULES"),
-            _text("--mesh-after", "MESH"),
-            _text("--variant-after", "NAME"),
+            _text("--model-after", "MODULE:FACTORY", "instead of --model"),
+            _text("--checkpoint-after", "PATH", "instead of --checkpoint"),
+            _texts("--arg-after", "K=V", "instead of --arg; may be repeated"),
+            _text("--rules-after", "RULES", "instead of --rules"),
+            _text("--mesh-after", "MESH", "instead of --mesh"),
+            _text("--variant-after", "NAME", "instead of --variant"),
         ),
         *_FORMAT,
     ),
@@ -237,7 +264,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Draws the model, or one leaf over the mesh: in the terminal, or into a file.",
         f"{_MY_MODEL} -o layout.html",
         *_sources(),
-        _text("--leaf", "PATH", "draw the shards of this leaf"),
+        _text("--leaf", "PATH", "draw the shards of this leaf, instead of the model"),
         _value(
             "-o",
             "--output",
@@ -250,40 +277,57 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Shows which collectives a step runs, and the memory that it needs, in about "
         "a second, on a mesh or a topology that this machine does not have.",
         f"{_MY_STEP} --mesh data=16,model=16",
-        *_STEP_TO_RUN,
-        _text("--topology", "NAME", "such as v5p:4x4x4"),
+        *_step_of(),
+        *_FORMAT,
     ),
     "compile": (
         "Compiles a step for TPU slices that this machine does not have (needs "
         "libtpu): whether it fits, and its collectives and memory.",
         f"{_MY_STEP} --topology v5e:2x4 --mesh data=2,model=4",
-        *_STEP_TO_RUN,
-        _value("--topology", metavar="NAME", required=True, help="such as v5p:4x4x4"),
+        *_step_of(on_tpus=True),
+        *_FORMAT,
         _value(
             "--timeout",
             type=float,
             default=900.0,
             metavar="SECONDS",
-            help="time limit of the compiler (default: 900)",
+            help="the time limit of the compiler; default: 900",
         ),
         _flag(
             "--exact-memory",
-            "wait for the whole compile and the peak of memory of its executable",
+            "wait for the whole compile, and report the peak memory of its executable",
         ),
     ),
     "suggest": (
         "Suggests rules for a step on a mesh or a topology that this machine does not "
-        "have, found by search under a limit of memory; --rules are for comparison.",
+        "have: the fastest that a search finds within the memory of a device.",
         "my_model:step --args my_model:arguments --mesh data=4,model=2",
-        *_STEP_OF,
-        _text("--topology", "NAME", "such as v5p:4x4x4"),
-        _value("--hbm", type=float, metavar="GIB", help="memory of one device to use"),
+        *_step_of(rules_are="the rules of today, to compare with: "),
+        *_FORMAT,
+        _value(
+            "--hbm",
+            type=float,
+            metavar="GIB",
+            help="memory of a device to use; default: that of the topology",
+        ),
+        _value(
+            "--limit-seconds",
+            type=float,
+            metavar="SECONDS",
+            help="end the search after this time, with the best so far",
+        ),
+        _value(
+            "--check",
+            choices=("plan", "compile", "none"),
+            default="plan",
+            help="compare by XLA's partitioner, by the compiler for TPUs (needs "
+            "libtpu), or by estimates alone; default: plan",
+        ),
         _value(
             *("-o", "--output"),
             metavar="FILE",
-            help="write the rules to a file (.toml, .json)",
+            help="write the rules to a file, too (.toml, .json)",
         ),
-        _JSON,
     ),
     "inspect": (
         "Describes a checkpoint of Orbax, of this library, or of safetensors.",
@@ -301,7 +345,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Writes a checkpoint again, sharded for another mesh or other rules.",
         "runs/7 --to resharded --mesh data=4,model=2",
         *_CHECKPOINT,
-        _value("--to", required=True, metavar="PATH", help="where to write it"),
+        _value("--to", required=True, metavar="PATH", help="the directory to write"),
         _RULES,
         _texts("--include", "REGEX", "only leaves whose paths match; may be repeated"),
         _texts("--exclude", "REGEX", "no leaves whose paths match; may be repeated"),
@@ -312,12 +356,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Prints the rules of a model family for a mesh, as a rule file.",
         "llama --mesh fsdp=16,tensor=8",
         _text("family", "FAMILY", "such as llama; an unknown one lists all"),
-        _value("--mesh", metavar="MESH", required=True, help="data=2,fsdp=16,tensor=8"),
+        _value(
+            "--mesh", metavar="MESH", required=True, help="such as fsdp=16,tensor=8"
+        ),
         _AXES,
-        _text("--variant", "NAME", "of the family, such as untied"),
+        _text("--variant", "NAME", "a variant of the family, such as untied"),
     ),
     "detect": (
-        "Tells which family with a preset a model or a checkpoint is of, and why.",
+        "Tells which preset is for a model or a checkpoint, and why.",
         "--checkpoint runs/7",
         _one_of(_MODEL, _SAVED, required=True),
         _ARG,
@@ -328,18 +374,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "convert": (
         "Writes rules of another format or another library as a rule file.",
         "rules.toml rules.json",
-        _text("source", "RULES", f"{_RULES_ARE}; module:object for those of a library"),
+        _text("source", "RULES", f"{_RULES_ARE}; with --from, module:object"),
         _text("output", "FILE", "the file to write (.toml, .json)"),
         _value(
             "--from",
             dest="dialect",
             choices=("partition-rules", "keras", "tp-plan", "shardings"),
-            help="what it is, if no rules of this library; shardings: of a checkpoint",
+            help="what RULES are, if not of this library (shardings: a checkpoint)",
         ),
-        _text("--mesh", "MESH", "put them on another mesh"),
+        _text("--mesh", "MESH", "another mesh for the rules"),
         _AXES,
         _VARIANT,
-        _flag("--overwrite", "replace a file that is there"),
+        _flag("--overwrite", "replace FILE if it exists"),
         _JSON,
     ),
 }

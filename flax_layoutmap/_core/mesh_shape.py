@@ -125,7 +125,11 @@ def wrong_count(
             f'jax.config.update("jax_num_cpu_devices", {need}) before any other use of '
             "JAX, or plan with flm.DeviceMesh.abstract(...)"
         )
-    return f"{text}; change a size, let one be -1, or use flm.DeviceMesh.abstract(...)"
+    virtual = "set JAX_PLATFORMS=cpu for virtual CPU devices, " if took_all else ""
+    return (
+        f"{text}; change a size, let one be -1, {virtual}or use "
+        "flm.DeviceMesh.abstract(...)"
+    )
 
 
 def axis_types_of(kinds: Any, count: int) -> tuple[AxisType, ...]:

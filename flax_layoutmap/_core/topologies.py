@@ -40,6 +40,7 @@ class Generation:
         small_shapes: the shapes below those of the general rule.
         hbm_bytes: memory of one device, as built.
         hbm_limit_bytes: what the compiler lets a program use of it.
+        hbm_bytes_per_second: how fast one device reads it.
         flops: peak of one device in bfloat16, in floating-point operations per second.
         link_bytes_per_second: one link between chips, in one direction; None where
             it is not known.
@@ -58,6 +59,7 @@ class Generation:
     small_shapes: tuple[Shape, ...]
     hbm_bytes: int
     hbm_limit_bytes: int
+    hbm_bytes_per_second: float
     flops: float
     link_bytes_per_second: float | None
     dcn_bytes_per_second: float | None
@@ -87,6 +89,8 @@ _TABLE = (
     ("tpu7x", "TPU7x", 3, 2, False, True, 9216, _CUBE_7, 96, 94.75, 1153.5, 100, 12.5),
 )
 # fmt: on
+# GB that one device reads from its memory each second.
+_READS = dict(v2=358, v3=412.5, v4=1230, v5e=820, v5p=2460, v6e=1640, tpu7x=3700)
 
 
 def _per_second(giga: float | None) -> float | None:
@@ -98,6 +102,7 @@ GENERATIONS = {
         *row[:8],
         hbm_bytes=row[8] * 2**30,
         hbm_limit_bytes=round(row[9] * 2**30),
+        hbm_bytes_per_second=_READS[row[0]] * 1e9,
         flops=row[10] * 1e12,
         link_bytes_per_second=_per_second(row[11]),
         dcn_bytes_per_second=_per_second(row[12]),
@@ -115,6 +120,10 @@ SOURCES = {
         "Google Cloud TPU documentation, 2026-11; v5e and v6e say GB there; v5p: "
         "jax-ml/scaling-book, 2025-02, as the documentation has 95 GiB, which are "
         "less than the compiler lets a program use"
+    ),
+    "hbm_bytes_per_second": (
+        "TpuInfo.mem_bw_bytes_per_second of jax.experimental.pallas.tpu, jax 0.10.2; "
+        "v2, v3 and tpu7x: half of the chip's"
     ),
     "flops": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
     "wrap": "MaxText's table of slices, 2026-11; v2 and v3 inferred from their pods",

@@ -37,7 +37,7 @@ def _in_notebook() -> bool:
 
 @contextlib.contextmanager
 def shown_progress(
-    what: str,
+    what: str | Callable[[], str],
     total: int | None = None,
     shown: bool | None = None,
     count: Callable[[], int] = lambda: 0,
@@ -45,7 +45,8 @@ def shown_progress(
     """Show on process 0 how far a block is.
 
     Args:
-        what: what the block does: "restoring model".
+        what: what the block does: "restoring model"; or a function that returns it, if
+            it changes.
         total: bytes that it reads, writes or moves; None shows the seconds alone.
         shown: whether to show it; None: where there is a terminal or a notebook, once
             the block has taken 2 seconds.
@@ -57,16 +58,21 @@ def shown_progress(
     before, start, ended = count(), time.monotonic(), threading.Event()
     delay = _FROM_SECONDS if shown is None else 0.0
 
+    def text() -> str:
+        return visible(what() if callable(what) else what)
+
     def watch() -> None:
         if delay and ended.wait(delay):
             return
         bar = _bar(is_counted=total is not None)
-        task = bar.add_task(visible(what), total=total)
+        task = bar.add_task(text(), total=total)
         bar.tasks[task].start_time = start
         with _shown(bar) as refresh:
             while not ended.wait(_EVERY_SECONDS):
                 if total is not None:
                     bar.update(task, completed=min(count() - before, total))
+                if callable(what):
+                    bar.update(task, description=text())
                 refresh()
             if total is not None and succeeded:
                 bar.update(task, completed=total)

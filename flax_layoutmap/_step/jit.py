@@ -328,14 +328,17 @@ class Jitted:
         kwargs: Mapping[str, Any],
         rules: RuleSet,
         place: Placer,
+        donated: Any = (),
     ) -> tuple[Job, Sequence[Argument], Program]:
         """Make the program of a call for a mesh that need not exist; for `flm.pod`.
 
         The same function, options and treatment of arguments as in a call; nothing is
         cached. `rules` replace this function's own, on a mesh that may be abstract;
-        `place` places arguments that are data.
+        `place` places arguments that are data. More arguments are `donated`, by name.
         """
-        job = dataclasses.replace(self._job, runs=False)
+        own = self._job
+        more = names_of(own.signature, donated, (), "donate_argnames")
+        job = dataclasses.replace(own, runs=False, donated=own.donated | more)
         call = bind(job, args, kwargs, rules, place)
         return job, call.arguments, make_program(job, call)
 

@@ -1,4 +1,4 @@
-"""The price of a candidate: time on the links, time of products, memory.
+"""The price of a candidate: time on the links, time of products, reads, and memory.
 
 The collectives and products are those that `flm.pod.plan` estimates for other rules
 (Shardy's passes, and the same reader).
@@ -37,6 +37,8 @@ class Cost:
     Attributes:
         link_seconds: the least time of the collectives, by the bandwidth of the links.
         compute_seconds: the least time of the matrix products.
+        memory_seconds: the least time to read the arguments, and what is gathered of
+            them, from memory.
         collectives: how many run in a step.
         sent_bytes: mesh axes (`"fsdp"`, `"data+fsdp"`) → bytes sent in a step.
         at_rest: role of the arguments (`"parameter"`, `"optimizer"`, `"data"`,
@@ -48,6 +50,7 @@ class Cost:
     __module__ = "flax_layoutmap"
     link_seconds: float
     compute_seconds: float
+    memory_seconds: float
     collectives: int
     sent_bytes: Mapping[str, int]
     at_rest: Mapping[str, int]
@@ -55,9 +58,13 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Time of a step without any overlap, and 2 µs for each collective."""
+        """The time on the links, and that of products or of reads, whichever is more.
+
+        And 2 µs for each collective.
+        """
         waits = self.collectives * _SECONDS_EACH
-        return self.link_seconds + self.compute_seconds + waits
+        work = max(self.compute_seconds, self.memory_seconds)
+        return self.link_seconds + work + waits
 
     @property
     def total_sent_bytes(self) -> int:
@@ -82,6 +89,10 @@ def cost_of(
     sent: collections.Counter[str] = collections.Counter()
     for one in collectives:
         sent["+".join(one.axes) or "?"] += one.wire_bytes_per_step
+    gathered = sum(
+        one.bytes * one.executions for one in collectives if one.kind == "all-gather"
+    )
+    read_bytes = sum(at_rest.values()) + gathered
     chip = ASSUMED if topology is None else topology.generation
     if topology is None:
         assert ASSUMED.link_bytes_per_second is not None
@@ -91,6 +102,7 @@ def cost_of(
     return Cost(
         link_seconds=links,
         compute_seconds=flops / chip.flops,
+        memory_seconds=read_bytes / chip.hbm_bytes_per_second,
         collectives=sum(one.executions for one in collectives),
         sent_bytes=dict(sent),
         at_rest=dict(at_rest),

@@ -47,17 +47,29 @@ def of_layers(path: str) -> str:
     return INDEX.sub(written, path)
 
 
-def _takes_layers(use: Any) -> bool:
-    """Whether a loop takes the entries of an argument's first dim one by one."""
-    loop = use.owner.operation
-    if loop.name != "stablehlo.while":
-        return False
-    inside = loop.regions[1].blocks[0].arguments[use.operand_number]
-    users = [one.owner.operation for one in inside.uses]
-    return any(
-        user.name == "stablehlo.dynamic_slice" and user.results[0].type.shape[0] == 1
-        for user in users
-    )
+# What has the entries of its operand in the same order, if their number is the same.
+_SAME_ENTRIES = ("sdy.sharding_constraint", "stablehlo.convert", "stablehlo.slice")
+
+
+def _are_taken_singly(value: Any) -> bool:
+    """Whether a loop takes the entries of the first dim of an array one by one."""
+    for use in value.uses:
+        op = use.owner.operation
+        if op.name == "stablehlo.while":
+            inside = op.regions[1].blocks[0].arguments[use.operand_number]
+            users = [one.owner.operation for one in inside.uses]
+            if any(
+                user.name == "stablehlo.dynamic_slice"
+                and user.results[0].type.shape[0] == 1
+                for user in users
+            ):
+                return True
+        elif op.name in _SAME_ENTRIES:
+            (result,) = op.results
+            same = result.type.shape[0] == value.type.shape[0]
+            if same and _are_taken_singly(result):
+                return True
+    return False
 
 
 def _uses(block: Any, given: Mapping[Any, int]) -> Iterator[int]:
@@ -98,7 +110,7 @@ class Problem:
         self.data = [
             (at, shape)
             for at, shape in enumerate(self._shapes)
-            if lowered.leaves[at].role == "data" and shape
+            if lowered.leaves[at].role == "data" and shape and not self._is_key(at)
         ]
         self.groups = self._groups()
         # The constraints of no point, by position.
@@ -114,10 +126,31 @@ class Problem:
     def _shapes(self) -> list[tuple[int, ...]]:
         return [tuple(one.type.shape) for one in self._arguments]
 
+    def _is_key(self, at: int) -> bool:
+        """Whether an argument is a PRNG key of the old style, which is replicated."""
+        kind = self._arguments[at].type
+        return str(kind.element_type) == "ui32" and list(kind.shape) in ([2], [4])
+
     def _dims_of(self, at: int) -> tuple[int, ...]:
+        """The dims of an argument, without one that a loop takes singly."""
         argument = self._arguments[at]
-        first = 1 if any(map(_takes_layers, argument.uses)) else 0
+        first = 1 if _are_taken_singly(argument) else 0
         return tuple(range(first, len(argument.type.shape)))
+
+    @functools.cached_property
+    def rows(self) -> dict[int, int]:
+        """The dim of the batch, of each array with as many rows as the largest of data.
+
+        It is the first, but for micro-batches or positions that a loop takes singly.
+        """
+        dims = {at: next(iter(self._dims_of(at)), 0) for at, _ in self.data}
+        counts = {at: shape[dims[at]] for at, shape in self.data}
+        largest = max(self.data, key=lambda one: math.prod(one[1]), default=None)
+        return {
+            at: dim
+            for at, dim in dims.items()
+            if largest is not None and counts[at] == counts[largest[0]]
+        }
 
     def _groups(self) -> list[Group]:
         layouts, leaves = self.lowered.layouts, self.lowered.leaves
@@ -205,11 +238,13 @@ class Problem:
 
     @functools.cached_property
     def batch_class(self) -> frozenset[Node]:
-        """The dims that follow the first dims of the data."""
+        """The dims that follow the rows of the data."""
         if not self.data or not self.sizes:
             return frozenset()
         axis = min(self.sizes, key=self.sizes.__getitem__)
-        return self._followers({at: ((axis,),) for at, _ in self.data})
+        return self._followers(
+            {at: (*[()] * dim, (axis,)) for at, dim in self.rows.items()}
+        )
 
     @functools.cached_property
     def classes(self) -> list[frozenset[Node]]:
@@ -252,12 +287,12 @@ class Problem:
     @functools.cached_property
     def batches(self) -> list[tuple[str, ...]]:
         """The sets of axes that the batch may be split over, the largest first."""
-        firsts = [shape[0] for _, shape in self.data]
+        rows = [shape[self.rows[at]] for at, shape in self.data if at in self.rows]
         found = [
             axes
             for count in range(len(self.sizes), -1, -1)
             for axes in itertools.combinations(self.sizes, count)
-            if not axes or any(self.divides(size, axes) for size in firsts)
+            if not axes or any(self.divides(size, axes) for size in rows)
         ]
         return found if len(found) == 1 else [axes for axes in found if axes]
 
@@ -285,10 +320,13 @@ class Problem:
         """Whether a dim of this size can be split over some axes."""
         return size % math.prod(self.sizes[axis] for axis in axes) == 0
 
-    def batch_axes(self, at: int, batch: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of the batch that the first dim of an array of data divides by."""
-        shape = self.data[at][1]
-        return batch if self.divides(shape[0], batch) else ()
+    def batch_of_data(self, batch: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes that rules give to the first dims of data, which all divide or none.
+
+        Without them, the layouts of outputs have the batch.
+        """
+        fits = all(self.divides(shape[0], batch) for _, shape in self.data)
+        return batch if fits else ()
 
     def point_spec(self, number: int, candidate: Candidate) -> Spec:
         """The layout of an output under a rule.
@@ -337,9 +375,9 @@ class Problem:
     def arguments(self, candidate: Candidate) -> dict[int, Spec]:
         """The specs of the program's arguments."""
         found: dict[int, Spec] = {}
-        for number, (at, shape) in enumerate(self.data):
-            own = self.batch_axes(number, candidate.batch)
-            found[at] = (own, *[()] * (len(shape) - 1))
+        batch = self.batch_of_data(candidate.batch)
+        for at, shape in self.data:
+            found[at] = (batch, *[()] * (len(shape) - 1))
         for group, spec in zip(self.groups, candidate.specs, strict=True):
             found.update(dict.fromkeys(group.arguments, spec))
             for at, dims in group.state:

@@ -18,25 +18,7 @@ _WIDTH = 80
 
 def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
     """Few rules for a candidate."""
-    mesh = problem.mesh
-    leaves = _leaves(problem, seed_rules(mesh).freeze())
-    specs = {
-        path: spec
-        for group, spec in zip(problem.groups, candidate.specs, strict=True)
-        for path in group.paths
-    }
-    wanted = {
-        leaf.path: TensorLayout(_entries(specs.get(full, ())), mesh)
-        for full, leaf in leaves.items()
-        if leaf.role != "optimizer"  # which follows its parameters
-    }
-    made = rules_for(
-        list(leaves.values()),
-        wanted,
-        mesh,
-        lambda rules: _leaves(problem, rules).values(),
-        candidate.batch,
-    )
+    made = _for_parameters(problem, candidate)
     outputs: dict[str, Any] = {}
     for number, point in enumerate(problem.points):
         spec = None
@@ -53,6 +35,32 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
         if spec is not None:
             made.activations[pattern] = spec
     return made
+
+
+def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
+    mesh, batch = problem.mesh, problem.batch_of_data(candidate.batch)
+    if not any(map(any, candidate.specs)):
+        made = LayoutMap(mesh, batch=batch)
+        made[".*"] = None
+        return made
+    leaves = _leaves(problem, seed_rules(mesh).freeze())
+    specs = {
+        path: spec
+        for group, spec in zip(problem.groups, candidate.specs, strict=True)
+        for path in group.paths
+    }
+    wanted = {
+        leaf.path: TensorLayout(_entries(specs.get(full, ())), mesh)
+        for full, leaf in leaves.items()
+        if leaf.role != "optimizer"  # which follows its parameters
+    }
+    return rules_for(
+        list(leaves.values()),
+        wanted,
+        mesh,
+        lambda rules: _leaves(problem, rules).values(),
+        batch,
+    )
 
 
 def _leaves(problem: Problem, rules: RuleSet) -> dict[str, ResolvedLeaf]:
@@ -81,10 +89,17 @@ def layout_text(spec: Spec) -> str:
 
 
 def as_code(rules: RuleSet) -> str:
-    """The lines that make a map of these rules, of at most 80 columns if possible."""
-    mesh = "" if rules.mesh is None else f'"{rules.mesh}", '
+    """The lines that make a map of these rules, of at most 80 columns if possible.
+
+    They run where the devices of the mesh are not.
+    """
     batch = rules.batch[0] if len(rules.batch) == 1 else rules.batch
-    lines = [f"layout_map = flm.LayoutMap({mesh}batch={_written(batch)})"]
+    mesh = _quoted(str(rules.mesh))
+    lines = [
+        f"# with its devices: mesh = flm.DeviceMesh({mesh})",
+        f"mesh = flm.DeviceMesh.abstract({mesh})",
+        f"layout_map = flm.LayoutMap(mesh, batch={_written(batch)})",
+    ]
     sections: Mapping[str, Any] = {
         "layout_map": rules.rules,
         "layout_map.activations": rules.activations,
@@ -107,12 +122,16 @@ def _assigned(place: str, value: str) -> Iterator[str]:
         yield f"    {value}"
 
 
-def _quoted(pattern: str) -> str:
-    return f'r"{pattern}"' if "\\" in pattern else f'"{pattern}"'
+def _quoted(text: str) -> str:
+    if '"' in text or not text.isprintable():
+        return repr(text)
+    return f'r"{text}"' if "\\" in text else f'"{text}"'
 
 
 def _written(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(map(_written, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return "..." if value is ... else f'"{value}"' if isinstance(value, str) else "None"
+    return (
+        "..." if value is ... else _quoted(value) if isinstance(value, str) else "None"
+    )

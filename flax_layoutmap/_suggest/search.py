@@ -25,7 +25,7 @@ from flax_layoutmap._suggest.problem import Problem
 _GAIN, _SINGLE = 1e-3, 0.02
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
-_MANY = 1_000_000
+_MANY = 1 << 60
 # A second choice may cost so many times the best.
 _NEAR = 1.25
 

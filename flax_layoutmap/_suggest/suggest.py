@@ -4,33 +4,45 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import AxisType
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
+from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._suggest.candidate import Candidate
+from flax_layoutmap._show.terminal import wrapped
+from flax_layoutmap._step.arguments import signature_of, slots_of
+from flax_layoutmap._suggest.candidate import Candidate, Spec
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
-from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
+from flax_layoutmap._suggest.price import ASSUMED, Pricer, cost_of_report
 from flax_layoutmap._suggest.problem import Problem, seed_rules
+from flax_layoutmap._suggest.report_text import WIDTH, next_best, peak_of
 from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
-from flax_layoutmap._suggest.suggestion import Suggestion, best_other
+from flax_layoutmap._suggest.suggestion import Choice, Suggestion
+from flax_layoutmap._tree.flax_internals import is_nnx_object
+from flax_layoutmap.pod._aot import check_libtpu
 from flax_layoutmap.pod._estimate import Planner
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._passes import prepare
+from flax_layoutmap.pod._plan import compile as compile_step
 from flax_layoutmap.pod._plan import planned
 from flax_layoutmap.pod._report import PodReport
+from flax_layoutmap.pod._report_text import seconds_text
 
+# Parameters that are named in an error.
+_LISTED = 10
 # Seconds after which the partitioner is ended.
 _TIMEOUT = 300.0
 
@@ -44,7 +56,7 @@ def suggest(
     hbm: int | None = None,
     layout_map: Any = None,
     donate_argnames: str | Iterable[str] = (),
-    check: bool = True,
+    check: bool | Literal["compile"] = True,
     limit_seconds: float | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -55,7 +67,7 @@ def suggest(
     propagation, not from names. Candidates are priced as `with_layout` of a plan does
     it: the time of the collectives on the links, that of the matrix products, and an
     estimate of memory, which has to stay below the limit. XLA's partitioner plans the
-    best two and full sharding, and its order counts.
+    best two, full sharding and the rules of today, and its order counts.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -68,11 +80,15 @@ def suggest(
             allows on the topology.
         layout_map: the rules of today, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are given away, where `step` is a function. An
-            argument that is no NNX object is state only where it is donated.
-        check: whether XLA's partitioner plans the best two and full sharding.
+        donate_argnames: arguments that are state, beside those that are taken for it:
+            NNX objects, optimizer states, what the step donates, and containers of
+            floating-point arrays that have no rows of a batch in common. These
+            count as donated.
+        check: whether XLA's partitioner plans what is compared; `"compile"`: whether
+            the compiler for TPUs compiles it, which needs a topology and libtpu, as
+            `flm.pod.compile` does.
         limit_seconds: when to end the search with the best so far, as Ctrl-C does.
-        progress: whether to show that it is at work; None: on a terminal or in a
+        progress: whether to show the best so far; None: on a terminal or in a
             notebook, once it has taken 2 seconds.
         **kwargs: arguments of the step by name.
 
@@ -100,30 +116,66 @@ def suggest(
     start = time.perf_counter()
     if hbm is not None and (not isinstance(hbm, int | float) or hbm <= 0):
         raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
+    if layout_map is not None:
+        layout_map = rule_set_of(layout_map, "layout_map=")
     where = None if topology is None else topology_of(topology, slices=slices)
+    if check == "compile":
+        if where is None:
+            raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
+        check_libtpu()
+    named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
+    state = *named, *_parameters(step, args, kwargs)
     given = step, args, kwargs, mesh
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     try:
-        today, own = rules_and_mesh(*given, layout_map, where)
+        rules, own = rules_and_mesh(*given, layout_map, where)
     except RuleError as error:
         if mesh is None:
             raise
-        notes = (f"the rules of today do not fit this mesh: {error}",)
-        today, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
-    lower = functools.partial(_lower, step, args, kwargs, donate_argnames, own, where)
-    search = _search(lower, own, where, hbm)
-    cost = None
-    try:
-        cost = None if today is None else _cost(lower(today))
-    except LayoutError as error:
-        notes = (f"the rules of today do not fit this step: {error}",)
+        notes.append(f"the rules of today do not fit this mesh: {_first(error)}")
+        rules, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
+    lower = functools.partial(_lower, step, args, kwargs, state, own, where)
+    report = functools.partial(_planned, lower)
+    if check == "compile":
+        options = {"topology": where, "mesh": own, "donate_argnames": state}
+        if hbm is not None:
+            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
+        report = functools.partial(compile_step, step, *args, **kwargs, **options)
+    name, today = getattr(step, "__name__", "the step"), None
+    with shown_progress(f"lowering {name}", None, progress):
+        search = _search(lower, own, where, hbm)
+        try:
+            today = None if rules is None else _of_today(lower(rules), rules)
+        except LayoutError as error:
+            notes.append(f"the rules of today do not fit this step: {_first(error)}")
     if limit_seconds is not None:
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
-    what = f"suggesting rules for {search.problem.lowered.name}"
-    with shown_progress(what, None, progress):
+    with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
-        found = _suggestion(search, lower, cost, check, start)
-    return dataclasses.replace(found, notes=(*notes, _roles(search.problem.lowered)))
+    with shown_progress(f"comparing rules for {name}", None, progress):
+        found = _suggestion(search, today, report if check else None)
+    notes += [_roles(search.problem.lowered), *found.notes]
+    took = time.perf_counter() - start
+    return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
+
+
+def _parameters(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """Containers of floating-point arrays that have no rows of a batch in common."""
+    try:
+        slots = slots_of(signature_of(step).bind(*args, **kwargs))
+    except TypeError:  # which lowering the step explains
+        return
+    for slot, value in slots:
+        if is_nnx_object(value):
+            continue
+        arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
+        rows = {np.shape(one)[0] for one in arrays}
+        if len(rows) > 1 and all(
+            jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
+        ):
+            yield slot.name
 
 
 def _lower(
@@ -156,11 +208,18 @@ def _search(
         names = sorted({leaf.path.partition("/")[0] for leaf in lowered.leaves})
         raise LayoutError(
             f"{lowered.name} has no state to lay out: each of {', '.join(names)} is "
-            f'taken for data; say what is state: donate_argnames="{names[0]}"'
+            f'taken for data; say what is state: donate_argnames="{names[0]}" (where '
+            "jax.jit made the step, pass it to jax.jit)"
         )
     chip = ASSUMED if topology is None else topology.generation
     limit = chip.hbm_limit_bytes if hbm is None else hbm
     return Search(problem, Pricer(problem, topology), limit)
+
+
+def _first(error: LayoutError) -> str:
+    """The first problem of an error, and how many more there are."""
+    first, *more = getattr(error, "problems", ()) or [str(error)]
+    return f"{first} (and {len(more)} more)" if more else first
 
 
 def _roles(lowered: Lowered) -> str:
@@ -169,91 +228,161 @@ def _roles(lowered: Lowered) -> str:
     for leaf in lowered.leaves:
         role = "data" if leaf.role == "data" else "state"
         roles[role][leaf.path.partition("/")[0]] = None
-    return "; ".join(
-        f"{role}: {', '.join(names) or 'none'}" for role, names in roles.items()
+    state, data = (", ".join(names) or "none" for names in roles.values())
+    return f"taken for state: {state}; for data: {data}"
+
+
+def _so_far(search: Search) -> str:
+    """What is shown while a search runs."""
+    name, best = search.problem.lowered.name, search.best
+    if best is None or not search.trail:
+        return f"suggesting rules for {name}"
+    # Priced before, so that nothing is computed in the thread that shows it.
+    seconds = seconds_text(search.price.of(best).seconds)
+    return (
+        f"suggesting rules for {name}: {seconds} a step, {search.price.count} layouts "
+        "tried"
     )
 
 
 def _suggestion(
-    search: Search, lower: Any, today: Cost | None, check: bool, start: float
+    search: Search,
+    today: Choice | None,
+    report: Callable[..., PodReport] | None,
 ) -> Suggestion:
-    problem, price = search.problem, search.price
-    assert search.best is not None and search.limit_bytes is not None
-    ordered = [search.best]
-    reports: dict[Candidate, PodReport] = {}
-    if search.is_complete:
-        ordered += search.rivals()
-    if search.is_complete and check:
+    """What a search has found; `report` makes that of a `layout_map`."""
+    problem, limit = search.problem, search.limit_bytes
+    assert search.best is not None and limit is not None
+    found, full = [search.best], fully_sharded(problem)
+    if search.is_complete:  # then what is compared is as rules give it, too
+        found += search.rivals()
+        full = search.with_rules(full)
+    elif full == dataclasses.replace(search.best, fixed=None):
+        full = search.best
+    priced = [*dict.fromkeys((*found, full))]
+    every = [
+        Choice(rules_of(problem, one), search.price.with_peak(one)) for one in priced
+    ]
+    every += [] if today is None else [today]
+    if search.is_complete and report is not None:
         with contextlib.suppress(KeyboardInterrupt):  # the search is not lost
-            reports = {one: _planned(lower, rules_of(problem, one)) for one in ordered}
-    costs = {one: price.of(one) for one in ordered}
-    costs |= {one: cost_of_report(report) for one, report in reports.items()}
-    ordered.sort(key=lambda one: (search.excess(one), costs[one].seconds))
-    chosen, *others = ordered
-    cost, limit = price.with_peak(chosen), search.limit_bytes
-    start_again = fully_sharded(problem)
-    if search.is_complete:  # as rules give it, which costs more layouts to price
-        start_again = search.with_rules(start_again)
-    second = others[0] if others else None
+            every = [
+                dataclasses.replace(one, plan=report(layout_map=one.layout_map))
+                for one in every
+            ]
+    choices = dict(zip(priced, every, strict=False))
+
+    def rank(one: Candidate) -> tuple[int, float]:
+        cost = choices[one].cost
+        return max(0, peak_of(cost) - limit), cost.seconds
+
+    chosen, *others = sorted(found, key=rank)
+    second = next((one for one in others if one != full), None)
+    named = {"suggested": chosen}
+    named |= {} if second is None else {"runner-up": second}
+    named |= {} if full == chosen else {"full sharding": full}
+    columns = {name: choices[one] for name, one in named.items()}
+    columns |= {} if today is None else {"today": every[-1]}
     return Suggestion(
-        layout_map=rules_of(problem, chosen),
-        cost=cost,
-        fully_sharded=price.with_peak(start_again),
-        second=None if second is None else price.with_peak(second),
-        today=today,
-        second_layout_map=None if second is None else rules_of(problem, second),
-        report=reports.get(chosen),
+        choices=columns,
         step=problem.lowered.name,
-        mesh=problem.mesh,
-        topology=price.topology,
+        topology=search.price.topology,
         limit_bytes=limit,
-        fits=cost.peak_bytes is not None and cost.peak_bytes <= limit,
         trail=tuple(search.trail),
         is_complete=search.is_complete,
-        took_seconds=time.perf_counter() - start,
+        notes=(
+            *_unused_axes(problem, chosen),
+            *([] if chosen == search.best else _overruled(choices[search.best])),
+        ),
         explained=functools.partial(_explained, search, chosen),
     )
 
 
-def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
-    """The plan by XLA's partitioner."""
-    start = time.perf_counter()
-    return planned(lower(layout_map.freeze()), start, _TIMEOUT)
-
-
-def _cost(planner: Planner) -> Cost:
-    """The cost of rules that were not found by the search."""
+def _of_today(planner: Planner, rules: RuleSet) -> Choice:
+    """Rules that were not found by the search, with their estimate."""
     cost = cost_of_report(planner.estimate(time.perf_counter()))
     prepared, pairs = planner.prepared, planner.lowered.pairs
     more = peak_bytes(prepared.lay_out(None, pairs), prepared.attributes)
-    return dataclasses.replace(cost, peak_bytes=cost.at_rest_bytes + more)
+    cost = dataclasses.replace(cost, peak_bytes=cost.at_rest_bytes + more)
+    return Choice(LayoutMap.from_rule_set(rules), cost)
+
+
+def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
+    """The plan by XLA's partitioner."""
+    planner, start = lower(layout_map.freeze()), time.perf_counter()
+    return planned(planner, start, _TIMEOUT)
+
+
+def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
+    specs = [*problem.arguments(chosen).values()]
+    specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
+    used = {axis for spec in specs for axes in spec for axis in axes}
+    dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
+    for axis, size in problem.sizes.items():
+        if axis in used:
+            continue
+        why = f"no batch and no dim of a large parameter divides by {size}"
+        if any(axis in own for own in problem.batches) or any(
+            problem.divides(size, (axis,)) for size in dims
+        ):
+            why = "nothing that was tried with it gains"
+        yield (
+            f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
+            f"work; {why}"
+        )
+
+
+def _overruled(best: Choice) -> Iterator[str]:
+    """What the search found best, and the partitioner does not."""
+    if best.plan is not None:
+        yield (
+            "overruled: what the search had found best, with "
+            f"{seconds_text(best.estimate.seconds)} a step, takes "
+            f"{seconds_text(best.cost.seconds)} by {best.checked_by}"
+        )
 
 
 def _explained(search: Search, chosen: Candidate, path: str) -> str:
     """`Suggestion.explain`: price the other layouts of one group."""
-    problem = search.problem
-    number = next(
-        (
-            number
-            for number, group in enumerate(problem.groups)
-            if any(one == path or one.endswith(f"/{path}") for one in group.paths)
-        ),
-        None,
-    )
-    if number is None:
-        known = [one for group in problem.groups for one in group.paths]
-        raise KeyError(f"no parameter has the path {path!r}; some are {known[:3]}")
-    group = problem.groups[number]
-    found = dict.fromkeys(
+    problem, price = search.problem, search.price
+    number = _group_of(problem, path)
+    group, own = problem.groups[number], chosen.specs[number]
+    lines = [f"{path}: {layout_text(own)}"]
+    others = dict.fromkeys(
         single(problem, number, (axis,), dim, chosen)
         for axis in problem.sizes
         for dim in (None, *group.dims)
     )
-    others = [one for one in found if one != chosen]
-    fitting = [one for one in others if not search.excess(one)] or others
-    return best_other(
-        path,
-        layout_text(chosen.specs[number]),
-        search.price.of(chosen),
-        [(layout_text(one.specs[number]), search.price.of(one)) for one in fitting],
-    )
+    others = [one for one in others if _sets(one.specs[number]) != _sets(own)]
+    if others:
+        best = min(others, key=lambda one: (search.excess(one), price.of(one).seconds))
+        text = layout_text(best.specs[number])
+        is_over = search.excess(best) > search.excess(chosen)
+        lines.append(next_best(text, price.of(best), price.of(chosen), is_over))
+    elif group.dims:
+        lines.append("none of its dims divides by another axis")
+    else:
+        lines.append("it is too small to be sharded: no other layout was tried")
+    return "\n".join(wrapped(lines, WIDTH))
+
+
+def _sets(spec: Spec) -> list[set[str]]:
+    """The axes of each dim, whose order makes no difference in cost."""
+    return [set(axes) for axes in spec]
+
+
+def _group_of(problem: Problem, path: str) -> int:
+    """The number of the group that has a path, or the only one with such an end."""
+    paths = {one: at for at, group in enumerate(problem.groups) for one in group.paths}
+    if path in paths:
+        return paths[path]
+    ends = {at: one for one, at in paths.items() if one.endswith(f"/{path}")}
+    if len(ends) == 1:
+        return next(iter(ends))
+    if ends:
+        more = f" and {len(ends) - _LISTED} more" if len(ends) > _LISTED else ""
+        listed = ", ".join([*ends.values()][:_LISTED])
+        raise KeyError(f"{path!r} is the end of several paths: {listed}{more}")
+    near = closest(path, paths, count=3)
+    hint = f"; the closest are {near}" if near else ""
+    raise KeyError(f"no parameter has the path {path!r}{hint}")

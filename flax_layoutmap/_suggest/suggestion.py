@@ -1,214 +1,283 @@
 """Suggestion: rules that were found, with their cost beside that of others."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, TYPE_CHECKING, Any
 
+from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._show.table import human_bytes, text_table
-from flax_layoutmap._suggest.price import ASSUMED, Cost
+from flax_layoutmap._rules.serialise import mesh_to_json
+from flax_layoutmap._show.table import (
+    Grid,
+    markdown_list,
+    markdown_table,
+    markdown_text,
+)
+from flax_layoutmap._show.terminal import (
+    NOTEBOOK_WIDTH,
+    as_html,
+    coloured_grid,
+    coloured_lines,
+    show,
+    wrapped,
+)
+from flax_layoutmap._suggest import report_text
+from flax_layoutmap._suggest.price import ASSUMED, Cost, cost_of_report
 from flax_layoutmap._suggest.rules import as_code
 from flax_layoutmap._suggest.search import Step
-from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._report_text import seconds_text
+from flax_layoutmap.pod._report import Format, PodReport
+from flax_layoutmap.pod._report_text import not_read, seconds_text
 
-_NOT_PRICED = (
-    "not priced: overlap of collectives and products, what a compiler merges or moves, "
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+_NOT_COUNTED = (
+    "not counted: overlap of sending and products, what the compiler merges or moves, "
     "work that is no matrix product"
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """Rules for a step on a mesh, from `flm.suggest`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Rules for a step and what it costs with them; one column of a `Suggestion`.
 
     Attributes:
-        layout_map: the rules; `layout_map.to_file("rules.toml")` keeps them.
-        cost: what a step costs with them, an estimate by Shardy's passes.
-        fully_sharded: the same with the batch and each parameter over all axes.
-        second: the same for the best with other axes for the batch; None where there
-            is none.
-        today: the same for the rules that were given; None without.
-        second_layout_map: the rules of the second.
-        report: `flm.pod.plan` of the rules, by XLA's partitioner; None where the search
-            was interrupted, or `check=False`.
-        step: name of the step.
-        mesh: the mesh.
-        topology: the slices, or None.
-        limit_bytes: the limit of memory of one device; None without.
-        fits: whether the estimated peak of memory is below the limit.
-        trail: the steps of the search.
-        is_complete: whether it ended by itself.
-        notes: what else is worth a look.
-        took_seconds: how long it took.
+        layout_map: the rules.
+        estimate: the cost as the search counts it, by Shardy's passes.
+        plan: `flm.pod.plan` of the rules, by XLA's partitioner, or `flm.pod.compile`
+            with `check="compile"`; None without a check.
     """
 
     __module__ = "flax_layoutmap"
     layout_map: LayoutMap
-    cost: Cost
-    fully_sharded: Cost
-    second: Cost | None
-    today: Cost | None
-    second_layout_map: LayoutMap | None
-    report: PodReport | None
+    estimate: Cost
+    plan: PodReport | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """The cost by the check, or the estimate without one.
+
+        The partitioner does not know the peak of memory, which is then the estimate.
+        """
+        if self.plan is None:
+            return self.estimate
+        peak = self.plan.memory.peak_bytes or self.estimate.peak_bytes
+        return dataclasses.replace(cost_of_report(self.plan), peak_bytes=peak)
+
+    @property
+    def checked_by(self) -> str:
+        """Who made the plan."""
+        is_compiled = self.plan is not None and self.plan.engine == "compile"
+        return "the compiler for TPUs" if is_compiled else "XLA's partitioner"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Rules for a step on a mesh, from `flm.suggest`; print it.
+
+    Attributes:
+        choices: `"suggested"`, and what it was compared with: `"runner-up"` (other axes
+            for the batch), `"full sharding"` (the batch and each large parameter over
+            all axes), `"today"` (the rules that were given); each as far as there is
+            one.
+        step: name of the step.
+        topology: the slices, or None.
+        limit_bytes: the limit of memory of one device.
+        trail: the stages of the search, with the best of each.
+        is_complete: whether the search ended by itself.
+        notes: what else is worth a look.
+        took_seconds: how long it took.
+        explained: what `explain` calls.
+    """
+
+    __module__ = "flax_layoutmap"
+    choices: Mapping[str, Choice]
     step: str
-    mesh: DeviceMesh
     topology: Topology | None
-    limit_bytes: int | None
-    fits: bool
+    limit_bytes: int
     trail: tuple[Step, ...]
     is_complete: bool
-    notes: tuple[str, ...] = ()
-    took_seconds: float = dataclasses.field(compare=False)
-    explained: Callable[[str], str] = dataclasses.field(repr=False, compare=False)
+    notes: tuple[str, ...]
+    took_seconds: float = dataclasses.field(default=0.0, compare=False)
+    explained: Callable[[str], str] = dataclasses.field(compare=False)
+
+    @property
+    def layout_map(self) -> LayoutMap:
+        """The rules; `layout_map.to_file("rules.toml")` keeps them."""
+        return self.choices["suggested"].layout_map
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh, without devices."""
+        mesh = self.layout_map.device_mesh
+        assert mesh is not None
+        return mesh
+
+    @property
+    def cost(self) -> Cost:
+        """What a step costs with them."""
+        return self.choices["suggested"].cost
+
+    @property
+    def plan(self) -> PodReport | None:
+        """`flm.pod.plan` or `flm.pod.compile` of the rules; None without a check."""
+        return self.choices["suggested"].plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimated peak of memory is below the limit."""
+        return report_text.fits(self.cost, self.limit_bytes)
 
     def explain(self, path: str) -> str:
-        """Tell what the best other layout of a parameter would cost.
+        """Tell what the next best layout of a parameter would cost.
 
         Args:
-            path: the path of the parameter, within the arguments or its model.
+            path: the path of the parameter, or the end of it.
 
         Raises:
-            KeyError: no parameter has this path.
+            KeyError: no parameter has this path, or several end with it.
         """
         return self.explained(path)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the rules, costs and trail as plain JSON values."""
-        costs = {
-            name: None if cost is None else dataclasses.asdict(cost)
-            for name, cost in self._costs().items()
-        }
-        return {
-            "step": self.step,
-            "mesh": dict(self.mesh.axis_sizes),
-            "rules": self.layout_map.to_json(),
-            "costs": costs,
-            "limit_bytes": self.limit_bytes,
-            "fits": self.fits,
-            "is_complete": self.is_complete,
-            "notes": [*self._notes()],
-            "trail": [dataclasses.asdict(step) for step in self.trail],
-        }
+    # ------------------------------------------------------------------- output
 
-    def _costs(self) -> dict[str, Cost | None]:
-        return {
-            "suggested": self.cost,
-            "second": self.second,
-            "full sharding": self.fully_sharded,
-            "today": self.today,
-        }
+    def report(self, format: Format = "text", *, width: int | None = None) -> str:
+        """Return the rules as code, the costs in a table, and notes.
 
-    def __str__(self) -> str:
-        return "\n\n".join(self._parts())
+        Args:
+            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
+            width: of the text, in characters; None for 80.
 
-    def _parts(self) -> Iterator[str]:
+        Raises:
+            LayoutError: there is no such format.
+        """
+        if format == "json":
+            return json.dumps(self.to_json(), indent=1)
+        if format == "text":
+            heading, code, grid, notes = self._parts(width or report_text.WIDTH)
+            lines = "\n".join(heading), code, grid.text(), "\n".join(notes)
+            return "\n\n".join(lines)
+        if format == "markdown":
+            (title, *heading), code, grid, notes = self._parts(None)
+            fenced = f"```python\n{code}\n```"
+            return "\n\n".join(
+                [
+                    f"**{markdown_text(title)}**",
+                    markdown_list(heading),
+                    fenced,
+                    markdown_table(grid, ()),
+                    markdown_list(notes),
+                ]
+            )
+        raise LayoutError(
+            f'format must be "text", "markdown" or "json", got {format!r}'
+        )
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print the report, in colours on a terminal.
+
+        Args:
+            file: where to; None for standard output.
+        """
+        show(self._coloured, lambda width: self.report(width=width), file)
+
+    def _coloured(self, width: int) -> "Iterator[Text]":
+        """The lines of the text for rich; without colours, those of the text."""
+        from rich.text import Text
+
+        axes = self.mesh.axis_names
+        heading, code, grid, notes = self._parts(width)
+        yield from coloured_lines([*heading, ""], axes)
+        yield from map(Text, [*code.splitlines(), ""])
+        yield from coloured_grid(grid, axes)
+        yield from coloured_lines(["", *notes], axes)
+
+    def _parts(self, width: int | None) -> tuple[list[str], str, Grid, list[str]]:
+        """Title and verdict, the rules as code, the table, notes."""
         where = "" if self.topology is None else f" ({self.topology})"
-        yield (
+        title = (
             f"suggestion for {self.step} on mesh {self.mesh}{where}: "
             f"{self.mesh.size} devices"
         )
-        yield as_code(self.layout_map.freeze())
-        yield self._table()
-        yield "\n".join(self._notes())
-
-    def _table(self) -> str:
-        named = self._costs().items()
-        costs = {name: cost for name, cost in named if cost is not None}
-        axes = dict.fromkeys(
-            axis
-            for cost in costs.values()
-            for axis, size in cost.sent_bytes.items()
-            if size > cost.total_sent_bytes / 1000
-        )
-        cells: dict[str, Callable[[Cost], str]] = {
-            "a step, at least": lambda one: seconds_text(one.seconds),
-            "  links": lambda one: seconds_text(one.link_seconds),
-            "  matrix products": lambda one: seconds_text(one.compute_seconds),
-        }
-        for axis in axes:
-            cells[f"sent over {axis}"] = functools.partial(_sent, axis)
-        cells["at rest"] = lambda one: human_bytes(one.at_rest_bytes)
-        cells["peak, estimated"] = lambda one: human_bytes(one.peak_bytes or 0)
-        rows = [[name, *map(text, costs.values())] for name, text in cells.items()]
-        header = ["per device", *costs]
-        right = [False, *[True] * len(costs)]
-        return text_table(header, rows, right)
+        costs = {name: one.cost for name, one in self.choices.items()}
+        verdict = [*report_text.verdict(costs, self.limit_bytes)]
+        if not self.is_complete:
+            verdict.insert(0, "interrupted: this is the best so far")
+        heading = wrapped([title, *verdict], width)
+        code = as_code(self.layout_map.freeze())
+        notes = wrapped([*self._notes()], width)
+        return heading, code, report_text.table(costs), notes
 
     def _notes(self) -> Iterator[str]:
         yield from self.notes
-        yield from self._memory_notes()
+        yield from self._how_sure()
         if self.topology is None:
             yield (
-                f"no topology: links and products of {ASSUMED.name} are assumed, each "
-                "axis with a ring of its own"
+                f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
+                "for each axis, as no topology was given"
             )
-        yield from self._sureness()
-        yield _NOT_PRICED
-        tried = self.trail[-1].tried if self.trail else 0
-        ended = "" if self.is_complete else ", interrupted: the best so far"
-        yield f"tried {tried} layouts{ended}; took {self.took_seconds:.1f} s"
+        yield _NOT_COUNTED
+        tried, took = self.trail[-1].tried, self.took_seconds
+        yield f"tried: {tried} layouts, took {took:.1f} s; the best of each stage:"
         for step in self.trail:
-            yield f"  {step.what}: {seconds_text(step.seconds)} ({step.tried} tried)"
+            yield f"  {step.what}: {seconds_text(step.seconds)}"
 
-    def _memory_notes(self) -> Iterator[str]:
-        if self.limit_bytes is None or self.cost.peak_bytes is None:
+    def _how_sure(self) -> Iterator[str]:
+        suggested = self.choices["suggested"]
+        if suggested.plan is None:
+            yield "how sure: all figures are estimates of the search, not checked"
             return
-        limit = human_bytes(self.limit_bytes)
-        if self.fits:
-            yield f"limit: {limit} per device"
-            return
-        rest = dict(self.cost.at_rest)
-        rest["gradients and activations"] = (
-            self.cost.peak_bytes - self.cost.at_rest_bytes
-        )
-        held = ", ".join(f"{name} {human_bytes(size)}" for name, size in rest.items())
         yield (
-            f"does not fit: the least peak that was found is "
-            f"{human_bytes(self.cost.peak_bytes)} per device, the limit {limit}; "
-            f"it holds {held}"
+            f"how sure: a step takes {seconds_text(self.cost.seconds)} by "
+            f"{suggested.checked_by}, {seconds_text(suggested.estimate.seconds)} by "
+            "the estimate of the search; memory at the peak is "
+            + ("an estimate" if suggested.plan.memory.peak_bytes is None else "its own")
         )
+        for what in not_read(suggested.plan):
+            yield f"unrecognised: {what}"
 
-    def _sureness(self) -> Iterator[str]:
-        if self.report is None:
-            yield "an estimate by Shardy's passes, not checked by XLA's partitioner"
-            return
-        planned, own = self.report.wire_bytes(), self.cost.total_sent_bytes
-        share = f"{planned / own - 1:+.1%}" if own else "none expected"
-        yield (
-            f"checked by XLA's partitioner: {human_bytes(planned)} sent "
-            f"({share} of the estimate)"
+    def to_json(self) -> dict[str, Any]:
+        """Return the rules, costs and trail as plain JSON values, schema 1."""
+        choices = {
+            name: {
+                "rules": one.layout_map.to_json(),
+                "is_checked": one.plan is not None,
+                "seconds": one.cost.seconds,
+                **dataclasses.asdict(one.cost),
+            }
+            for name, one in self.choices.items()
+        }
+        return {
+            "schema": 1,
+            "step": self.step,
+            "mesh": mesh_to_json(self.mesh),
+            "topology": None if self.topology is None else str(self.topology),
+            "fits": self.fits,
+            "limit_bytes": self.limit_bytes,
+            "is_complete": self.is_complete,
+            "choices": choices,
+            "notes": list(self.notes),
+            "trail": [dataclasses.asdict(step) for step in self.trail],
+            "took_seconds": self.took_seconds,
+        }
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Text]":
+        return self._coloured(options.max_width)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._coloured(NOTEBOOK_WIDTH))
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Suggestion for {self.step} on {self.mesh}: "
+            f"{seconds_text(self.cost.seconds)} a step>"
         )
-        if self.report.unrecognised:
-            yield f"unrecognised: {'; '.join(self.report.unrecognised)}"
-
-
-def _sent(axis: str, cost: Cost) -> str:
-    return human_bytes(cost.sent_bytes.get(axis, 0))
-
-
-def best_other(
-    path: str, layout: str, own: Cost, others: Sequence[tuple[str, Cost]]
-) -> str:
-    """The text for a parameter and its best other layout."""
-    if not others:
-        return f"{path}: {layout}; it was given no other layout"
-    text, cost = min(others, key=lambda pair: pair[1].seconds)
-    share = cost.seconds / own.seconds - 1
-    sent = cost.total_sent_bytes - own.total_sent_bytes
-    rest = cost.at_rest_bytes - own.at_rest_bytes
-    return (
-        f"{path}: {layout}\n"
-        f"the second choice, {text}, makes a step {seconds_text(cost.seconds)} instead "
-        f"of {seconds_text(own.seconds)} ({share:+.1%}), with "
-        f"{_more(sent)} sent and {_more(rest)} at rest"
-    )
-
-
-def _more(count: int) -> str:
-    if count == 0:
-        return "as much"
-    return f"{human_bytes(abs(count))} {'more' if count > 0 else 'less'}"

@@ -13,12 +13,11 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._tree.paths import escape, unescape
+from flax_layoutmap._tree.paths import escape
 from flax_layoutmap.checkpoint._join import Held, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     is_floating,
-    nested,
     problem_list,
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
@@ -64,8 +63,8 @@ def restore_safetensors(
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
             with either, or with several files; on a disk.
-        target: the tree to restore into, as in `restore`. None: a nested dict of all
-            tensors, split at the dots of their names.
+        target: the tree to restore into, as in `restore`. None: a dict of all tensors
+            by their names, which are the paths that rules see.
         layout_map: the rules, as in `restore`.
         mesh: a mesh of devices for the rules of `layout_map`.
         mapping: entries `(path, name)` or `(path, name, steps)`; the first that matches
@@ -86,7 +85,7 @@ def restore_safetensors(
             bytes that this process has read, and the total that it will read.
 
     Returns:
-        The target's own type, as `restore` does; or a nested dict.
+        The target's own type, as `restore` does; or a dict by names.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
@@ -186,11 +185,7 @@ def _without_target(stored: Stored, options: Options) -> TensorPlan:
             f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
             "mesh to restore to, or a target that has shardings"
         )
-    tensors = {
-        "/".join(map(escape, name.split("."))): tensor
-        for name, tensor in stored.tensors.items()
-    }
-    _check_nesting(stored, list(tensors))
+    tensors = {escape(name): tensor for name, tensor in stored.tensors.items()}
     recipes = {
         path: Recipe((whole(t.name, t.shape),), {t.name: t.shape})
         for path, t in tensors.items()
@@ -202,28 +197,14 @@ def _without_target(stored: Stored, options: Options) -> TensorPlan:
 
     def resolve_selected() -> Resolution:
         abstract = {
-            path: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
             for path, tensor in tensors.items()
             if path in selection
         }
-        return resolve(nested(abstract, unescape), rules)
+        return resolve(abstract, rules)
 
     plan = join(held, None, rules, resolve_selected, options)
     return TensorPlan(stored, plan, recipes)
-
-
-def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
-    """Raise CheckpointError if one name is a prefix of another."""
-    parts = [path.split("/") for path in paths]
-    above = {"/".join(own[:n]) for own in parts for n in range(1, len(own))}
-    clashes = sorted(above & set(paths))
-    if clashes:
-        name = ".".join(map(unescape, clashes[0].split("/")))
-        other = next(n for n in stored.tensors if n.startswith(f"{name}."))
-        raise CheckpointError(
-            f"{stored.where} has tensors {name!r} and {other!r}, which make no nested "
-            "dict; pass a target, and a mapping"
-        )
 
 
 def _with_target(

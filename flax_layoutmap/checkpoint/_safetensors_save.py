@@ -94,7 +94,7 @@ def save_safetensors(
         >>> flm.checkpoint.save_safetensors(path, {"up": {"kernel": jnp.ones((8, 4))}})
         >>> layout_map = flm.LayoutMap("data=-1", strict=False)
         >>> flm.checkpoint.restore_safetensors(path, layout_map=layout_map).keys()
-        dict_keys(['up'])
+        dict_keys(['up.kernel'])
 
     Plain JAX: `safetensors.flax.save_file({name: array, …}, file)`, with the whole
     model on one host.

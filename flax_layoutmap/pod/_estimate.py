@@ -78,7 +78,8 @@ class Planner:
         """The report by Shardy's passes; see `Prepared.lay_out` for the specs."""
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         module = self.prepared.lay_out(specs, self.lowered.pairs)
-        found = read(module, self.prepared.attributes, self.lowered.state())
+        attributes, state = self.prepared.attributes, self.lowered.state()
+        found = read(module, attributes, state, self.platform)
         collectives = collectives_of(found, self.lowered, sizes, self.topology)
         memory = memory_of(found.arguments, leaves, self.topology)
         if self.platform != "tpu":

@@ -60,7 +60,7 @@ def rules_and_mesh(
     """
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
-    rules = None if layout_map is None else rule_set_of(layout_map, "plan(layout_map=)")
+    rules = None if layout_map is None else rule_set_of(layout_map, "layout_map=")
     own = _abstract_mesh(mesh, topology)
     if own is None and rules is not None and rules.mesh is not None:
         own = _abstract_mesh(rules.mesh, topology)
@@ -68,7 +68,7 @@ def rules_and_mesh(
         own = _mesh_of_arguments(args, kwargs)
     if own is None:
         raise MeshError(
-            'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one'
+            'a mesh is missing: pass mesh="fsdp=16,tensor=4", or rules that have one'
         )
     types = zip(own.axis_names, own.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]
@@ -143,7 +143,7 @@ def lower_step(
     """Lower a step without devices.
 
     The rules are on an abstract mesh; None is for a function of `jax.jit` alone. The
-    names of `donated` arguments count only for a plain function.
+    names of `donated` arguments do not count for a function of `jax.jit`.
     """
     name = getattr(step, "__name__", "the step")
     call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
@@ -242,14 +242,15 @@ def _lower_step(
         if not is_nnx and callable(getattr(step, "trace", None)):
             return lower_jitted(step, args, kwargs, rules, platform)
         # nnx.jit wraps the user's function; its own options do not count here.
-        fun: Any = step.__wrapped__ if is_nnx else step
-        step = jit(fun, layout_map=rules, donate_argnames=donated)
+        step = jit(step.__wrapped__ if is_nnx else step, layout_map=rules)
     if rules is None:
         raise LayoutError(
             "plan needs rules for a step that is no function of jax.jit; pass "
             "layout_map=layout_map"
         )
-    job, arguments, program = step.without_running(args, kwargs, rules, split_data)
+    job, arguments, program = step.without_running(
+        args, kwargs, rules, split_data, donated
+    )
     return _lower_program(rules, platform, job, arguments, program)
 
 

@@ -88,7 +88,8 @@ def plan(
         topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`: adds the limit of
             memory, the hosts, and the least time on the links.
         slices: how many slices of it.
-        donate_argnames: arguments that are given away, where `step` is a function.
+        donate_argnames: arguments that are given away, beside those that `flm.jit` was
+            told; a function of `jax.jit` or `nnx.jit` has its own.
         platform: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`: what to lower for.
         timeout: seconds after which the partitioner is ended.
         **kwargs: arguments of the step by name.
@@ -253,7 +254,8 @@ def compile(
         slices: how many slices of it. The first axes of the mesh go over them.
         mesh: as for `flm.pod.plan`; one size may be -1.
         layout_map: the rules, as for `flm.pod.plan`.
-        donate_argnames: arguments that are given away, where `step` is a function.
+        donate_argnames: arguments that are given away, beside those that `flm.jit` was
+            told; a function of `jax.jit` or `nnx.jit` has its own.
         timeout: seconds after which the compiler is ended, with the wait for another
             compile.
         compiler_options: options of XLA by name, such as

@@ -28,11 +28,14 @@ from flax_layoutmap.pod._shardy_ops import (
     RAGGED,
     RAGGED_DOT,
     UPDATES,
+    added_up,
     copied_operand,
     hides_work,
+    is_filled,
     is_shared,
     last_of,
     location_of,
+    looked_up,
     manual_collective,
     moved_axes,
     multiplications,
@@ -42,6 +45,10 @@ from flax_layoutmap.pod._shardy_ops import (
     trip_count,
 )
 
+# A gather for a use so many operations later is another one on TPUs: in the steps of
+# benchmarks/pod_steps.py and suggest.py there is one where there are up to 199 between,
+# and two from 210 on. `_merge.py` has the rule for a partitioned program.
+_FAR = 205
 _ONE_ROUND = "loop of unknown length, counted as one round"
 # Custom operations, of which Shardy supports some.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
@@ -109,14 +116,17 @@ class LaidOut:
 
 
 def read(
-    module: Any, attributes: Attributes, state: Sequence[tuple[int, int]] = ()
+    module: Any,
+    attributes: Attributes,
+    state: Sequence[tuple[int, int]] = (),
+    platform: str = "tpu",
 ) -> LaidOut:
     """Read a module that `Prepared.lay_out` made.
 
     `state` has positions of results and of the arguments that they update: sums that a
     result is computed from are those of the argument's gradient.
     """
-    walk = _Walk(attributes)
+    walk = _Walk(attributes, _FAR if platform == "tpu" else None)
     walk.function(functions(module)["main"])
     walk.name_gradients(state)
     return walk.found
@@ -125,8 +135,10 @@ def read(
 class _Walk:
     """One walk through a module, from loop to loop."""
 
-    def __init__(self, attributes: Attributes) -> None:
+    def __init__(self, attributes: Attributes, far: float | None = None) -> None:
+        """`far`: operations after which a value is gathered again; None: never."""
         self.attributes = attributes
+        self.far = math.inf if far is None else far
         self.found = LaidOut()
         self.scopes = 0
         self.arrays: dict[Any, Array] = {}
@@ -138,8 +150,8 @@ class _Walk:
         self.whole: dict[Any, Any] = {}
         # The result of an operation with regions → the results of these.
         self.sources: dict[Any, Sequence[Any]] = {}
-        # A move of a value to a layout → the result of the first such move.
-        self.first: dict[Any, Any] = {}
+        # A move of a value to a layout → the result of the first such move, and where.
+        self.first: dict[Any, tuple[Any, int]] = {}
         # A value → the collectives that it is the result of, and the sums that it is.
         self.made_by: dict[Any, tuple[int, ...]] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
@@ -280,10 +292,17 @@ class _Walk:
             leaf = self.leaf(source.operands[0])  # an embedding
         shape = self.array(result).local_shape
         scatters = scattered(op, axes, self.attributes)
+        if source is not None and source.name == "stablehlo.scatter":
+            # Rows of an embedding are not scattered over a part of the axes.
+            scatters = scatters if len(scatters) == len(axes) else ()
         rest = tuple(axis for axis in axes if axis not in scatters)
         made: list[int] = []
         if scatters:
-            made.append(self.count("reduce-scatter", scatters, shape, op, place, leaf))
+            kind, moved = "reduce-scatter", shape
+            rows = added_up(op, self.array(result), self.array)
+            if rows is not None and self.is_smaller(rows, result):
+                kind, moved = "all-to-all", self.array(rows).local_shape
+            made.append(self.count(kind, scatters, moved, op, place, leaf))
             shape = (-(-math.prod(shape) // parts(scatters)),)
         if parts(rest) > 1:
             made.append(self.count("all-reduce", rest, shape, op, place, leaf))
@@ -302,19 +321,28 @@ class _Walk:
                 other.is_merged = one is not other
 
     def move(self, op: Any, place: Place) -> None:
-        """Count a change of layout; the same change of a value counts once."""
+        """Count a change of layout; the same change of a value counts once, if near."""
         operand, result = op.operands[0], op.results[0]
         before, after = self.array(operand), self.array(result)
         key = place.scope, op.name, after.dims, self.root(operand)
-        first = self.first.setdefault(key, result)
+        now = self.found.operations
+        first, then = self.first.setdefault(key, (result, now))
+        if now - then > self.far:
+            first = result
         axes = moved_axes(op, before.dims, after.dims, self.attributes)
         if first != result:
             self.same[result] = first
-        elif parts(axes) > 1:
-            shape, leaf = after.local_shape, self.leaf(operand)
-            at = self.count(MOVES[op.name], axes, shape, op, place, leaf)
+        elif parts(axes) > 1 and not is_filled(operand):
+            kind, shape, leaf = MOVES[op.name], after.local_shape, self.leaf(operand)
+            rows = looked_up(op, before.dims, after.dims)
+            if rows is not None and self.is_smaller(rows, result):
+                kind, shape = "all-to-all", self.array(rows).local_shape
+            at = self.count(kind, axes, shape, op, place, leaf)
             self.made_by[result] = (at,)
             self.note_move(op, before, after, place, leaf)
+
+    def is_smaller(self, value: Any, other: Any) -> bool:
+        return self.array(value).local_bytes < self.array(other).local_bytes
 
     def note_move(
         self, op: Any, before: Array, after: Array, place: Place, leaf: int | None
@@ -355,6 +383,7 @@ class _Walk:
         """Read a block; most operations have nothing to count."""
         handlers = self.handlers
         for op in block.operations:
+            self.found.operations += 1
             operation = op.operation
             name = operation.name
             handler = handlers.get(name)
@@ -362,7 +391,6 @@ class _Walk:
                 handler(operation, place)
             elif name.startswith(_NO_RULE):
                 self.without_rule(operation, place)
-        self.found.operations += len(block.operations)
 
     def inner(self, place: Place) -> tuple[int, ...]:
         """The scope of another loop or branch."""

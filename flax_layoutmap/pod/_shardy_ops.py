@@ -107,6 +107,60 @@ def scattered(
     return left
 
 
+def is_filled(value: Any) -> bool:
+    """Whether all elements are one number, so that no device needs those of another."""
+    op = maker_of(value)
+    name = getattr(op, "name", None)
+    return name in _CONSTANTS or (
+        name == "stablehlo.broadcast_in_dim" and not op.operands[0].type.rank
+    )
+
+
+def looked_up(op: Any, before: Dims, after: Dims) -> Any:
+    """The rows that a table is gathered for alone, if each has the gathered dims whole.
+
+    None otherwise. XLA may look up parts of rows and move these.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    uses = list(op.results[0].uses)
+    user = uses[0].owner.operation if len(uses) == 1 else None
+    if user is None or user.name != "stablehlo.gather" or uses[0].operand_number:
+        return None
+    numbers = stablehlo.GatherDimensionNumbers(user.attributes["dimension_numbers"])
+    indexed = {*numbers.start_index_map, *numbers.operand_batching_dims}
+    return None if indexed & changed_dims(before, after) else user.results[0]
+
+
+def added_up(op: Any, result: Array, of: Callable[[Any], Array]) -> Any:
+    """The rows that a scatter adds up before a sum of which devices keep whole dims.
+
+    None otherwise; `of` gives the array of a value. XLA may move the rows first.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    source = maker_of(op.operands[0])
+    if source is None or source.name != "stablehlo.scatter" or len(source.operands) > 3:
+        return None
+    numbers = stablehlo.ScatterDimensionNumbers(
+        source.attributes["scatter_dimension_numbers"]
+    )
+    indexed = {*numbers.scattered_dims_to_operand_dims, *numbers.input_batching_dims}
+    for use in op.results[0].uses:
+        user = use.owner.operation
+        if user.name != "sdy.all_slice":
+            return None
+        if indexed & changed_dims(result.dims, of(user.results[0]).dims):
+            return None
+    return source.operands[2]
+
+
+def changed_dims(before: Dims, after: Dims) -> set[int]:
+    """The dims that are sharded over other axes afterwards."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return {dim for dim, (old, new) in pairs if old != new}
+
+
 def moved_axes(
     op: Any, before: Dims, after: Dims, attributes: Attributes
 ) -> tuple[AxisRef, ...]:

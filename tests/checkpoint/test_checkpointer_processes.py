@@ -1,12 +1,12 @@
 """Training loops in several processes: preempted, killed, resumed."""
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from multiprocess import launch, trains
@@ -15,7 +15,7 @@ import flax_layoutmap as flm
 
 pytestmark = pytest.mark.multiprocess
 
-Processes = Sequence["subprocess.Popen[bytes]"]
+Processes = Sequence[forks.Process]
 
 
 def signal_when(there: Path, number: int, process: int) -> Callable[[Processes], None]:

@@ -271,11 +271,18 @@ def test_plan(run: Any) -> None:
 def test_suggest(run: Any, folder: Path) -> None:
     own = "suggest my_model:step --args my_model:arguments"
     code, out, err = run(f"{own} --mesh data=4,model=2 -o found.toml")
-    assert (code, err) == (0, "") and "suggestion for step on mesh" in out
+    assert (code, err) == (0, "wrote found.toml\n")
+    assert "suggestion for step on mesh" in out and "by XLA's partitioner, " in out
     assert flm.LayoutMap.from_file(folder / "found.toml").device_mesh is not None
-    code, out, _ = run(f"{own} --mesh data=4,model=2 --hbm 1e-6 --json")
+    quick = f"{own} --mesh data=4,model=2 --check none --limit-seconds 0"
+    code, out, _ = run(f"{quick} --rules found.toml --format markdown")
+    assert code == 0 and "not checked" in out
+    assert "- interrupted: " in out and " today |\n" in out
+    code, out, _ = run(f"{quick} --hbm 1e-6 --json")
     data = json.loads(out)
-    assert code == 1 and not data["fits"] and data["rules"]
+    assert code == 1 and not data["fits"] and data["choices"]["suggested"]["rules"]
+    code, _, err = run(own)
+    assert code == 2 and err.startswith("flax-layoutmap suggest: a mesh is missing: ")
 
 
 def test_inspect(run: Any) -> None:

@@ -217,3 +217,14 @@ def test_not_a_mesh(thing: Any, mesh: flm.DeviceMesh) -> None:
     assert as_mesh(mesh.jax_mesh) == mesh
     with pytest.raises(flm.errors.MeshError, match="not a mesh"):
         as_mesh(thing)
+
+
+def test_too_few_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(flm.errors.MeshError) as caught:
+        flm.DeviceMesh("data=16")
+    assert str(caught.value) == (
+        "the mesh data=16 needs 16 devices, but there are 8; change a size, let one be "
+        "-1, set JAX_PLATFORMS=cpu for virtual CPU devices, or use "
+        "flm.DeviceMesh.abstract(...)"
+    )

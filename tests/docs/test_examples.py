@@ -1,38 +1,36 @@
 """Each example runs to its end in a process of its own, with tiny settings."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
+import forks
 import numpy as np
 import pytest
-import quick
+from helpers import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
 
 
-def run_example(
-    name: str, *flags: str, devices: int | None = None, optimised: bool = False
-) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run_example(name: str, *flags: str, devices: int | None = None) -> Done:
     """Runs an example on CPU; `devices=None` leaves their number to the example."""
-    environment = quick.for_subprocess(os.environ)
-    if optimised:
-        environment = quick.as_for_users(environment)
-    environment |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    more = {"COLUMNS": "120"}
     if devices is not None:
-        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        more["JAX_NUM_CPU_DEVICES"] = str(devices)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        args = [str(ROOT / "examples" / name), *flags]
+        code = forks.Process(args, more, out, err).wait()
+        return Done(code, out.read_text(), err.read_text())
 
 
 def table_of(output: str) -> tuple[list[int], np.ndarray]:
@@ -53,13 +51,12 @@ def load_train_lm() -> ModuleType:
 
 @pytest.mark.slow
 def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) -> None:
-    flags = (*TINY, f"--checkpoint-dir={tmp_path}")
-    done = run_example("train_lm.py", *flags, optimised=True)
-    assert done.returncode == 0, done.stderr
-    assert "layers/0/attention/query/kernel" in done.stdout  # the report
+    done = run_example("train_lm.py", *TINY, f"--checkpoint-dir={tmp_path}")
+    assert done.code == 0, done.err
+    assert "layers/0/attention/query/kernel" in done.out  # the report
     for run in ("uninterrupted", "data=4,model=2", "data=1,model=1"):
-        assert run in done.stdout
-    steps, losses = table_of(done.stdout)
+        assert run in done.out
+    steps, losses = table_of(done.out)
     assert steps == [3, 4, 5]
     assert losses.shape == (3, 3)
     assert np.ptp(losses, axis=1).max() < 0.01
@@ -71,21 +68,21 @@ def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) ->
 @pytest.mark.multiprocess
 def test_train_lm_in_two_processes() -> None:
     done = run_example("multi_host/run_here.py", "--", *TINY)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("layers/0/attention/query/kernel") == 1, "process 0 prints"
-    steps, losses = table_of(done.stdout)
+    assert done.code == 0, done.err
+    assert done.out.count("layers/0/attention/query/kernel") == 1, "process 0 prints"
+    steps, losses = table_of(done.out)
     assert steps == [3, 4, 5] and losses.shape == (3, 2)
     assert np.ptp(losses, axis=1).max() < 0.01
     alone = run_example("train_lm.py", "--distributed")
-    assert alone.returncode == 2 and "needs a --checkpoint-dir" in alone.stderr
+    assert alone.code == 2 and "needs a --checkpoint-dir" in alone.err
 
 
 @pytest.mark.slow
 def test_train_lm_on_one_device_says_so() -> None:
     done = run_example("train_lm.py", *TINY, devices=1)
-    assert done.returncode == 0, done.stderr
-    assert "There is only one device" in done.stdout
-    steps, losses = table_of(done.stdout)
+    assert done.code == 0, done.err
+    assert "There is only one device" in done.out
+    steps, losses = table_of(done.out)
     assert losses.shape == (3, 2)
     assert np.ptp(losses, axis=1).max() < 0.01
 
@@ -93,20 +90,23 @@ def test_train_lm_on_one_device_says_so() -> None:
 @pytest.mark.slow
 def test_train_linen_continues_on_another_mesh() -> None:
     done = run_example("train_linen.py", "--steps=6")
-    assert done.returncode == 0, done.stderr
-    assert "attention_{0,1}/query/kernel ×2" in done.stdout  # the report
-    assert "mesh data=2,model=4" in done.stdout  # where it began
-    assert "restored on data=4,model=2" in done.stdout
-    steps, losses = table_of(done.stdout)
+    assert done.code == 0, done.err
+    assert "attention_{0,1}/query/kernel ×2" in done.out  # the report
+    assert "mesh data=2,model=4" in done.out  # where it began
+    assert "restored on data=4,model=2" in done.out
+    steps, losses = table_of(done.out)
     assert steps == [3, 4, 5]
     assert losses.shape == (3, 2)
     assert np.ptp(losses, axis=1).max() < 0.01
 
 
 def test_dtensor_tour() -> None:
-    done = run_example("dtensor_tour.py", devices=1)  # it takes the eight it needs
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    path = ROOT / "examples" / "dtensor_tour.py"
+    # It asks for eight devices before JAX is imported.
+    out = run_python(
+        f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    lines = out.splitlines()
     row = next(line for line in lines if "TPU:5" in line)
     assert re.findall(r"\(\d, \d\)", row) == ["(2, 0)", "(0, 1)", "(2, 1)", "(1, 2)"]
     for line in (
@@ -115,68 +115,68 @@ def test_dtensor_tour() -> None:
         "d2.kernel has ('y', 'x')",
     ):
         assert line in lines
-    assert "hold the same part of an array (4, 2)" in done.stdout
+    assert "hold the same part of an array (4, 2)" in out
 
 
 @pytest.mark.slow
 def test_port_from_keras_trains_by_rules_of_keras() -> None:
     done = run_example("port_from_keras.py", "--steps=12")
-    assert done.returncode == 0, done.stderr
-    assert "LayoutWarning" not in done.stderr
+    assert done.code == 0, done.err
+    assert "LayoutWarning" not in done.err
     assert re.search(
         r"^decoder_block/0/ffw_norm/scale +gpt/decoder_block_0/ffw_norm/gamma$",
-        done.stdout,
+        done.out,
         flags=re.MULTILINE,
     )
-    assert "mesh data=2,model=4" in done.stdout
-    assert "ffw_gating/output -> ('data', None, 'model')" in done.stdout
-    found = re.findall(r"^step +(\d+) +loss (\d\.\d+) ", done.stdout, re.MULTILINE)
+    assert "mesh data=2,model=4" in done.out
+    assert "ffw_gating/output -> ('data', None, 'model')" in done.out
+    found = re.findall(r"^step +(\d+) +loss (\d\.\d+) ", done.out, re.MULTILINE)
     assert [int(step) for step, _ in found] == [*range(12)]
     losses = [float(loss) for _, loss in found]
     assert losses[0] > 5 and losses[-1] < losses[0] - 0.5
-    assert "The loss fell." in done.stdout
+    assert "The loss fell." in done.out
 
 
 @pytest.mark.slow
 def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() -> None:
     done = run_example("load_hugging_face.py")
-    assert done.returncode == 0, done.stderr
-    assert "'model.safetensors.index.json'" in done.stdout
-    found = re.search(r"model=4: read ([\d,]+) bytes \(([\d,]+) planned", done.stdout)
+    assert done.code == 0, done.err
+    assert "'model.safetensors.index.json'" in done.out
+    found = re.search(r"model=4: read ([\d,]+) bytes \(([\d,]+) planned", done.out)
     assert found is not None and found[1] == found[2]
     assert re.search(
         r"layers/3/attention/out/kernel +\(8, 32, 256\) +\('model', None, 'data'\) +"
         r"\(2, 32, 128\) per device",
-        done.stdout,
+        done.out,
     )
-    assert "within the tolerance" in done.stdout
+    assert "within the tolerance" in done.out
     folder = ROOT / "tests" / "golden" / "hf_llama_sharded"
     done = run_example("load_hugging_face.py", f"--checkpoint={folder}")
-    assert done.returncode == 0, done.stderr
-    assert "data=4,model=2: read 90,752 bytes (90,752 planned" in done.stdout
-    assert "within the tolerance" in done.stdout
+    assert done.code == 0, done.err
+    assert "data=4,model=2: read 90,752 bytes (90,752 planned" in done.out
+    assert "within the tolerance" in done.out
 
 
 def test_restore_on_another_mesh() -> None:
     done = run_example("restore_on_another_mesh.py")
-    assert done.returncode == 0, done.stderr
-    assert "saved on DeviceMesh('data=2,model=4', abstract)" in done.stdout
-    assert "20 leaves are as saved (6.0 MiB)" in done.stdout
+    assert done.code == 0, done.err
+    assert "saved on DeviceMesh('data=2,model=4', abstract)" in done.out
+    assert "20 leaves are as saved (6.0 MiB)" in done.out
     for mesh in ("data=4,model=2", "data=1,model=1"):
         assert re.search(
             rf"{mesh}.*up/kernel is \('data', 'model'\), the values are the same",
-            done.stdout,
+            done.out,
         )
-    assert "as asked for: bfloat16" in done.stdout
-    assert "cannot restore" in done.stdout and "down/kernel (1024,256)" in done.stdout
+    assert "as asked for: bfloat16" in done.out
+    assert "cannot restore" in done.out and "down/kernel (1024,256)" in done.out
 
 
 def test_restore_without_the_model() -> None:
     done = run_example("restore_without_the_model.py")
-    assert done.returncode == 0, done.stderr
-    assert "orbax-v0, step 200 (2 of 2)" in done.stdout
-    assert "values are the same" in done.stdout
-    found = re.search(r"read ([\d,]+) bytes of ([\d,]+)", done.stdout)
+    assert done.code == 0, done.err
+    assert "orbax-v0, step 200 (2 of 2)" in done.out
+    assert "values are the same" in done.out
+    found = re.search(r"read ([\d,]+) bytes of ([\d,]+)", done.out)
     assert found is not None
     read, held = (int(count.replace(",", "")) for count in found.groups())
     assert read < held / 3  # the optimizer's state is left where it is
@@ -184,10 +184,10 @@ def test_restore_without_the_model() -> None:
 
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
     done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
-    assert done.returncode != 0
+    assert done.code != 0
     for part in ("layers/0/attention/query/kernel", "(32,2,16)", "'model'", "size 4"):
-        assert part in done.stderr
-    assert "tokens/s" not in done.stdout
+        assert part in done.err
+    assert "tokens/s" not in done.out
 
 
 @pytest.mark.parametrize(
@@ -227,11 +227,11 @@ SEVERAL_MODELS = {
 @pytest.mark.parametrize("name", SEVERAL_MODELS)
 def test_several_models_in_one_step(name: str) -> None:
     done = run_example(f"several_models/{name}.py")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     lines = SEVERAL_MODELS[name]
-    assert done.stdout.splitlines()[-len(lines) :] == lines
-    assert "LayoutWarning" not in done.stderr
-    reached = re.findall(r"(?:loss|reward)\D* (\d\.\d+)", done.stdout)
+    assert done.out.splitlines()[-len(lines) :] == lines
+    assert "LayoutWarning" not in done.err
+    reached = re.findall(r"(?:loss|reward)\D* (\d\.\d+)", done.out)
     first, last = float(reached[0]), float(reached[-1])
     if name == "actor_critic":
         assert last > first + 0.3

@@ -138,6 +138,17 @@ def test_names_and_links_exist(page: str) -> None:
             assert anchor in slugs, f"{file}#{anchor}"
 
 
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_runs_alone_and_again(page: str) -> None:
+    """It makes the devices that it needs, and what it saves may be there already."""
+    code = "\n".join(blocks(page, "python"))
+    on_devices = re.search(r'(LayoutMap|DeviceMesh)\("\w+=|from_file\(.*mesh="', code)
+    if on_devices and page not in IMPORTED:
+        assert 'jax.config.update("jax_num_cpu_devices", 8)' in code
+    for call in re.findall(r'\.save(?:_safetensors)?\("[^.]*?".*?\)$', code, re.M):
+        assert "overwrite=True" in call
+
+
 # ------------------------------------------------------------------------ README
 
 

@@ -15,17 +15,13 @@ import importlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import quick
-
-TESTS = Path(__file__).parents[1]
+import forks
 
 # A part that takes longer is ended; on a machine of its own none takes 20 s.
 PART_SECONDS = 240.0
@@ -72,7 +68,7 @@ def run(
     timeout: float = 240.0,
     check: bool = True,
     heartbeat: int = 20,
-    during: Callable[[Sequence[subprocess.Popen[bytes]]], None] | None = None,
+    during: Callable[[Sequence[forks.Process]], None] | None = None,
 ) -> list[Ended]:
     """Runs a program of this folder as several processes, and waits for all.
 
@@ -94,22 +90,20 @@ def run(
     """
     port = _free_port()
     common = {
-        "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "FLM_PROCESSES": str(processes),
         "FLM_COORDINATOR": f"127.0.0.1:{port}",
         "FLM_HEARTBEAT": str(heartbeat),
-        # The package as it is in this checkout, and this folder.
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
     }
     with tempfile.TemporaryDirectory() as folder, _killed_at_the_end() as started:
         homes = [Path(folder, str(number)) for number in range(processes)]
         for number, home in enumerate(homes):
             home.mkdir()
             own = {"FLM_PROCESS": str(number), "FLM_ANSWER": str(home / "answer")}
-            command = [sys.executable, "-m", f"multiprocess.{program}", *args]
-            started.append(_start(command, {**common, **own}, home))
+            command = ["-m", f"multiprocess.{program}", *args]
+            files = home / "out", home / "err"
+            started.append(forks.Process(command, {**common, **own}, *files))
         begin = time.monotonic()
         if during is not None:
             during(started)
@@ -275,17 +269,6 @@ def answer(value: Any) -> None:
     Path(os.environ["FLM_ANSWER"]).write_text(json.dumps(value))
 
 
-def _start(
-    command: Sequence[str], variables: Mapping[str, str], home: Path
-) -> subprocess.Popen[bytes]:
-    env = quick.for_subprocess(os.environ) | dict(variables)
-    # Files and not pipes: a full pipe would stop a process that nobody reads from.
-    with (home / "out").open("wb") as out, (home / "err").open("wb") as err:
-        return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )
-
-
 def _ended(code: int, home: Path) -> Ended:
     answer = home / "answer"
     return Ended(
@@ -296,7 +279,7 @@ def _ended(code: int, home: Path) -> Ended:
     )
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+def _wait(started: Sequence[forks.Process], timeout: float) -> list[int]:
     """Waits; kills what is late, and says which processes that were."""
     deadline = time.monotonic() + timeout
     failed = False
@@ -314,9 +297,9 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[in
 
 
 @contextlib.contextmanager
-def _killed_at_the_end() -> Iterator[list[subprocess.Popen[bytes]]]:
+def _killed_at_the_end() -> Iterator[list[forks.Process]]:
     """Collects processes; none outlives the block, whatever ends it."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[forks.Process] = []
     try:
         yield started
     finally:

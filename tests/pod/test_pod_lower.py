@@ -463,7 +463,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(mesh=None),
         flm.errors.MeshError,
-        'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one',
+        'a mesh is missing: pass mesh="fsdp=16,tensor=4", or rules that have one',
     ),
     (
         planned(layout_map=None),

@@ -291,6 +291,47 @@ def test_gathers_in_branches_are_not_merged() -> None:
         assert kinds(report)["all-gather", ("data",), "p/w"] == 3
 
 
+@pytest.mark.parametrize(
+    "mesh, batch", [("data=8,model=1", "data"), (MESH, ("data", "model"))]
+)
+def test_parts_of_the_rows_of_a_large_table_are_moved(mesh: str, batch: Any) -> None:
+    def step(p: Any, tokens: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return (flm.distribute_tensor(p["w"][tokens], (batch, None)) ** 2).sum()
+
+        return {"w": p["w"] - jax.grad(loss)(p)["w"]}
+
+    table, tokens = {"w": struct(8192, 128)}, struct(64, dtype=jnp.int32)
+    layouts = rules(batch, w=(None, batch))
+    planned, estimate = both(step, table, tokens, layout_map=layouts, mesh=mesh)
+    large = [
+        {
+            (one.kind, one.axes, one.bytes)
+            for one in report.collectives
+            if one.bytes >= 4096
+        }
+        for report in (planned, estimate)
+    ]
+    assert large[0] == large[1]
+
+
+@pytest.mark.parametrize(
+    "turns, platform, count", [(100, "tpu", 1), (300, "tpu", 2), (300, "cuda", 1)]
+)
+def test_a_use_far_from_the_first_gathers_again(
+    turns: int, platform: str, count: int
+) -> None:
+    def step(p: Any, x: Any) -> Any:
+        y = x @ p["w"]
+        for _ in range(turns):
+            y = jnp.sin(y)
+        return (y @ p["w"]).sum()
+
+    layouts = rules(("data", "model"), w=("data", None))
+    estimate = both(step, SQUARE, X, layout_map=layouts, platform=platform)[1]
+    assert kinds(estimate)["all-gather", ("data",), "p/w"] == count
+
+
 def test_sums_over_different_axes_are_not_merged() -> None:
     def step(p: Any, x: Any) -> Any:
         other = ASKED(p["d"] @ p["b"], P())

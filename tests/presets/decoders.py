@@ -54,7 +54,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Two layers.
+    """One layer.
 
     Args:
         kv_heads: heads of keys and values.
@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
     ):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
-        self.layers = nnx.List(Layer(kv_heads, bias, norms, rngs) for _ in range(2))
+        self.layers = nnx.List([Layer(kv_heads, bias, norms, rngs)])
         self.norm = nnx.RMSNorm(D, rngs=rngs)
         self.lm_head = None if tied else linear(D, VOCAB, rngs)
 

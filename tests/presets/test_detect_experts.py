@@ -27,14 +27,6 @@ def test_each_is_recognised_as_its_family_alone(family: str, spelling: str) -> N
     assert found.families == (family,), str(found)
 
 
-@pytest.mark.parametrize("family", sorted({*flm.presets.names()} - {*FAMILIES}))
-def test_a_model_without_experts_is_none_of_them(family: str) -> None:
-    module = importlib.import_module(f"presets.models.{family}")
-    for shapes in module.SPELLINGS.values():
-        found = recognised(shapes)
-        assert not set(found.families) & set(FAMILIES), str(found)
-
-
 def with_shared_experts() -> Shapes:
     """Qwen 2 with experts: one of them sees all tokens."""
     found = mixtral.SPELLINGS["hugging face, fused"]

@@ -78,8 +78,17 @@ def on_one_device(name: str) -> tuple[Any, Any, Any, float]:
     return before, jax.tree.map(np.asarray, leaves_of(model)), moments, float(loss)
 
 
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *(("llama", axes) for axes in MESHES),
+        # Two heads of keys divide by two devices of `tensor`, and not by four.
+        *(("mistral, two heads of keys", axes) for axes in MESHES[:2]),
+        ("llama, tied", "tensor=8"),
+        ("qwen2", "fsdp=2,tensor=4"),
+        ("qwen3", "data=2,fsdp=2,tensor=2"),
+    ],
+)
 def test_a_step_is_that_of_one_device(name: str, axes: str) -> None:
     family, variant, sizes = CASES[name]
     mesh = flm.DeviceMesh(axes)

@@ -1,5 +1,6 @@
 """One training step on 8 devices with the preset equals the step on one device."""
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -69,6 +70,20 @@ def dims_of(path: str, array: Any, table: Any = DIMS) -> Dims:
     return found[0] if found else ((),) * array.ndim
 
 
+# A large eps: adam divides by a gradient's size, also where that is rounding.
+ADAMW = optax.adamw(1e-2, eps=1e-4)
+
+
+@functools.cache
+def on_one_device(family: str) -> tuple[Any, Any, Any]:
+    """Parameters and optimizer after a step, and the loss."""
+    model = Decoder(family, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
+    loss = nnx.jit(train_step)(model, optimizer, TOKENS)
+    one, other = (jax.tree.map(np.asarray, leaves_of(x)) for x in (model, optimizer))
+    return one, other, loss
+
+
 @pytest.mark.parametrize(
     ("family", "variant", "axes"),
     [
@@ -85,22 +100,17 @@ def test_a_step_on_8_devices_equals_one_on_one_device(
 
     layout_map = flm.presets.load(family, axes, variant=variant)
     table = DIMS | (WHOLE if variant else {})
-    # A large eps: adam divides by a gradient's size, also where that is rounding.
-    mesh, tx = layout_map.device_mesh, optax.adamw(1e-2, eps=1e-4)
+    mesh = layout_map.device_mesh
     assert mesh is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
         model = flm.create(make, layout_map)
-        optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+        optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
         step = flm.jit(train_step, layout_map=layout_map)
-        one = make()
-        nnx.update(one, jax.tree.map(np.asarray, nnx.state(model)))
-        alone = nnx.Optimizer(one, tx, wrt=nnx.Param)
         loss = step(model, optimizer, TOKENS)
-    expected = nnx.jit(train_step)(one, alone, TOKENS)
+    one, alone, expected = on_one_device(family)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for found, wanted in ((model, one), (optimizer, alone)):
-        values = leaves_of(wanted)
+    for found, values in ((model, one), (optimizer, alone)):
         assert leaves_of(found).keys() == values.keys()
         for path, array in leaves_of(found).items():
             dims = on_axes_of(mesh, dims_of(path, array, table))
@@ -122,7 +132,7 @@ def test_the_comparison_of_shards_finds_another_layout() -> None:
         for path in arrays
         if not lies(arrays[path], dims_of(path, arrays[path]), mesh)
     }
-    assert wrong == {f"layers/{layer}/experts/down/kernel" for layer in (0, 1)}
+    assert wrong == {"layers/0/experts/down/kernel"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

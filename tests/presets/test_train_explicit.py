@@ -34,7 +34,7 @@ CASES: dict[str, Any] = {
     "t5": (AXES, _small_stock.T5, WORDS),
     "whisper": (AXES, _small_stock.Whisper, random(8, 16, 6), WORDS),
 } | {
-    family: (WITH_EXPERTS, partial(_small_experts.Decoder, family, layers=1), WORDS)
+    family: (WITH_EXPERTS, partial(_small_experts.Decoder, family), WORDS)
     for family in ("deepseek_v3", "mixtral", "qwen3_moe")
 }
 

@@ -1,5 +1,6 @@
 """One training step on 8 devices with the preset equals the step on one device."""
 
+import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -85,6 +86,21 @@ def dims_of(family: str, path: str, array: Any) -> Dims:
     return found[0] if found else ((),) * array.ndim
 
 
+# A large eps: adam divides by a gradient's size, also where that is rounding.
+ADAMW = optax.adamw(1e-2, eps=1e-4)
+
+
+@functools.cache
+def on_one_device(family: str) -> tuple[Any, Any, Any, Any]:
+    """Parameters before a step; these and the optimizer after it; and the loss."""
+    model = MODELS[family][0](nnx.Rngs(0))
+    before = jax.tree.map(np.asarray, leaves_of(model))
+    optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
+    loss = nnx.jit(train_step)(model, optimizer, INPUTS[family])
+    after = (jax.tree.map(np.asarray, leaves_of(one)) for one in (model, optimizer))
+    return before, *after, loss
+
+
 @pytest.mark.parametrize(
     ("family", "mesh_line", "kind"),
     [
@@ -100,23 +116,17 @@ def test_a_step_on_8_devices_equals_one_on_one_device(
         return MODELS[family][0](nnx.Rngs(0))
 
     layout_map = flm.presets.load(family, flm.DeviceMesh(mesh_line, axis_types=kind))
-    # A large eps: adam divides by a gradient's size, also where that is rounding.
-    mesh, tx = layout_map.device_mesh, optax.adamw(1e-2, eps=1e-4)
+    mesh = layout_map.device_mesh
     assert mesh is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
         model = flm.create(make, layout_map)
-        optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+        optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
         step = flm.jit(train_step, layout_map=layout_map)
-        one = make()
-        nnx.update(one, jax.tree.map(np.asarray, nnx.state(model)))
-        before = {path: np.asarray(leaf) for path, leaf in leaves_of(one).items()}
-        alone = nnx.Optimizer(one, tx, wrt=nnx.Param)
         loss = step(model, optimizer, INPUTS[family])
-    expected = nnx.jit(train_step)(one, alone, INPUTS[family])
+    before, one, alone, expected = on_one_device(family)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for found, wanted in ((model, one), (optimizer, alone)):
-        values = leaves_of(wanted)
+    for found, values in ((model, one), (optimizer, alone)):
         assert leaves_of(found).keys() == values.keys()
         for path, array in leaves_of(found).items():
             dims = on_axes_of(mesh, dims_of(family, path, array))
@@ -124,8 +134,7 @@ def test_a_step_on_8_devices_equals_one_on_one_device(
             np.testing.assert_allclose(
                 array, values[path], rtol=1e-4, atol=1e-5, err_msg=path
             )
-    after = leaves_of(one)
-    assert any(np.any(after[path] != values) for path, values in before.items())
+    assert any(np.any(one[path] != values) for path, values in before.items())
 
 
 def test_the_comparison_of_shards_finds_another_layout() -> None:
@@ -139,7 +148,7 @@ def test_the_comparison_of_shards_finds_another_layout() -> None:
         for path, array in arrays.items()
         if not lies(array, dims_of("vit", path, array), mesh)
     }
-    assert wrong == {f"layers/{layer}/linear2/kernel" for layer in (0, 1)}
+    assert wrong == {"layers/0/linear2/kernel"}
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -4,6 +4,7 @@ A name comes from a checkpoint, a file of rules, or a tree of the user's: a key,
 of the mesh, a pattern. Each name is hostile here; each public text is one case.
 """
 
+import dataclasses
 import functools
 import io
 import json
@@ -29,6 +30,9 @@ from rich.console import Console
 import flax_layoutmap as flm
 from flax_layoutmap._cli import main
 from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._suggest.price import cost_of
+from flax_layoutmap._suggest.search import Step
+from flax_layoutmap._suggest.suggestion import Choice
 from flax_layoutmap._tree.paths import escape, unescape
 
 # What a terminal obeys or hides.
@@ -139,6 +143,21 @@ def planned(name: str) -> Any:
     return flm.pod.plan(step, {name: {"kernel": struct(8, 16)}}, layout_map=layout_map)
 
 
+def suggested(name: str) -> flm.Suggestion:
+    """The name as the step, as an axis, and in a pattern."""
+    cost = dataclasses.replace(cost_of((), 0, {"data": 1}, {}, None), peak_bytes=1)
+    return flm.Suggestion(
+        choices={"suggested": Choice(ruled(name), cost)},
+        step=name,
+        topology=None,
+        limit_bytes=1,
+        trail=(Step("start", 1.0, 1, 1.0),),
+        is_complete=True,
+        notes=(name,),
+        explained=str,
+    )
+
+
 TEXTS: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report(),
     "narrow report": lambda name: resolved(name).report(width=40),
@@ -162,6 +181,8 @@ TEXTS: dict[str, Callable[[str], str]] = {
     ),
     "plan": lambda name: planned(name).report(),
     "plan in colours": lambda name: shown(planned(name), is_terminal=True),
+    "suggestion": lambda name: str(suggested(name)),
+    "suggestion in colours": lambda name: shown(suggested(name), is_terminal=True),
     "mesh": lambda name: str(flm.DeviceMesh.abstract((2,), (name,))),
     "drawing": lambda name: flm.draw.model(resolved(name)).text(),
     "drawing in colours": lambda name: shown(
@@ -193,6 +214,7 @@ MARKDOWN: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report("markdown"),
     "diff": lambda name: compared(name).report("markdown"),
     "plan": lambda name: planned(name).report("markdown"),
+    "suggestion": lambda name: suggested(name).report("markdown"),
 }
 
 
@@ -232,6 +254,7 @@ HTML: dict[str, Callable[[str], str]] = {
     "lint in a notebook": lambda name: flm.lint(resolved(name))._repr_html_(),
     "diff in a notebook": lambda name: compared(name)._repr_html_(),
     "plan in a notebook": lambda name: planned(name)._repr_html_(),
+    "suggestion in a notebook": lambda name: suggested(name)._repr_html_(),
 }
 
 

@@ -12,7 +12,16 @@ import treescope
 
 import flax_layoutmap as flm
 
-KINDS = ("mesh", "map", "empty map", "lint", "no findings", "diff", "plan")
+KINDS = (
+    "mesh",
+    "map",
+    "empty map",
+    "lint",
+    "no findings",
+    "diff",
+    "plan",
+    "suggestion",
+)
 NAME = "a<b>&'/kernel"
 TREE = {"a<b>&'": {"kernel": jax.ShapeDtypeStruct((8, 16), jnp.float32)}}
 
@@ -32,6 +41,13 @@ def shown() -> dict[str, tuple[Any, list[str]]]:
     first, second = maps()
     now = first.resolve(TREE)
     plan = flm.pod.plan(jnp.sin, jnp.ones((8, 8)), mesh="a<b=8")
+    suggestion = flm.suggest(
+        lambda x: x + 1,
+        jnp.ones((8, 8)),
+        mesh="a<b=8",
+        donate_argnames="x",
+        check=False,
+    )
     return {
         "mesh": (
             flm.DeviceMesh.abstract((4,), ("a<b",)),
@@ -43,6 +59,10 @@ def shown() -> dict[str, tuple[Any, list[str]]]:
         "no findings": (flm.lint(second.resolve(TREE)), ["no findings"]),
         "diff": (now.diff(second.resolve(TREE)), [NAME, "1 moved"]),
         "plan": (plan, ["plan of sin on mesh a<b=8"]),
+        "suggestion": (
+            suggestion,
+            ["suggestion for <lambda> on mesh a<b=8", "per device"],
+        ),
     }
 
 

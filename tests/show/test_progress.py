@@ -1,9 +1,11 @@
 """Progress is shown on request, or where somebody sees it and the work is long."""
 
+import itertools
 import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -26,14 +28,15 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
             made[-1].is_ended = True
 
         def add_task(self, what: str, total: int | None) -> int:
-            made.append(SimpleNamespace(what=what, total=total, seen=[]))
+            made.append(SimpleNamespace(what=what, total=total, seen=[], texts=[]))
             return 0
 
         def refresh(self) -> None:
             pass
 
-        def update(self, task: int, *, completed: int) -> None:
-            made[-1].seen.append(completed)
+        def update(self, task: int, **changes: Any) -> None:
+            made[-1].seen += [changes[key] for key in changes if key == "completed"]
+            made[-1].texts += [changes[key] for key in changes if key == "description"]
 
     monkeypatch.setattr(progress, "_bar", lambda is_counted: Bar())
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.001)
@@ -81,6 +84,13 @@ def test_on_a_terminal_from_two_seconds_on(
     with progress.shown_progress("long"):
         until(lambda: bars)
     assert [(bar.what, bar.total, bar.seen) for bar in bars] == [("long", None, [])]
+
+
+def test_a_text_that_changes(bars: list[SimpleNamespace]) -> None:
+    numbers = itertools.count()
+    with progress.shown_progress(lambda: f"\x1b{next(numbers)} tried", shown=True):
+        until(lambda: bars and len(bars[0].texts) >= 2)
+    assert [bars[0].what, *bars[0].texts[:2]] == [f"\\x1b{n} tried" for n in range(3)]
 
 
 def test_nothing_without_a_terminal(

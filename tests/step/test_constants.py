@@ -170,15 +170,15 @@ def test_changed_in_place(case: str, with_rules: bool, mesh: flm.DeviceMesh) -> 
         rules(mesh).place(each)
     step = flm.jit(call, layout_map=layout_map)
     for _ in range(3):
-        np.testing.assert_array_equal(step(model, X), as_flax(model))
+        np.testing.assert_allclose(step(model, X), as_flax(model), atol=1e-4)
     before = step._cache_size()
     step(same, X)
     is_by_identity = case == "array of JAX"
     assert step._cache_size() - before == is_by_identity
     change(model.constant)
     for _ in range(3):
-        np.testing.assert_array_equal(step(model, X), as_flax(model))
-        np.testing.assert_array_equal(step(other, X), as_flax(other))
+        np.testing.assert_allclose(step(model, X), as_flax(model), atol=1e-4)
+        np.testing.assert_allclose(step(other, X), as_flax(other), atol=1e-4)
     assert not np.array_equal(step(model, X), step(other, X))
     change(other.constant)
     np.testing.assert_array_equal(step(other, X), step(model, X))

@@ -168,18 +168,24 @@ STRUCTURES = [
 ]
 
 
+def predict(model: Any, x: Any) -> Any:
+    bump(model)
+    return model(x)
+
+
+@pytest.fixture(scope="module")
+def both_predict(mesh: flm.DeviceMesh) -> tuple[Any, Any]:
+    """By `flm.jit` and by `nnx.jit`; made once, as all models begin alike."""
+    ours = flm.jit(predict, layout_map=rules(mesh), donate_argnames="model")
+    return ours, nnx.jit(predict)
+
+
 @pytest.mark.parametrize("change", [*VALUES, *STRUCTURES])
 def test_changes_between_calls(
-    change: Callable[[Any], None], layout_map: flm.LayoutMap
+    change: Callable[[Any], None], layout_map: flm.LayoutMap, both_predict: Any
 ) -> None:
     """Whatever a user does to a model, the next call sees it, as that of nnx.jit."""
-
-    def predict(model: Any, x: Any) -> Any:
-        bump(model)
-        return model(x)
-
-    ours = flm.jit(predict, layout_map=layout_map, donate_argnames="model")
-    theirs = nnx.jit(predict)
+    ours, theirs = both_predict
     model, other = layout_map.place(Model()), Model()
     for _ in range(3):
         ours(model, X)
@@ -389,13 +395,13 @@ def test_interrupts_leave_the_model_whole(way: str, layout_map: flm.LayoutMap) -
     step(model)
     step(model)
     chance, interrupts = random.Random(0), 0
-    for _ in range(120):
+    for _ in range(60):
         seconds = chance.uniform(1e-5, 2e-3 if way == "route" else 8e-3)
         interrupts += interrupted(lambda: step(model), seconds)
         arrays = [param.get_raw_value() for param in model.all]
         assert not any(array.is_deleted() for array in arrays)
         assert len({float(array[0]) for array in arrays}) == 1
-    assert interrupts > 100
+    assert interrupts > 50
 
 
 def test_an_interrupt_leaves_no_rules_in_force(layout_map: flm.LayoutMap) -> None:
@@ -533,7 +539,7 @@ def test_routes_are_bounded_and_forget_the_dead(layout_map: flm.LayoutMap) -> No
     for at in range(3):
         step(models[at])
     assert len(step._fast_path._routes) == 3
-    for scale in range(20):
+    for scale in range(10):
         models[0].scale = float(scale)
         step(models[0])
     assert max(map(len, step._fast_path._routes.values())) == 8

@@ -1,6 +1,11 @@
 """flm.suggest: rules that are found by search."""
 
+import contextlib
+import dataclasses
+import io
 import itertools
+import json
+import re
 from typing import Any
 
 import jax
@@ -8,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import needs_libtpu
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
-from flax_layoutmap._suggest import price, search
+from flax_layoutmap._suggest import price, report_text, search, suggest
 from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
+from flax_layoutmap._suggest.rules import as_code
 from flax_layoutmap.pod._lower import lower_step
+from flax_layoutmap.pod._report_text import seconds_text
 
 MESH = "data=4,tensor=2"
 WIDE = "data=16,tensor=4"
@@ -43,10 +51,9 @@ def test_a_batch_that_does_not_divide_by_all_axes(given: Any) -> None:
     found = flm.suggest(
         step, params, x, mesh="data=4,tensor=2", donate_argnames="params", **given
     )
-    for layout_map in (found.layout_map, found.second_layout_map):
-        if layout_map is not None:
-            assert "tensor" not in layout_map.freeze().batch
-            flm.jit(step, layout_map=layout_map.on("data=4,tensor=2"))(params, x)
+    for choice in found.choices.values():
+        assert "tensor" not in choice.layout_map.freeze().batch
+        flm.jit(step, layout_map=choice.layout_map.on("data=4,tensor=2"))(params, x)
 
 
 def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
@@ -57,7 +64,10 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     found = flm.suggest(
         train_step, *given, layout_map=today, check=False, limit_seconds=0.001
     )
-    assert found.today is None and "rules of today do not fit this step" in str(found)
+    assert "today" not in found.choices
+    text = " ".join(str(found).split())
+    assert "the rules of today do not fit this step: model/g/a/kernel (2," in text
+    assert "(and 5 more) taken for state: model, optimizer; " in text
 
 
 def test_a_limit_is_a_number() -> None:
@@ -92,14 +102,63 @@ def test_the_cost_is_the_estimate_of_a_plan(wide: flm.Suggestion) -> None:
     step, *given = large()
     step = flm.jit(step, layout_map=wide.layout_map)
     estimate = flm.pod.plan(step, *given, mesh=WIDE).with_layout(wide.layout_map)
-    assert estimate.wire_bytes() == wide.cost.total_sent_bytes
-    assert estimate.memory.at_rest == wide.cost.at_rest
+    cost = wide.choices["suggested"].estimate
+    assert estimate.wire_bytes() == cost.total_sent_bytes
+    assert estimate.memory.at_rest == cost.at_rest
     assert not estimate.drift
 
 
 def test_names_and_their_order_do_not_matter(wide: flm.Suggestion) -> None:
     other = flm.suggest(*large("hgfedcba"), **LITTLE, check=False)
-    assert other.cost == wide.cost and other.trail == wide.trail
+    assert other.cost == wide.choices["suggested"].estimate
+    assert other.trail == wide.trail
+
+
+def test_micro_batches_first() -> None:
+    def step(params: Any, parts: Any) -> Any:
+        def one(params: Any, x: Any) -> Any:
+            def loss(params: Any) -> Any:
+                hidden = flm.distribute_tensor(x @ params["up"], "hidden")
+                return (jnp.tanh(hidden) @ params["down"]).sum()
+
+            return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params)), None
+
+        return jax.lax.scan(one, params, parts)[0]
+
+    parts = jax.ShapeDtypeStruct((3, 1 << 14, 1024), jnp.float32)
+    found = flm.suggest(step, GIVEN[1], parts, **OPTIONS)
+    # Three micro-batches do not divide: the batch is in the layout of an output.
+    assert found.layout_map.freeze().batch == ()
+    hidden = found.layout_map.names["hidden"]
+    assert hidden is not None and hidden.axes[0] is not None
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    run = flm.jit(step, layout_map=found.layout_map.on(SMALL), donate_argnames="params")
+    run(params, jnp.ones((3, 32, 16)))
+
+
+def test_decoding_reads_its_parameters_from_memory() -> None:
+    def step(params: Any, cache: Any, token: Any) -> Any:
+        x = params["embed"][token]
+        new = (x @ params["key"])[:, None]
+        keys = jax.lax.dynamic_update_slice_in_dim(cache["keys"], new, 7, 1)
+        scores = jnp.einsum("bd,btd->bt", x @ params["query"], keys)
+        y = jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), keys)
+        return {"keys": keys}, jax.nn.relu(y @ params["up"]) @ params["down"]
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = {name: array(4096, 4096) for name in ("key", "query")}
+    params |= {"up": array(4096, 16384), "down": array(16384, 4096)}
+    given = params | {"embed": array(512, 4096)}, {"keys": array(16, 1024, 4096)}
+    token = jax.ShapeDtypeStruct((16,), jnp.int32)
+    options = OPTIONS | {"donate_argnames": ("params", "cache")}
+    found = flm.suggest(step, *given, token, **options)
+    axes = [found.layout_map[name].axis_names for name in params]  # type: ignore[union-attr]
+    assert all(set(own) == {"data", "tensor"} for own in axes)
+    parameters = found.cost.at_rest["parameter"]
+    assert found.cost.total_sent_bytes < parameters / 20  # none is gathered
+    assert "or reading memory" in str(found)
 
 
 # --------------------------------------------------------------------- limits
@@ -134,9 +193,8 @@ def test_a_limit_of_memory(small: flm.Suggestion) -> None:
     least, most = none.cost.peak_bytes, small.cost.peak_bytes
     assert least is not None and most is not None and least < most
     assert small.fits and not none.fits
-    text = str(none)
-    assert "does not fit: the least peak that was found is" in text
-    assert "gradients and activations" in text
+    lines = str(none).splitlines()[1:4]
+    assert lines[0].startswith("does not fit: ") and "1000 B" in lines[1]
     limit = (least + most) // 2
     between = flm.suggest(*GIVEN, **OPTIONS, hbm=limit)
     assert between.fits and (between.cost.peak_bytes or most) <= limit
@@ -146,24 +204,131 @@ def test_a_limit_of_memory(small: flm.Suggestion) -> None:
 # ------------------------------------------------------- what it is told, and tells
 
 
-def test_the_text(wide: flm.Suggestion) -> None:
-    heading, code, table, notes = str(wide).split("\n\n")
-    assert heading == f"suggestion for train_step on mesh {WIDE}: 64 devices"
+def told(found: flm.Suggestion, at: int) -> str:
+    """One part of the text, in one line: heading, code, table or notes."""
+    return " ".join(str(found).split("\n\n")[at].split())
+
+
+def test_the_code_runs_as_it_stands_and_everywhere(wide: flm.Suggestion) -> None:
     space: dict[str, Any] = {}
-    abstract = flm.DeviceMesh.abstract(WIDE)
-    exec(code.replace(f'"{WIDE}"', "mesh"), {"flm": flm, "mesh": abstract}, space)
+    exec(str(wide).split("\n\n")[1], {"flm": flm}, space)
     assert space["layout_map"] == wide.layout_map
-    assert all(len(line) <= 80 for line in (*code.splitlines(), *table.splitlines()))
-    assert "links and products of v5p are assumed" in notes
-    assert "checked by XLA's partitioner" in notes and "not priced" in notes
+    assert wide.mesh.size > jax.device_count()
 
 
-def test_explain_prices_the_second_choice(wide: flm.Suggestion) -> None:
-    text = wide.explain("g/c/kernel")
-    assert text.startswith("g/c/kernel: (None, ")
-    assert "the second choice, (" in text and "makes a step" in text
+@pytest.mark.parametrize("pattern", ['a"b', "a'b", r"layers/\d+/kernel", "a\nb", "é"])
+def test_code_of_any_pattern(pattern: str) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract(MESH), batch=("data", "tensor"))
+    layout_map[pattern] = (("data", "tensor"), None)
+    layout_map[f"{pattern}/{'x' * 80}"] = None
+    layout_map.activations[pattern] = ("data", ...)
+    layout_map.names[pattern] = (...,)
+    layout_map.optimizer[pattern] = None
+    space: dict[str, Any] = {}
+    exec(as_code(layout_map.freeze()), {"flm": flm}, space)
+    assert space["layout_map"] == layout_map
+
+
+def test_the_text(wide: flm.Suggestion) -> None:
+    assert all(len(line) <= 80 for line in str(wide).splitlines())
+    heading, notes = told(wide, 0), told(wide, 3)
+    assert heading.startswith(f"suggestion for train_step on mesh {WIDE}: 64 devices")
+    assert "estimated time: " in heading and " with full sharding (-" in heading
+    assert "GiB per device instead of 2.2 GiB (limit 6.0 GiB)" in heading
+    assert "taken for state: model, optimizer; for data: tokens" in notes
+    assert "by XLA's partitioner" in notes and "not counted: " in notes
+    assert "assumed: speed and memory of v5p" in notes and "full sharding: 4" in notes
+    assert "unused: " not in notes
+
+
+def test_other_formats(small: flm.Suggestion) -> None:
+    title, verdict, code, table, notes = small.report("markdown").split("\n\n")
+    assert title == f"**suggestion for mlp_step on mesh {SMALL}: 8 devices**"
+    assert code.startswith("```python\n") and code.endswith("\n```")
+    assert table.startswith("| per device | suggested |")
+    assert verdict.startswith("- estimated time") and "\n  - full sharding" in notes
+    data = json.loads(small.report("json"))
+    assert data["choices"]["suggested"]["rules"] == small.layout_map.to_json()
+    assert data["choices"]["suggested"]["seconds"] == small.cost.seconds
+    with pytest.raises(flm.LayoutError, match="format must be"):
+        small.report("html")  # pyright: ignore[reportArgumentType]
+    file = io.StringIO()
+    small.show(file)
+    assert file.getvalue() == f"{small}\n"
+    assert repr(small).startswith(f"<Suggestion for mlp_step on {SMALL}: ")
+
+
+def test_the_verdict(small: flm.Suggestion) -> None:
+    own = small.cost
+    slow = dataclasses.replace(own, link_seconds=own.seconds + own.link_seconds)
+    large = dataclasses.replace(own, peak_bytes=1 << 40)
+    smaller = dataclasses.replace(own, peak_bytes=1 << 20)
+
+    def verdict(**costs: Any) -> str:
+        named = {name.replace("_", " "): cost for name, cost in costs.items()}
+        return "; ".join(report_text.verdict(named, small.limit_bytes))
+
+    a, b = seconds_text(own.seconds), seconds_text(slow.seconds)
+    assert verdict(suggested=own, full_sharding=smaller, today=slow) == (
+        f"estimated time: {a} a step instead of {b} with today (-50.0%); estimated "
+        "memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
+    )
+    same = verdict(suggested=own, full_sharding=smaller)
+    assert f"{a} a step, the same as full sharding; " in same
+    assert "140.0 MiB per device instead of 1.0 MiB (limit" in same
+    assert "a step; this is full sharding; estimated" in verdict(suggested=own)
+    for suggested, today in (slow, own), (own, own), (own, smaller), (large, slow):
+        assert verdict(suggested=suggested, today=today).startswith("keep the rules of")
+    for suggested, today in (own, slow), (slow, large), (smaller, own), (large, large):
+        assert "keep" not in verdict(suggested=suggested, today=today)
+    none = verdict(suggested=large)
+    assert none.startswith("does not fit: 1.0 TiB per device is the least memory that ")
+    assert "it holds: gradients and activations 1024.0 GiB, " in none
+    assert "for less: jax.checkpoint in the model, or fewer rows" in none
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (1 << 14, "no batch and no dim of a large parameter divides by 3"),
+        (12, "nothing that was tried with it gains"),
+    ],
+)
+def test_axes_that_are_not_used(rows: int, why: str) -> None:
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.float32)
+    options = OPTIONS | {"mesh": "data=4,idle=3"}
+    found = flm.suggest(*GIVEN[:2], x, **options)
+    assert f"axis idle of the mesh, so that its 3 devices do the same work; {why}" in (
+        told(found, 3)
+    )
+
+
+def test_explain_prices_the_next_best(
+    wide: flm.Suggestion, small: flm.Suggestion
+) -> None:
+    first, second = wide.explain("g/c/kernel").split("\n", 1)
+    assert first == 'g/c/kernel: (None, None, "tensor")'
+    assert second.startswith('next best: (None, "tensor", None): an estimated ')
+    assert all(len(line) <= 80 for line in second.splitlines())
     with pytest.raises(KeyError, match="no parameter has the path 'x'"):
         wide.explain("x")
+    with pytest.raises(KeyError, match="'kernel' is the end of several paths: model/g"):
+        wide.explain("kernel")
+    assert small.explain("params/up").startswith("params/up: ")
+
+
+def test_another_order_of_axes_is_no_other_layout() -> None:
+    found = flm.suggest(*GIVEN, **OPTIONS, hbm=1000)
+    first, second = found.explain("up").split("\n", 1)
+    assert first == 'up: (None, ("data", "tensor"))'
+    assert '("tensor", "data")' not in second and "next best: " in second
+
+
+def test_a_small_parameter_is_not_explained_by_prices() -> None:
+    step, params, x = GIVEN
+    params = params | {"bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    found = flm.suggest(step, params, x, **OPTIONS, limit_seconds=0.0)
+    assert "too small to be sharded" in found.explain("bias")
 
 
 def test_the_rules_of_today_are_priced_beside() -> None:
@@ -171,25 +336,62 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     today["up"] = (None, "tensor")
     today["down"] = ("tensor", None)
     found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today)
-    assert found.today is not None
-    assert found.cost.seconds <= found.today.seconds
-    assert found.cost.seconds <= found.fully_sharded.seconds
-    assert " today\n" in str(found)
+    assert list(found.choices)[0] == "suggested" and list(found.choices)[-1] == "today"
+    costs = [one.cost.seconds for one in found.choices.values()]
+    assert costs[0] == min(costs)
+    assert found.choices["today"].layout_map == today.on(found.mesh)
+    assert " with today (-" in told(found, 0)
 
 
 def test_rules_of_today_for_another_mesh() -> None:
     today = flm.LayoutMap(batch="data")
     today["up"] = (None, "model")
-    found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today)
-    assert found.today is None
-    assert "the rules of today do not fit this mesh" in str(found)
+    found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today, limit_seconds=0.0)
+    assert "today" not in found.choices
+    assert "the rules of today do not fit this mesh" in told(found, 3)
+    with pytest.raises(flm.errors.RuleError, match="layout_map= needs a LayoutMap"):
+        flm.suggest(*GIVEN, **OPTIONS, layout_map=[("up", None)])
+
+
+def test_the_order_of_the_partitioner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the rules of today are checked, too."""
+    plan, plans = suggest.planned, []
+
+    def dear_at_first(*args: Any) -> Any:
+        plans.append(plan(*args))
+        flops = plans[-1].flops_per_device * (100 if len(plans) == 1 else 1)
+        return dataclasses.replace(plans[-1], flops_per_device=flops)
+
+    monkeypatch.setattr(suggest, "planned", dear_at_first)
+    options = OPTIONS | {"check": True}
+    found = flm.suggest(*GIVEN, **options, layout_map=flm.LayoutMap(strict=False))
+    assert len(plans) == len(found.choices)
+    assert all(one.plan is not None for one in found.choices.values())
+    costs = [one.cost.seconds for one in found.choices.values()]
+    assert costs[0] == min(costs[:-1])
+    assert "overruled: what the search had found best, with " in told(found, 3)
+
+
+def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    def remembered(what: Any, *_: Any) -> Any:
+        shown.append(what)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(suggest, "shown_progress", remembered)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert shown[::2] == ["lowering mlp_step", "comparing rules for mlp_step"]
+    best = seconds_text(found.cost.seconds)
+    assert re.fullmatch(
+        rf"suggesting rules for mlp_step: {best} a step, \d+ layouts tried", shown[1]()
+    )
 
 
 def test_a_limit_of_time_gives_the_best_so_far() -> None:
     ended = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}), limit_seconds=0.0)
-    assert not ended.is_complete and ended.report is None
-    assert ended.cost.seconds <= ended.fully_sharded.seconds
-    assert "interrupted: the best so far" in str(ended)
+    assert not ended.is_complete and ended.plan is None
+    assert "interrupted: this is the best so far" in told(ended, 0)
 
 
 @pytest.mark.parametrize("calls", [1, 3, 12])
@@ -204,7 +406,9 @@ def test_an_interrupt_at_any_price(calls: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(price.Pricer, "_of", interrupted)
     found = flm.suggest(*GIVEN, **OPTIONS)
     assert not found.is_complete
-    assert found.cost.seconds <= found.fully_sharded.seconds
+    assert found.cost == min(
+        (one.cost for one in found.choices.values()), key=lambda cost: cost.seconds
+    )
 
 
 def test_rules_for_activations_end_with_the_time(
@@ -235,12 +439,43 @@ def test_rules_for_activations_end_with_the_time(
 
 
 def test_arguments_without_state() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return x @ params["up"]
+
+    # A single array may be data.
+    given = {"up": GIVEN[1]["up"]}, GIVEN[2]
     with pytest.raises(
         flm.LayoutError,
-        match="mlp_step has no state to lay out: each of params, x is taken for data; "
+        match="step has no state to lay out: each of params, x is taken for data; "
         "say what is state: donate_argnames=",
     ):
-        flm.suggest(*GIVEN, mesh=SMALL)
+        flm.suggest(step, *given, mesh=SMALL)
+    named = OPTIONS | {"donate_argnames": "params"}
+    assert "state: params" in str(flm.suggest(flm.jit(step), *given, **named))
+
+
+def test_containers_without_common_rows_are_state() -> None:
+    found = flm.suggest(*GIVEN, mesh=SMALL, limit_seconds=0)
+    assert "taken for state: params; for data: x" in str(found)
+
+
+@needs_libtpu
+def test_the_compiler_checks_the_best_two() -> None:
+    where: Any = {"mesh": "data=4", "topology": "v5e:2x2"}
+    found = flm.suggest(*GIVEN, **where, check="compile")
+    assert found.plan is not None and found.plan.engine == "compile"
+    assert found.cost.peak_bytes == found.plan.memory.peak_bytes
+    assert found.fits and "by the compiler for TPUs" in told(found, 3)
+
+
+def test_the_compiler_needs_a_topology() -> None:
+    with pytest.raises(flm.errors.MeshError, match="needs a topology: topology="):
+        flm.suggest(*GIVEN, mesh=SMALL, check="compile")
+
+
+def test_arguments_that_are_missing() -> None:
+    with pytest.raises(flm.LayoutError, match="cannot be called with"):
+        flm.suggest(mlp_step, GIVEN[1], mesh=SMALL)
 
 
 def test_meshes_that_are_refused() -> None:
@@ -251,5 +486,5 @@ def test_meshes_that_are_refused() -> None:
         flm.suggest(*GIVEN, mesh=explicit, donate_argnames="params")
     with pytest.raises(flm.errors.MeshError, match="has one device"):
         flm.suggest(*GIVEN, mesh="data=1", donate_argnames="params")
-    with pytest.raises(flm.errors.MeshError, match="needs a mesh"):
+    with pytest.raises(flm.errors.MeshError, match="a mesh is missing: pass mesh="):
         flm.suggest(*GIVEN, donate_argnames="params")

@@ -97,9 +97,9 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    def __init__(self, family: str, rngs: nnx.Rngs, layers: int = 2) -> None:
+    def __init__(self, family: str, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
-        self.layers = nnx.List([Block(family, rngs) for _ in range(layers)])
+        self.layers = nnx.List([Block(family, rngs)])
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
         self.lm_head = nnx.Linear(DIM, VOCAB, use_bias=False, rngs=rngs)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-PIXELS, PATCH, CLASSES, D, HEADS, LAYERS = 8, 2, 16, 32, 4, 2
+PIXELS, PATCH, CLASSES, D, HEADS = 8, 2, 16, 32, 4
 CHANNELS, LATENTS, TEXT, TIME, GROUPS = (16, 32), 4, 24, 32, 4
 
 
@@ -43,7 +43,7 @@ class Patches(nnx.Module):
 class ViT(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.pos_embeddings = Patches(rngs)
-        self.layers = nnx.List(Block(rngs) for _ in range(LAYERS))
+        self.layers = nnx.List([Block(rngs)])
         self.ln = nnx.LayerNorm(D, rngs=rngs)
         self.classifier = nnx.Linear(D, CLASSES, rngs=rngs)
 
