@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import re
 from typing import Any
@@ -16,8 +17,11 @@ from helpers import needs_libtpu
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
-from flax_layoutmap._suggest import report_text, search, suggest
+from flax_layoutmap._suggest import price, report_text, search, suggest
+from flax_layoutmap._suggest.moves import fully_sharded
+from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import as_code
+from flax_layoutmap.pod._lower import lower_step
 from flax_layoutmap.pod._report_text import seconds_text
 
 MESH = "data=4,tensor=2"
@@ -384,22 +388,51 @@ def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_an_interrupt_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_time_gives_the_best_so_far() -> None:
     ended = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}), limit_seconds=0.0)
     assert not ended.is_complete and ended.plan is None
     assert "interrupted: this is the best so far" in told(ended, 0)
 
-    stored, calls = search.Search.excess, []
+
+@pytest.mark.parametrize("calls", [1, 3, 12])
+def test_an_interrupt_at_any_price(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, numbers = price.Pricer._of, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) > 3:
-            monkeypatch.undo()
+        if next(numbers) == calls:
             raise KeyboardInterrupt
-        return stored(*args)
+        return priced(*args)
 
-    monkeypatch.setattr(search.Search, "excess", interrupted)
-    assert not flm.suggest(*GIVEN, **OPTIONS).is_complete
+    monkeypatch.setattr(price.Pricer, "_of", interrupted)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert not found.is_complete
+    assert found.cost == min(
+        (one.cost for one in found.choices.values()), key=lambda cost: cost.seconds
+    )
+
+
+def test_rules_for_activations_end_with_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = flm.DeviceMesh.abstract(MESH)
+    arguments = *nnx.eval_shape(make), TOKENS
+    rules = seed_rules(mesh).freeze()
+    lowered = lower_step(train_step, arguments, {}, rules, (), "tpu", mesh)
+    problem = Problem(lowered, mesh)
+    monkeypatch.setattr(search, "_CLOSE", -1.0)  # as if no rules were good enough
+    start = fully_sharded(problem)
+    whole = search.Search(problem, price.Pricer(problem, None), None)
+    best = whole.price.of(whole.with_rules(start))
+    for ending in (search.Stopped, KeyboardInterrupt):
+
+        def end(ending: type[BaseException] = ending) -> bool:
+            raise ending
+
+        ended = search.Search(problem, price.Pricer(problem, None), None, is_over=end)
+        found = ended.with_rules(start)
+        assert not ended.is_complete and found.fixed is not None
+        assert ended.price.count == 3 < whole.price.count
+        assert best.seconds <= ended.price.of(found).seconds
 
 
 # --------------------------------------------------------------------- errors
