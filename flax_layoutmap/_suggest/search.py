@@ -5,8 +5,10 @@ it gains; one of a single group if it gains 2 %, since prices are not more exact
 that.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -62,7 +64,7 @@ class Search:
     # Each candidate that a move has led to.
     tried: dict[Candidate, None] = dataclasses.field(default_factory=dict)
     trail: list[Step] = dataclasses.field(default_factory=list)
-    is_complete: bool = False
+    is_complete: bool = True  # until the time is over, or Ctrl-C
     start: float = dataclasses.field(default_factory=time.perf_counter)
 
     # -------------------------------------------------------------------- prices
@@ -97,17 +99,22 @@ class Search:
     def run(self) -> None:
         """Search until nothing is better, or until the time is over."""
         self.best = self.best or fully_sharded(self.problem)
-        try:
+        with self.until_over():
             self.note("full sharding")
             self.improve(self.class_moves(), _GAIN)
             self.note("batch and classes")
             self.improve(self.single_moves(), _SINGLE)
             self.note("single parameters")
-            self.is_complete = True
-        except (Stopped, KeyboardInterrupt):
-            pass
         self.best = self.with_rules(self.best)
         self.note("rules for activations")
+
+    @contextlib.contextmanager
+    def until_over(self) -> Iterator[None]:
+        """End a block when the time is over, or with Ctrl-C."""
+        try:
+            yield
+        except (Stopped, KeyboardInterrupt):
+            self.is_complete = False
 
     def improve(self, moves: Iterable[Move], gain: float) -> None:
         """Take the best result of each move, in rounds until none gains enough."""
@@ -164,7 +171,9 @@ class Search:
             and self.price.of(one).seconds < most
             and not self.excess(one)
         )
-        found = [*filter(None, [next(near, None)]), fully_sharded(self.problem)]
+        found = [fully_sharded(self.problem)]
+        with self.until_over():
+            found = [*itertools.islice(near, 1), *found]
         found = dict.fromkeys(map(self.with_rules, found))
         return [one for one in found if one != self.best]
 
@@ -178,7 +187,7 @@ class Search:
         others = sorted(set(range(len(points))) - named, key=self._depth)
         wanted = 0, self.price.of(best).seconds * (1 + _CLOSE)
         current, last = dataclasses.replace(best, fixed=frozenset(named)), None
-        try:
+        with self.until_over():
             while current != last and self._key(current) > wanted:
                 last = current
                 for at in others:
@@ -189,11 +198,9 @@ class Search:
                     current = min(current, one, key=self._key)
                     if self._key(current) <= wanted:
                         break
-        except (Stopped, KeyboardInterrupt):
-            self.is_complete = False
-            every = dataclasses.replace(best, fixed=frozenset(range(len(points))))
-            current = min(current, every, key=self._key)
-        return current
+            return current
+        every = dataclasses.replace(best, fixed=frozenset(range(len(points))))
+        return min(current, every, key=self._key)
 
     def _key(self, candidate: Candidate) -> tuple[int, float]:
         return self.excess(candidate), self.price.of(candidate).seconds
