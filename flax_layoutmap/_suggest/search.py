@@ -101,8 +101,12 @@ class Search:
         self.best = self.best or fully_sharded(self.problem)
         with self.until_over():
             self.note("full sharding")
-            self.improve(self.class_moves(), _GAIN)
+            storage, batches, *classes = self.class_moves()
+            self.improve([storage, batches, *classes], _GAIN)
             self.note("batch and classes")
+            for start in self.second():
+                self.improve([storage, *classes], _GAIN, start)
+                self.note("another batch")
             self.improve(self.single_moves(), _SINGLE)
             self.note("single parameters")
         self.best = self.with_rules(self.best)
@@ -116,18 +120,39 @@ class Search:
         except (Stopped, KeyboardInterrupt):
             self.is_complete = False
 
-    def improve(self, moves: Iterable[Move], gain: float) -> None:
-        """Take the best result of each move, in rounds until none gains enough."""
-        moves, before = [*moves], None
-        while self.best != before:
-            before = self.best
+    def improve(
+        self, moves: Iterable[Move], gain: float, start: Candidate | None = None
+    ) -> None:
+        """Take the best result of each move, in rounds until none gains enough.
+
+        From the best so far, or from another start.
+        """
+        assert self.best is not None
+        moves, current, before = [*moves], start or self.best, None
+        while current != before:
+            before = current
             for move in moves:
-                assert self.best is not None
                 least = gain
-                for new in move(self.best):
-                    if new != self.best and self.is_better(new, self.best, least):
-                        self.best, least = new, 0.0
+                for new in move(current):
+                    if new != current and self.is_better(new, current, least):
+                        current, least = new, 0.0
+                        if self.is_better(new, self.best):
+                            self.best = new
                     self.tried[new] = None
+
+    def second(self) -> list[Candidate]:
+        """The cheapest with other axes for the batch, if it costs little more."""
+        assert self.best is not None
+        most = self.price.of(self.best).seconds * _NEAR
+        others = sorted(self.tried, key=lambda one: self.price.of(one).seconds)
+        near = (
+            one
+            for one in others
+            if one.batch != self.best.batch
+            and self.price.of(one).seconds < most
+            and not self.excess(one)
+        )
+        return [*itertools.islice(near, 1)]
 
     def class_moves(self) -> list[Move]:
         """Other axes of storage, of the batch, and of each class."""
@@ -161,19 +186,9 @@ class Search:
 
     def rivals(self) -> list[Candidate]:
         """What XLA's partitioner may find better: the second best, full sharding."""
-        assert self.best is not None
-        most = self.price.of(self.best).seconds * _NEAR
-        others = sorted(self.tried, key=lambda one: self.price.of(one).seconds)
-        near = (
-            one
-            for one in others
-            if one.batch != self.best.batch
-            and self.price.of(one).seconds < most
-            and not self.excess(one)
-        )
         found = [fully_sharded(self.problem)]
         with self.until_over():
-            found = [*itertools.islice(near, 1), *found]
+            found = [*self.second(), *found]
         found = dict.fromkeys(map(self.with_rules, found))
         return [one for one in found if one != self.best]
 
