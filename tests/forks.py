@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import quick
 
@@ -37,7 +37,7 @@ class Process:
         args: as for `python`: a script, `-c` and code, or `-m` and a module.
         more: environment variables beside those of this process.
         out: where it prints.
-        err: its standard error; None for where it prints.
+        err: where its standard error goes.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Process:
         args: Sequence[str],
         more: Mapping[str, str],
         out: Path,
-        err: Path | None = None,
+        err: Path,
     ) -> None:
         self._code = Path(tempfile.mktemp(dir=out.parent, prefix="code"))
-        files = {"out": str(out), "err": str(err or out), "code": str(self._code)}
+        files = {"out": str(out), "err": str(err), "code": str(self._code)}
         server = _server()
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps({"args": args, "more": dict(more), **files}))
@@ -80,6 +80,27 @@ class Process:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Done(NamedTuple):
+    """How a program ended: its exit code, what it printed, its standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(args: Sequence[str], more: Mapping[str, str], timeout: float = 300) -> Done:
+    """Runs a program; one that is late is ended, and says where it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = Process(args, more, out, err)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            code = process.wait()
+        return Done(code, out.read_text(), err.read_text())
 
 
 @functools.cache

@@ -4,23 +4,18 @@ All cases run in one process of their own, which is ended when it takes too long
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
 
 import flax_layoutmap as flm
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 ROUNDS, LIMIT_SECONDS = 5, 120
 
 PROGRAM = f"""
@@ -130,23 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, list[str]]:
     """Case → the errors in its threads."""
-    environment = quick.for_subprocess(os.environ)
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM, str(folder)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # it prints where it hangs
-            pytest.fail(process.communicate()[1])
-    assert process.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    done = forks.run(["-c", PROGRAM, str(folder)], {}, timeout=LIMIT_SECONDS)
+    assert done.code == 0, done.err
+    return json.loads(done.out.splitlines()[-1])
 
 
 def value_of(path: Path) -> int:

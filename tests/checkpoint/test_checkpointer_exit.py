@@ -70,15 +70,9 @@ def start(code: str, directory: Path, *before: str) -> "subprocess.Popen[str]":
 
 
 def run(code: str, directory: Path) -> Ended:
-    began, out = time.monotonic(), directory.parent / "out"
-    process = forks.Process(["-c", BEGIN + code, str(directory)], {}, out)
-    try:
-        ended = process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it prints where it hangs
-        process.wait()
-        pytest.fail(out.read_text())
-    return Ended(ended, out.read_text(), time.monotonic() - began)
+    began = time.monotonic()
+    done = forks.run(["-c", BEGIN + code, str(directory)], {}, timeout=60)
+    return Ended(done.code, done.out + done.err, time.monotonic() - began)
 
 
 def assert_complete(directory: Path, steps: list[int]) -> None:

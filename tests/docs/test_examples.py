@@ -2,10 +2,8 @@
 
 import importlib.util
 import re
-import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import forks
 import numpy as np
@@ -15,22 +13,12 @@ from helpers import ROOT, run_python
 TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def run_example(name: str, *flags: str, devices: int | None = None) -> Done:
+def run_example(name: str, *flags: str, devices: int | None = None) -> forks.Done:
     """Runs an example on CPU; `devices=None` leaves their number to the example."""
     more = {"COLUMNS": "120"}
     if devices is not None:
         more["JAX_NUM_CPU_DEVICES"] = str(devices)
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        args = [str(ROOT / "examples" / name), *flags]
-        code = forks.Process(args, more, out, err).wait()
-        return Done(code, out.read_text(), err.read_text())
+    return forks.run([str(ROOT / "examples" / name), *flags], more)
 
 
 def table_of(output: str) -> tuple[list[int], np.ndarray]:

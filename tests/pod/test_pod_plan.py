@@ -1,14 +1,12 @@
 """flm.pod.plan: its collectives compared with those of compiled steps."""
 
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import jax
 import jax.numpy as jnp
 import optax
@@ -349,18 +347,11 @@ def test_as_the_tpu_compiler_counts() -> None:
 
 @pytest.mark.slow
 def test_the_example_runs() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--model=1B"],
-        env={**environment, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = forks.run([str(EXAMPLE), "--model=1B"], {"COLUMNS": "120"})
+    assert done.code == 0, done.err
     for where in ("v5e:4x4", "v5p:4x4x4", "2 × v6e:16x16"):
-        assert f"({where})" in done.stdout
-    assert "data (DCN)" in done.stdout
+        assert f"({where})" in done.out
+    assert "data (DCN)" in done.out
     # The third mesh is made only where DeviceMesh is told to split a dim.
-    assert done.stdout.count("warning: ") == 1 and "warning" not in done.stderr.lower()
-    assert "allow_split_physical_axes=True" in done.stdout
+    assert done.out.count("warning: ") == 1 and "warning" not in done.err.lower()
+    assert "allow_split_physical_axes=True" in done.out
