@@ -247,15 +247,19 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
     if rules.strict is False or not remarks:
         return
     if rules.strict:
-        count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
         texts = [one.text for one in remarks]
-        raise ResolveError(f"strict: {count}\n{bullet_list(texts)}", texts)
+        raise ResolveError(f"strict: {_listed(texts)}", texts)
     found = news(rules, remarks)
     if found and _is_first(rules.mesh):
         warn(
-            f"{bullet_list(found, limit=10)}\n  (a rule None says that a leaf is "
+            f"{_listed(found, limit=10)}\n  (a rule None says that a leaf is "
             "to be replicated; strict=False is quiet, strict=True raises)"
         )
+
+
+def _listed(texts: Sequence[str], limit: int = 50) -> str:
+    count = "1 finding" if len(texts) == 1 else f"{len(texts)} findings"
+    return f"{count}\n{bullet_list(texts, limit=limit)}"
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
