@@ -151,7 +151,7 @@ CASES = (
     ("Whisper large-v2", "encoder", "fsdp=16,tensor=4", "v5p:4x4x4"),
     ("Mixtral 8x7B", "experts", "fsdp=8,expert=8", "v5p:4x4x4"),
     ("Mixtral 8x7B", "experts, 3 axes", "data=2,fsdp=4,expert=8", "v5p:4x4x4"),
-    ("Mixtral 8x7B", "experts, 3 axes", "fsdp=4,expert=4,tensor=4", "v5p:4x4x4"),
+    ("Mixtral 8x7B", "experts, 3 axes", "fsdp=8,expert=4,tensor=2", "v5p:4x4x4"),
 )
 
 

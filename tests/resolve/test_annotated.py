@@ -213,7 +213,8 @@ def test_names_of_another_mesh_are_told_and_mended(mesh: flm.DeviceMesh) -> None
     with pytest.warns(flm.LayoutWarning) as caught:
         model = flm.create(make, flm.LayoutMap(mesh))
     assert str(caught[0].message).startswith(
-        "1 finding\n  - annotation: kernel (8,16): Flax metadata ('data', 'heads'): no mesh axis "
+        "1 finding\n"
+        "  - annotation: kernel (8,16): Flax metadata ('data', 'heads'): no mesh axis "
         "for 'heads'; map the names by Flax's logical_axis_rules, or add a rule for it"
     )
     check_nnx(model, (("data",), ()), mesh)

@@ -69,7 +69,8 @@ def test_a_whole_program_is_told_once(tmp_path: Path) -> None:
     with told() as at_birth:
         model = flm.create(Model, layout_map)
     assert at_birth == [
-        "4 findings\n  - unused: rule 2 'typo/kernel' matches no leaf; 'down/kernel' is matched by "
+        "4 findings\n"
+        "  - unused: rule 2 'typo/kernel' matches no leaf; 'down/kernel' is matched by "
         "none\n"
         "  - unmatched: down/bias (8,) is matched by no rule, so every device holds it "
         "in full (2.9% of the bytes)\n"
