@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import quick
 
 TESTS = Path(__file__).parent
+# Before a test has changed it.
+ENVIRONMENT = dict(os.environ)
 IMPORTS = (
     *("jax", "jax.numpy", "flax.nnx", "flax.linen", "optax", "orbax.checkpoint"),
     *("flax_layoutmap", "flax_layoutmap.checkpoint", "flax_layoutmap.pod"),
@@ -38,6 +40,7 @@ class Process:
         more: environment variables beside those of this process.
         out: where it prints.
         err: where its standard error goes.
+        number: of the process in its job; those of a job have hashes of their own.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class Process:
         more: Mapping[str, str],
         out: Path,
         err: Path,
+        number: int = 0,
     ) -> None:
         self._code = Path(tempfile.mktemp(dir=out.parent, prefix="code"))
         files = {"out": str(out), "err": str(err), "code": str(self._code)}
-        server = _server()
+        server = _server(number)
         assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps({"args": args, "more": dict(more), **files}))
+        request = {"args": args, "more": dict(more), "cwd": os.getcwd(), **files}
+        server.stdin.write(json.dumps(request))
         server.stdin.write("\n")
         server.stdin.flush()
         self.pid = int(server.stdout.readline())
@@ -104,13 +109,13 @@ def run(args: Sequence[str], more: Mapping[str, str], timeout: float = 300) -> D
 
 
 @functools.cache
-def _server() -> "subprocess.Popen[str]":
-    """The process that forks; it ends when nobody can ask it any more."""
+def _server(_number: int) -> "subprocess.Popen[str]":
+    """A process that forks; it ends when nobody can ask it any more."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     own = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", __file__],
-        env=quick.for_subprocess(os.environ) | own,
+        env=quick.for_subprocess(ENVIRONMENT) | own,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -137,8 +142,11 @@ def _requests() -> Iterator[Any]:
     os._exit(0)
 
 
-def _become(args: Sequence[str], more: Mapping[str, str], out: str, err: str) -> Any:
+def _become(
+    args: Sequence[str], more: Mapping[str, str], cwd: str, out: str, err: str
+) -> Any:
     """Makes this process that of a program; returns its code."""
+    os.chdir(cwd)
     for number, (path, mode) in enumerate([("/dev/null", "r"), (out, "a"), (err, "a")]):
         with open(path, mode) as file:
             os.dup2(file.fileno(), number)
@@ -163,6 +171,14 @@ def _become(args: Sequence[str], more: Mapping[str, str], out: str, err: str) ->
     return compile(Path(kind).read_text("utf-8"), kind, "exec")
 
 
+def _run(request: Mapping[str, Any]) -> None:
+    """Runs a program as `__main__`, without the names of this file."""
+    code, main = _become(**request), vars(sys.modules["__main__"])
+    for name in {*main} - {"__builtins__", "__file__", "__name__"}:
+        del main[name]
+    exec(code, main)
+
+
 if __name__ == "__main__":
     import jax
 
@@ -172,4 +188,4 @@ if __name__ == "__main__":
     gc.freeze()  # so that a collection at the end of a program copies nothing
     for request in _requests():
         del request["code"]
-        exec(_become(**request), globals())
+        _run(request)

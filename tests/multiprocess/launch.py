@@ -103,7 +103,8 @@ def run(
             own = {"FLM_PROCESS": str(number), "FLM_ANSWER": str(home / "answer")}
             command = ["-m", f"multiprocess.{program}", *args]
             files = home / "out", home / "err"
-            started.append(forks.Process(command, {**common, **own}, *files))
+            more = {**common, **own}
+            started.append(forks.Process(command, more, *files, number))
         begin = time.monotonic()
         if during is not None:
             during(started)
