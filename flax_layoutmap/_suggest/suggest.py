@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -80,10 +81,10 @@ def suggest(
             allows on the topology.
         layout_map: the rules of today, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are state, beside those that are taken for it:
-            NNX objects, optimizer states, what the step donates, and containers of
-            floating-point arrays that have no rows of a batch in common. These
-            count as donated.
+        donate_argnames: arguments that are state, beside NNX objects, optimizer states
+            and what the step donates; none takes containers of floating-point arrays
+            that have no rows of a batch in common. They count as donated, but for a
+            function of `jax.jit`, which has its own.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
             `flm.pod.compile` does.
@@ -124,7 +125,7 @@ def suggest(
             raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
         check_libtpu()
     named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
-    state = *named, *_parameters(step, args, kwargs)
+    state = tuple(named) or tuple(_parameters(step, args, kwargs))
     given = step, args, kwargs, mesh
     notes: list[str] = []
     try:
@@ -171,7 +172,7 @@ def _parameters(
         if is_nnx_object(value):
             continue
         arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
-        rows = {np.shape(one)[0] for one in arrays}
+        rows = {np.shape(one)[0] for one in arrays} - {1}
         if len(rows) > 1 and all(
             jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
         ):
@@ -188,7 +189,10 @@ def _lower(
     rules: RuleSet,
 ) -> Planner:
     """The step under some rules, ready for an estimate or a plan."""
-    lowered = lower_step(step, args, kwargs, rules, donated, "tpu", mesh)
+    with warnings.catch_warnings():
+        # What was taken for state need not be returned.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        lowered = lower_step(step, args, kwargs, rules, donated, "tpu", mesh)
     return Planner(lowered, mesh, topology, prepare(lowered.lowered), "tpu", rules)
 
 
@@ -205,15 +209,23 @@ def _search(
     lowered: Lowered = lower(seed_rules(mesh).freeze()).lowered
     problem = Problem(lowered, mesh)
     if not any(group.dims for group in problem.groups):
-        names = sorted({leaf.path.partition("/")[0] for leaf in lowered.leaves})
-        raise LayoutError(
-            f"{lowered.name} has no state to lay out: each of {', '.join(names)} is "
-            f'taken for data; say what is state: donate_argnames="{names[0]}" (where '
-            "jax.jit made the step, pass it to jax.jit)"
-        )
+        raise LayoutError(_without_state(lowered))
     chip = ASSUMED if topology is None else topology.generation
     limit = chip.hbm_limit_bytes if hbm is None else hbm
     return Search(problem, Pricer(problem, topology), limit)
+
+
+def _without_state(lowered: Lowered) -> str:
+    """Which arguments are taken for data, containers first, and what to do."""
+    parts = [leaf.path.partition("/") for leaf in lowered.leaves if leaf.role == "data"]
+    parts.sort(key=lambda part: not part[1])
+    names = [*dict.fromkeys(name for name, *_ in parts)]
+    if not names:
+        return f"{lowered.name} has no array to lay out: pass its parameters"
+    return (
+        f"{lowered.name} has no state to lay out: each of {', '.join(names)} is taken "
+        f'for data; say what is state: donate_argnames="{names[0]}"'
+    )
 
 
 def _first(error: LayoutError) -> str:

@@ -6,11 +6,13 @@ import io
 import itertools
 import json
 import re
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import needs_libtpu
@@ -457,6 +459,51 @@ def test_arguments_without_state() -> None:
 def test_containers_without_common_rows_are_state() -> None:
     found = flm.suggest(*GIVEN, mesh=SMALL, limit_seconds=0)
     assert "taken for state: params; for data: x" in str(found)
+
+
+def test_what_is_named_is_the_only_container_of_state() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return mlp_step(params, batch["x"] * batch["scale"])
+
+    batch = {"x": GIVEN[2], "scale": jax.ShapeDtypeStruct((1, 1024), jnp.float32)}
+    options: Any = {"mesh": SMALL, "check": False, "limit_seconds": 0}
+    found = flm.suggest(step, GIVEN[1], batch, **options)
+    assert "state: params; for data: batch" in told(found, 3)
+    # Or for state, as no rows are common, and then JAX has no use for them.
+    batch["scale"] = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = flm.suggest(step, GIVEN[1], batch, **options)
+    assert "state: params, batch; for data: none" in told(found, 3)
+    for made in step, jax.jit(step):
+        found = flm.suggest(made, GIVEN[1], batch, **options, donate_argnames="params")
+        assert "state: params; for data: batch" in told(found, 3)
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_state_of_a_function_of_jax_jit(donated: tuple[int, ...]) -> None:
+    """Beside an optimizer state, which is known by its type."""
+    tx = optax.sgd(1.0, momentum=0.9)
+
+    def step(variables: Any, state: Any, x: Any) -> Any:
+        up = variables["params"]["up"]
+        gradients = jax.grad(lambda up: jnp.square(x @ up).sum())(up)
+        changes, state = tx.update({"params": {"up": gradients}}, state)
+        return optax.apply_updates(variables, changes), state
+
+    variables = {"params": {"up": GIVEN[1]["up"]}}
+    given = variables, jax.eval_shape(tx.init, variables), GIVEN[2]
+    options: Any = {"mesh": SMALL, "check": False, "limit_seconds": 0}
+    step = jax.jit(step, donate_argnums=donated)
+    if not donated:
+        with pytest.raises(
+            flm.LayoutError,
+            match='each of variables, x is taken for data; .*argnames="variables"$',
+        ):
+            flm.suggest(step, *given, **options)
+        options["donate_argnames"] = "variables"
+    found = flm.suggest(step, *given, **options)
+    assert "state: variables, state; for data: x" in told(found, 3)
 
 
 @needs_libtpu
