@@ -14,6 +14,7 @@ from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._suggest.candidate import (
     Candidate,
@@ -24,6 +25,7 @@ from flax_layoutmap._suggest.candidate import (
     groups_of,
 )
 from flax_layoutmap.convert._compress import INDEX
+from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import bytes_of, functions
 from flax_layoutmap.pod._passes import UNCONSTRAINED, Prepared, constraints_in, prepare
@@ -156,6 +158,7 @@ class Problem:
         layouts, leaves = self.lowered.layouts, self.lowered.leaves
         place: dict[int, int] = {}  # number of a leaf of state → that of the argument
         at_of = {leaf: at for at, leaf in enumerate(self.lowered.kept)}
+        resolved = [*resolve_origins(layouts.origins, seed_rules(self.mesh).freeze())]
         leaf = state = 0
         for part in layouts.parts:
             for _ in part.leaves:
@@ -173,8 +176,9 @@ class Problem:
                 owner = place.get(origins.owners[origin.owner])
                 owned[owner].append((place[number], origin.dims))
         found = collections.defaultdict(list)
-        for at in place.values():
-            if leaves[at].role in ("parameter", "other") and self._shapes[at]:
+        for number, at in place.items():
+            is_asked = resolved[number].reason not in NEVER_ASKED
+            if is_asked and leaves[at].role in ("parameter", "other"):
                 found[of_layers(leaves[at].path), self._shapes[at]].append(at)
         elements = [self.prepared.attributes.type_of(one)[1] for one in self._arguments]
         sizes = {

@@ -72,6 +72,24 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     assert "(and 5 more) taken for state: model, optimizer; " in text
 
 
+def test_no_rule_is_for_a_key() -> None:
+    def step(model: nnx.Sequential, x: Any) -> Any:
+        return nnx.grad(lambda model: jnp.square(model(x)).sum())(model)
+
+    def layers() -> nnx.Sequential:
+        rngs = nnx.Rngs(0)
+        dropout = nnx.Dropout(0.5, rngs=rngs)
+        return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), dropout)
+
+    x = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    options: Any = {"mesh": "data=2", "check": False, "hbm": 100}
+    found = flm.suggest(step, nnx.eval_shape(layers), x, **options)
+    bias = found.layout_map.resolve(nnx.eval_shape(layers))["layers/0/bias"]
+    assert bias.layout.axes == ("data",)
+    with pytest.raises(KeyError, match="no parameter has the path 'key'"):
+        found.explain("key")
+
+
 def test_a_limit_is_a_number() -> None:
     with pytest.raises(flm.LayoutError, match="hbm='16GB' is no number of bytes"):
         flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", hbm="16GB")  # pyright: ignore
