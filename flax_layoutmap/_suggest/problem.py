@@ -211,7 +211,7 @@ class Problem:
         return sorted(groups, key=order)
 
     def _points(self) -> list[Point]:
-        found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        places: dict[tuple[str, str], list[tuple[int, tuple[int, ...]]]] = {}
         parameters = {group.path for group in self.groups} | {
             path for group in self.groups for path in group.paths
         }
@@ -221,21 +221,23 @@ class Problem:
             if named and not named[-1][1]:  # a whole model: rules are for its parts
                 self.dropped.append(at)
             elif named:
-                section, path = named[-1]
-                shape = tuple(op.results[0].type.shape)
-                below = f"{path}/"
-                has_parts = any("/" in one.partition(below)[2] for one in parameters)
-                layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
-                key = section, layer, shape
-                found.setdefault(key, []).append((at, path))
-        return [  # in the order of the program
-            Point(
-                section,
-                tuple(dict.fromkeys(path for _, path in own)),
-                shape,
-                tuple(at for at, _ in own),
-            )
-            for (section, _, shape), own in found.items()
+                place = at, tuple(op.results[0].type.shape)
+                places.setdefault(named[-1], []).append(place)
+        found: dict[tuple[str, str, tuple[int, ...], bool], dict[str, list[int]]] = {}
+        for (section, path), own in places.items():  # in the order of the program
+            shapes = {shape for _, shape in own}
+            shape = tuple(math.gcd(*sizes) for sizes in zip(*shapes, strict=False))
+            has_one_rank = len({*map(len, shapes)}) == 1
+            if not has_one_rank:  # a dim behind the first may be another one in each
+                shape = shape[:1]
+            below = f"{path}/"
+            has_parts = any("/" in one.partition(below)[2] for one in parameters)
+            layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
+            key = section, layer, shape, has_one_rank
+            found.setdefault(key, {})[path] = [at for at, _ in own]
+        return [
+            Point(section, (*own,), shape, (*itertools.chain(*own.values()),), same)
+            for (section, _, shape, same), own in found.items()
         ]
 
     # ------------------------------------------------------------------ classes
@@ -394,7 +396,7 @@ class Problem:
         for number, point in enumerate(self.points):
             spec: Any = None
             is_turned = number in candidate.turned
-            if candidate.fixed is None:
+            if candidate.fixed is None and point.has_one_rank:
                 spec = [
                     axes if follows or is_turned and axes else UNCONSTRAINED
                     for axes, follows in zip(
@@ -403,7 +405,7 @@ class Problem:
                         strict=True,
                     )
                 ]
-            elif number in candidate.fixed:
+            elif number in (candidate.fixed or ()):
                 spec = self.point_spec(number, candidate)
             found.update(dict.fromkeys(point.constraints, spec))
         return found

@@ -22,7 +22,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._suggest import price, report_text, search, suggest
 from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
-from flax_layoutmap._suggest.rules import as_code
+from flax_layoutmap._suggest.rules import as_code, rules_of
 from flax_layoutmap.pod._lower import lower_step
 from flax_layoutmap.pod._report_text import seconds_text
 
@@ -88,6 +88,38 @@ def test_no_rule_is_for_a_key() -> None:
     assert bias.layout.axes == ("data",)
     with pytest.raises(KeyError, match="no parameter has the path 'key'"):
         found.explain("key")
+
+
+@pytest.mark.parametrize(
+    ("part", "axes"), [(0, ("data", ...)), (slice(32), ("data", None, None))]
+)
+def test_outputs_of_several_shapes(part: Any, axes: Any) -> None:
+    """One rule is for all of them, and is priced for all."""
+
+    def step(model: nnx.Sequential, x: Any) -> Any:
+        def loss(model: nnx.Sequential) -> Any:
+            found = [model(x), model(x[:, part])]
+            named = [flm.distribute_tensor(one, "hidden") for one in found]
+            return jnp.square(named[0]).sum() + jnp.square(named[1]).sum()
+
+        return nnx.grad(loss)(model)
+
+    model = nnx.eval_shape(lambda: nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0))))
+    x = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32)
+    mesh = flm.DeviceMesh.abstract("data=2")
+    lowered = lower_step(
+        step, (model, x), {}, seed_rules(mesh).freeze(), (), "tpu", mesh
+    )
+    problem = Problem(lowered, mesh)
+    every = frozenset(range(len(problem.points)))
+    one = dataclasses.replace(fully_sharded(problem), fixed=every)
+    rules = rules_of(problem, one)
+    for own in rules.names["hidden"], rules.activations["layers/0"]:
+        assert own is not None and own.axes == axes
+    options: Any = {"check": False, "limit_seconds": 0}
+    found = flm.suggest(step, model, x, layout_map=rules, **options)
+    cost = price.Pricer(problem, None).with_peak(one)
+    assert found.choices["today"].estimate == cost
 
 
 def test_a_limit_is_a_number() -> None:
