@@ -331,8 +331,11 @@ class Problem:
 
         Without them, the layouts of outputs have the batch.
         """
-        fits = all(self.divides(shape[0], batch) for _, shape in self.data)
-        return batch if fits else ()
+        return () if self.undivided(batch) else batch
+
+    def undivided(self, axes: Sequence[str]) -> list[int]:
+        """The data whose first dim cannot be split over some axes."""
+        return [at for at, shape in self.data if not self.divides(shape[0], axes)]
 
     def point_spec(self, number: int, candidate: Candidate) -> Spec:
         """The layout of an output under a rule.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.terminal import wrapped
@@ -330,18 +332,38 @@ def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
     used = {axis for spec in specs for axes in spec for axis in axes}
     dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
+    if used.issuperset(chosen.batch) and (why := _not_split(problem, chosen.batch)):
+        yield f"no data is split over the batch: {why}"
     for axis, size in problem.sizes.items():
         if axis in used:
             continue
         why = f"no batch and no dim of a large parameter divides by {size}"
-        if any(axis in own for own in problem.batches) or any(
-            problem.divides(size, (axis,)) for size in dims
-        ):
+        is_for_rows = any(axis in own for own in problem.batches)
+        if is_for_rows or any(problem.divides(size, (axis,)) for size in dims):
             why = "nothing that was tried with it gains"
+        if is_for_rows:
+            why = _not_split(problem, (axis,)) or why
         yield (
             f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
             f"work; {why}"
         )
+
+
+def _not_split(problem: Problem, axes: Sequence[str]) -> str:
+    """Why rules split no data over some axes, and what to do; else empty.
+
+    Rows behind micro-batches are not meant, which the layouts of outputs split.
+    """
+    found = [at for at in problem.undivided(axes) if not problem.rows.get(at)]
+    if not found:
+        return ""
+    path, shape = problem.lowered.leaves[found[0]].path, dict(problem.data)[found[0]]
+    more = f" (and {len(found) - 1} more)" if found[1:] else ""
+    count = math.prod(problem.sizes[axis] for axis in axes)
+    return (
+        f"the first dim of {path} {show_shape(shape)}{more} does not divide by {count}"
+        "; pad or broadcast it, so that rules can split all data"
+    )
 
 
 def _overruled(best: Choice) -> Iterator[str]:

@@ -355,6 +355,33 @@ def test_axes_that_are_not_used(rows: int, why: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("dim", "before"),
+    [
+        (1024, "no data is split over the batch: "),
+        (
+            1023,
+            "unused: axis data of the mesh, so that its 8 devices do the same work; ",
+        ),
+    ],
+)
+def test_data_that_does_not_divide(dim: int, before: str) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return mlp_step(params, batch["x"] * batch["scale"])
+
+    shapes = {"up": (dim, dim), "down": (dim, dim), "x": (4096, dim), "scale": (1, dim)}
+    given = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    params = {name: given.pop(name) for name in ("up", "down")}
+    found = flm.suggest(step, params, given, **(OPTIONS | {"mesh": "data=8"}))
+    assert found.layout_map.freeze().batch == ()
+    assert (
+        f"{before}the first dim of batch/scale (1,{dim}) does not divide by 8; pad or "
+        "broadcast it, so that rules can split all data"
+    ) in told(found, 3)
+
+
 def test_explain_prices_the_next_best(
     wide: flm.Suggestion, small: flm.Suggestion
 ) -> None:
