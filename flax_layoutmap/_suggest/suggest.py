@@ -145,7 +145,7 @@ def suggest(
             options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
         report = functools.partial(compile_step, step, *args, **kwargs, **options)
     name, today = getattr(step, "__name__", "the step"), None
-    with shown_progress(f"lowering {name}", None, progress):
+    with shown_progress(f"lowering {name}", None, progress), _unused_donations():
         search = _search(lower, own, where, hbm)
         try:
             today = None if rules is None else _of_today(lower(rules), rules)
@@ -155,7 +155,8 @@ def suggest(
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
-    with shown_progress(f"comparing rules for {name}", None, progress):
+    comparing = shown_progress(f"comparing rules for {name}", None, progress)
+    with comparing, _unused_donations():
         found = _suggestion(search, today, report if check else None)
     notes += [_roles(search.problem.lowered), *found.notes]
     took = time.perf_counter() - start
@@ -181,6 +182,14 @@ def _parameters(
             yield slot.name
 
 
+@contextlib.contextmanager
+def _unused_donations() -> Iterator[None]:
+    """Without JAX's warning: what was taken for state need not be returned."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        yield
+
+
 def _lower(
     step: Any,
     args: Any,
@@ -191,10 +200,7 @@ def _lower(
     rules: RuleSet,
 ) -> Planner:
     """The step under some rules, ready for an estimate or a plan."""
-    with warnings.catch_warnings():
-        # What was taken for state need not be returned.
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        lowered = lower_step(step, args, kwargs, rules, donated, "tpu", mesh)
+    lowered = lower_step(step, args, kwargs, rules, donated, "tpu", mesh)
     return Planner(lowered, mesh, topology, prepare(lowered.lowered), "tpu", rules)
 
 
