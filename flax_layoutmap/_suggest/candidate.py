@@ -44,14 +44,17 @@ class Point:
     Attributes:
         section: `"activations"` or `"names"`.
         paths: of the modules, or the name.
-        shape: of the output.
+        shape: of the output; of several shapes the greatest common divisors, which
+            layouts have to divide.
         constraints: positions in the program.
+        has_one_rank: whether all are of one rank; else `shape` is of the first dim.
     """
 
     section: str
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     constraints: tuple[int, ...]
+    has_one_rank: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._suggest.candidate import (
     Candidate,
@@ -24,6 +25,7 @@ from flax_layoutmap._suggest.candidate import (
     groups_of,
 )
 from flax_layoutmap.convert._compress import INDEX
+from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import bytes_of, functions
 from flax_layoutmap.pod._passes import UNCONSTRAINED, Prepared, constraints_in, prepare
@@ -156,6 +158,7 @@ class Problem:
         layouts, leaves = self.lowered.layouts, self.lowered.leaves
         place: dict[int, int] = {}  # number of a leaf of state → that of the argument
         at_of = {leaf: at for at, leaf in enumerate(self.lowered.kept)}
+        resolved = [*resolve_origins(layouts.origins, seed_rules(self.mesh).freeze())]
         leaf = state = 0
         for part in layouts.parts:
             for _ in part.leaves:
@@ -173,8 +176,9 @@ class Problem:
                 owner = place.get(origins.owners[origin.owner])
                 owned[owner].append((place[number], origin.dims))
         found = collections.defaultdict(list)
-        for at in place.values():
-            if leaves[at].role in ("parameter", "other") and self._shapes[at]:
+        for number, at in place.items():
+            is_asked = resolved[number].reason not in NEVER_ASKED
+            if is_asked and leaves[at].role in ("parameter", "other"):
                 found[of_layers(leaves[at].path), self._shapes[at]].append(at)
         elements = [self.prepared.attributes.type_of(one)[1] for one in self._arguments]
         sizes = {
@@ -207,7 +211,7 @@ class Problem:
         return sorted(groups, key=order)
 
     def _points(self) -> list[Point]:
-        found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        places: dict[tuple[str, str], list[tuple[int, tuple[int, ...]]]] = {}
         parameters = {group.path for group in self.groups} | {
             path for group in self.groups for path in group.paths
         }
@@ -217,21 +221,23 @@ class Problem:
             if named and not named[-1][1]:  # a whole model: rules are for its parts
                 self.dropped.append(at)
             elif named:
-                section, path = named[-1]
-                shape = tuple(op.results[0].type.shape)
-                below = f"{path}/"
-                has_parts = any("/" in one.partition(below)[2] for one in parameters)
-                layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
-                key = section, layer, shape
-                found.setdefault(key, []).append((at, path))
-        return [  # in the order of the program
-            Point(
-                section,
-                tuple(dict.fromkeys(path for _, path in own)),
-                shape,
-                tuple(at for at, _ in own),
-            )
-            for (section, _, shape), own in found.items()
+                place = at, tuple(op.results[0].type.shape)
+                places.setdefault(named[-1], []).append(place)
+        found: dict[tuple[str, str, tuple[int, ...], bool], dict[str, list[int]]] = {}
+        for (section, path), own in places.items():  # in the order of the program
+            shapes = {shape for _, shape in own}
+            shape = tuple(math.gcd(*sizes) for sizes in zip(*shapes, strict=False))
+            has_one_rank = len({*map(len, shapes)}) == 1
+            if not has_one_rank:  # a dim behind the first may be another one in each
+                shape = shape[:1]
+            below = f"{path}/"
+            has_parts = any("/" in one.partition(below)[2] for one in parameters)
+            layer = of_layers(f"{below}output/0" if has_parts else f"{below}output")
+            key = section, layer, shape, has_one_rank
+            found.setdefault(key, {})[path] = [at for at, _ in own]
+        return [
+            Point(section, (*own,), shape, (*itertools.chain(*own.values()),), same)
+            for (section, _, shape, same), own in found.items()
         ]
 
     # ------------------------------------------------------------------ classes
@@ -325,8 +331,11 @@ class Problem:
 
         Without them, the layouts of outputs have the batch.
         """
-        fits = all(self.divides(shape[0], batch) for _, shape in self.data)
-        return batch if fits else ()
+        return () if self.undivided(batch) else batch
+
+    def undivided(self, axes: Sequence[str]) -> list[int]:
+        """The data whose first dim cannot be split over some axes."""
+        return [at for at, shape in self.data if not self.divides(shape[0], axes)]
 
     def point_spec(self, number: int, candidate: Candidate) -> Spec:
         """The layout of an output under a rule.
@@ -390,7 +399,7 @@ class Problem:
         for number, point in enumerate(self.points):
             spec: Any = None
             is_turned = number in candidate.turned
-            if candidate.fixed is None:
+            if candidate.fixed is None and point.has_one_rank:
                 spec = [
                     axes if follows or is_turned and axes else UNCONSTRAINED
                     for axes, follows in zip(
@@ -399,7 +408,7 @@ class Problem:
                         strict=True,
                     )
                 ]
-            elif number in candidate.fixed:
+            elif number in (candidate.fixed or ()):
                 spec = self.point_spec(number, candidate)
             found.update(dict.fromkeys(point.constraints, spec))
         return found

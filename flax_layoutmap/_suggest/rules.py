@@ -24,13 +24,12 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
         spec = None
         if number in (candidate.fixed or ()):
             spec = _entries(problem.point_spec(number, candidate)) or (...,)
+            if spec != (...,) and not point.has_one_rank:
+                spec = *spec, ...
         if point.section == "names":
             made.names[point.paths[0]] = spec or (...,)
         else:
-            # A module whose outputs have several shapes may be in two points.
-            outputs |= {
-                path: spec for path in point.paths if spec or path not in outputs
-            }
+            outputs |= dict.fromkeys(point.paths, spec)
     for pattern, spec in compress(outputs).items():
         if spec is not None:
             made.activations[pattern] = spec

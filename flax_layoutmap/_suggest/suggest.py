@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.terminal import wrapped
@@ -80,10 +83,10 @@ def suggest(
             allows on the topology.
         layout_map: the rules of today, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are state, beside those that are taken for it:
-            NNX objects, optimizer states, what the step donates, and containers of
-            floating-point arrays that have no rows of a batch in common. These
-            count as donated.
+        donate_argnames: arguments that are state, beside NNX objects, optimizer states
+            and what the step donates; none takes containers of floating-point arrays
+            that have no rows of a batch in common. They count as donated, but for a
+            function of `jax.jit`, which has its own.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
             `flm.pod.compile` does.
@@ -124,7 +127,7 @@ def suggest(
             raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
         check_libtpu()
     named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
-    state = *named, *_parameters(step, args, kwargs)
+    state = tuple(named) or tuple(_parameters(step, args, kwargs))
     given = step, args, kwargs, mesh
     notes: list[str] = []
     try:
@@ -142,7 +145,7 @@ def suggest(
             options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
         report = functools.partial(compile_step, step, *args, **kwargs, **options)
     name, today = getattr(step, "__name__", "the step"), None
-    with shown_progress(f"lowering {name}", None, progress):
+    with shown_progress(f"lowering {name}", None, progress), _unused_donations():
         search = _search(lower, own, where, hbm)
         try:
             today = None if rules is None else _of_today(lower(rules), rules)
@@ -152,7 +155,8 @@ def suggest(
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
-    with shown_progress(f"comparing rules for {name}", None, progress):
+    comparing = shown_progress(f"comparing rules for {name}", None, progress)
+    with comparing, _unused_donations():
         found = _suggestion(search, today, report if check else None)
     notes += [_roles(search.problem.lowered), *found.notes]
     took = time.perf_counter() - start
@@ -171,11 +175,19 @@ def _parameters(
         if is_nnx_object(value):
             continue
         arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
-        rows = {np.shape(one)[0] for one in arrays}
+        rows = {np.shape(one)[0] for one in arrays} - {1}
         if len(rows) > 1 and all(
             jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
         ):
             yield slot.name
+
+
+@contextlib.contextmanager
+def _unused_donations() -> Iterator[None]:
+    """Without JAX's warning: what was taken for state need not be returned."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        yield
 
 
 def _lower(
@@ -205,15 +217,23 @@ def _search(
     lowered: Lowered = lower(seed_rules(mesh).freeze()).lowered
     problem = Problem(lowered, mesh)
     if not any(group.dims for group in problem.groups):
-        names = sorted({leaf.path.partition("/")[0] for leaf in lowered.leaves})
-        raise LayoutError(
-            f"{lowered.name} has no state to lay out: each of {', '.join(names)} is "
-            f'taken for data; say what is state: donate_argnames="{names[0]}" (where '
-            "jax.jit made the step, pass it to jax.jit)"
-        )
+        raise LayoutError(_without_state(lowered))
     chip = ASSUMED if topology is None else topology.generation
     limit = chip.hbm_limit_bytes if hbm is None else hbm
     return Search(problem, Pricer(problem, topology), limit)
+
+
+def _without_state(lowered: Lowered) -> str:
+    """Which arguments are taken for data, containers first, and what to do."""
+    parts = [leaf.path.partition("/") for leaf in lowered.leaves if leaf.role == "data"]
+    parts.sort(key=lambda part: not part[1])
+    names = [*dict.fromkeys(name for name, *_ in parts)]
+    if not names:
+        return f"{lowered.name} has no array to lay out: pass its parameters"
+    return (
+        f"{lowered.name} has no state to lay out: each of {', '.join(names)} is taken "
+        f'for data; say what is state: donate_argnames="{names[0]}"'
+    )
 
 
 def _first(error: LayoutError) -> str:
@@ -318,18 +338,38 @@ def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
     used = {axis for spec in specs for axes in spec for axis in axes}
     dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
+    if used.issuperset(chosen.batch) and (why := _not_split(problem, chosen.batch)):
+        yield f"no data is split over the batch: {why}"
     for axis, size in problem.sizes.items():
         if axis in used:
             continue
         why = f"no batch and no dim of a large parameter divides by {size}"
-        if any(axis in own for own in problem.batches) or any(
-            problem.divides(size, (axis,)) for size in dims
-        ):
+        is_for_rows = any(axis in own for own in problem.batches)
+        if is_for_rows or any(problem.divides(size, (axis,)) for size in dims):
             why = "nothing that was tried with it gains"
+        if is_for_rows:
+            why = _not_split(problem, (axis,)) or why
         yield (
             f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
             f"work; {why}"
         )
+
+
+def _not_split(problem: Problem, axes: Sequence[str]) -> str:
+    """Why rules split no data over some axes, and what to do; else empty.
+
+    Rows behind micro-batches are not meant, which the layouts of outputs split.
+    """
+    found = [at for at in problem.undivided(axes) if not problem.rows.get(at)]
+    if not found:
+        return ""
+    path, shape = problem.lowered.leaves[found[0]].path, dict(problem.data)[found[0]]
+    more = f" (and {len(found) - 1} more)" if found[1:] else ""
+    count = math.prod(problem.sizes[axis] for axis in axes)
+    return (
+        f"the first dim of {path} {show_shape(shape)}{more} does not divide by {count}"
+        "; pad or broadcast it, so that rules can split all data"
+    )
 
 
 def _overruled(best: Choice) -> Iterator[str]:

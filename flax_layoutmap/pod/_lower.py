@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Slot,
     call_with,
+    names_of,
     signature_of,
     slots_of,
     take_apart,
@@ -143,7 +144,7 @@ def lower_step(
     """Lower a step without devices.
 
     The rules are on an abstract mesh; None is for a function of `jax.jit` alone. The
-    names of `donated` arguments do not count for a function of `jax.jit`.
+    `donated` arguments of a function of `jax.jit` are state, and not donated by this.
     """
     name = getattr(step, "__name__", "the step")
     call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
@@ -240,7 +241,7 @@ def _lower_step(
     is_nnx = type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
     if not isinstance(step, Jitted):
         if not is_nnx and callable(getattr(step, "trace", None)):
-            return lower_jitted(step, args, kwargs, rules, platform)
+            return lower_jitted(step, args, kwargs, rules, donated, platform)
         # nnx.jit wraps the user's function; its own options do not count here.
         step = jit(step.__wrapped__ if is_nnx else step, layout_map=rules)
     if rules is None:
@@ -313,14 +314,19 @@ def lower_jitted(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rules: RuleSet | None,
+    state: str | Iterable[str],
     platform: str,
 ) -> Lowered:
-    """Lower a `jax.jit` function, with its arguments sharded by the rules."""
+    """Lower a `jax.jit` function, with its arguments sharded by the rules.
+
+    `state` names arguments that are state, beside those that are taken for it.
+    """
     signature = inspect.signature(step)
+    named = names_of(signature, state, (), "donate_argnames")
     slots = slots_of(signature.bind(*args, **kwargs))
     # An argument that holds anything else is static.
     every = [
-        take_apart(slot, value, is_state=False, is_donated=False)
+        take_apart(slot, value, is_state=slot.is_among(named), is_donated=False)
         for slot, value in slots
         if all(map(_is_array_or_number, jax.tree.leaves(value)))
     ]
@@ -338,7 +344,7 @@ def lower_jitted(
         for at, one in enumerate(every):
             if not one.is_state and holds_parameters(one, rules):
                 every[at] = one.as_state()
-        if not any(one.is_state for one in every) and len(every) > 1:
+        if any(one.is_container and not one.is_state for one in every):
             every = _with_state(every, _donated(trace()))
         every = _laid_out(every, rules)
     traced = trace()

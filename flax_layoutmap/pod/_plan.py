@@ -89,7 +89,7 @@ def plan(
             memory, the hosts, and the least time on the links.
         slices: how many slices of it.
         donate_argnames: arguments that are given away, beside those that `flm.jit` was
-            told; a function of `jax.jit` or `nnx.jit` has its own.
+            told, and state; a function of `jax.jit` donates its own alone.
         platform: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`: what to lower for.
         timeout: seconds after which the partitioner is ended.
         **kwargs: arguments of the step by name.
@@ -255,7 +255,7 @@ def compile(
         mesh: as for `flm.pod.plan`; one size may be -1.
         layout_map: the rules, as for `flm.pod.plan`.
         donate_argnames: arguments that are given away, beside those that `flm.jit` was
-            told; a function of `jax.jit` or `nnx.jit` has its own.
+            told, and state; a function of `jax.jit` donates its own alone.
         timeout: seconds after which the compiler is ended, with the wait for another
             compile.
         compiler_options: options of XLA by name, such as

@@ -6,11 +6,13 @@ import io
 import itertools
 import json
 import re
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import needs_libtpu
@@ -20,7 +22,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._suggest import price, report_text, search, suggest
 from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
-from flax_layoutmap._suggest.rules import as_code
+from flax_layoutmap._suggest.rules import as_code, rules_of
 from flax_layoutmap.pod._lower import lower_step
 from flax_layoutmap.pod._report_text import seconds_text
 
@@ -68,6 +70,56 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     text = " ".join(str(found).split())
     assert "the rules of today do not fit this step: model/g/a/kernel (2," in text
     assert "(and 5 more) taken for state: model, optimizer; " in text
+
+
+def test_no_rule_is_for_a_key() -> None:
+    def step(model: nnx.Sequential, x: Any) -> Any:
+        return nnx.grad(lambda model: jnp.square(model(x)).sum())(model)
+
+    def layers() -> nnx.Sequential:
+        rngs = nnx.Rngs(0)
+        dropout = nnx.Dropout(0.5, rngs=rngs)
+        return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), dropout)
+
+    x = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    options: Any = {"mesh": "data=2", "check": False, "hbm": 100}
+    found = flm.suggest(step, nnx.eval_shape(layers), x, **options)
+    bias = found.layout_map.resolve(nnx.eval_shape(layers))["layers/0/bias"]
+    assert bias.layout.axes == ("data",)
+    with pytest.raises(KeyError, match="no parameter has the path 'key'"):
+        found.explain("key")
+
+
+@pytest.mark.parametrize(
+    ("part", "axes"), [(0, ("data", ...)), (slice(32), ("data", None, None))]
+)
+def test_outputs_of_several_shapes(part: Any, axes: Any) -> None:
+    """One rule is for all of them, and is priced for all."""
+
+    def step(model: nnx.Sequential, x: Any) -> Any:
+        def loss(model: nnx.Sequential) -> Any:
+            found = [model(x), model(x[:, part])]
+            named = [flm.distribute_tensor(one, "hidden") for one in found]
+            return jnp.square(named[0]).sum() + jnp.square(named[1]).sum()
+
+        return nnx.grad(loss)(model)
+
+    model = nnx.eval_shape(lambda: nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0))))
+    x = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32)
+    mesh = flm.DeviceMesh.abstract("data=2")
+    lowered = lower_step(
+        step, (model, x), {}, seed_rules(mesh).freeze(), (), "tpu", mesh
+    )
+    problem = Problem(lowered, mesh)
+    every = frozenset(range(len(problem.points)))
+    one = dataclasses.replace(fully_sharded(problem), fixed=every)
+    rules = rules_of(problem, one)
+    for own in rules.names["hidden"], rules.activations["layers/0"]:
+        assert own is not None and own.axes == axes
+    options: Any = {"check": False, "limit_seconds": 0}
+    found = flm.suggest(step, model, x, layout_map=rules, **options)
+    cost = price.Pricer(problem, None).with_peak(one)
+    assert found.choices["today"].estimate == cost
 
 
 def test_a_limit_is_a_number() -> None:
@@ -303,6 +355,33 @@ def test_axes_that_are_not_used(rows: int, why: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("dim", "before"),
+    [
+        (1024, "no data is split over the batch: "),
+        (
+            1023,
+            "unused: axis data of the mesh, so that its 8 devices do the same work; ",
+        ),
+    ],
+)
+def test_data_that_does_not_divide(dim: int, before: str) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return mlp_step(params, batch["x"] * batch["scale"])
+
+    shapes = {"up": (dim, dim), "down": (dim, dim), "x": (4096, dim), "scale": (1, dim)}
+    given = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    params = {name: given.pop(name) for name in ("up", "down")}
+    found = flm.suggest(step, params, given, **(OPTIONS | {"mesh": "data=8"}))
+    assert found.layout_map.freeze().batch == ()
+    assert (
+        f"{before}the first dim of batch/scale (1,{dim}) does not divide by 8; pad or "
+        "broadcast it, so that rules can split all data"
+    ) in told(found, 3)
+
+
 def test_explain_prices_the_next_best(
     wide: flm.Suggestion, small: flm.Suggestion
 ) -> None:
@@ -460,6 +539,51 @@ def test_arguments_without_state() -> None:
 def test_containers_without_common_rows_are_state() -> None:
     found = flm.suggest(*GIVEN, mesh=SMALL, limit_seconds=0)
     assert "taken for state: params; for data: x" in str(found)
+
+
+def test_what_is_named_is_the_only_container_of_state() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return mlp_step(params, batch["x"] * batch["scale"])
+
+    batch = {"x": GIVEN[2], "scale": jax.ShapeDtypeStruct((1, 1024), jnp.float32)}
+    options: Any = {"mesh": SMALL, "check": False, "limit_seconds": 0}
+    found = flm.suggest(step, GIVEN[1], batch, **options)
+    assert "state: params; for data: batch" in told(found, 3)
+    # Or for state, as no rows are common, and then JAX has no use for them.
+    batch["scale"] = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = flm.suggest(step, GIVEN[1], batch, **options)
+    assert "state: params, batch; for data: none" in told(found, 3)
+    for made in step, jax.jit(step):
+        found = flm.suggest(made, GIVEN[1], batch, **options, donate_argnames="params")
+        assert "state: params; for data: batch" in told(found, 3)
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_state_of_a_function_of_jax_jit(donated: tuple[int, ...]) -> None:
+    """Beside an optimizer state, which is known by its type."""
+    tx = optax.sgd(1.0, momentum=0.9)
+
+    def step(variables: Any, state: Any, x: Any) -> Any:
+        up = variables["params"]["up"]
+        gradients = jax.grad(lambda up: jnp.square(x @ up).sum())(up)
+        changes, state = tx.update({"params": {"up": gradients}}, state)
+        return optax.apply_updates(variables, changes), state
+
+    variables = {"params": {"up": GIVEN[1]["up"]}}
+    given = variables, jax.eval_shape(tx.init, variables), GIVEN[2]
+    options: Any = {"mesh": SMALL, "check": False, "limit_seconds": 0}
+    step = jax.jit(step, donate_argnums=donated)
+    if not donated:
+        with pytest.raises(
+            flm.LayoutError,
+            match='each of variables, x is taken for data; .*argnames="variables"$',
+        ):
+            flm.suggest(step, *given, **options)
+        options["donate_argnames"] = "variables"
+    found = flm.suggest(step, *given, **options)
+    assert "state: variables, state; for data: x" in told(found, 3)
 
 
 @needs_libtpu
