@@ -22,12 +22,24 @@ from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import as_code
 from flax_layoutmap.pod._lower import lower_step
+from flax_layoutmap.pod._mlir import Attributes
 from flax_layoutmap.pod._report_text import seconds_text
 
 MESH = "data=4,tensor=2"
 WIDE = "data=16,tensor=4"
 # Less than full sharding over both axes needs.
 LITTLE: Any = {"mesh": WIDE, "hbm": 6 << 30}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return problem_of(train_step, *nnx.eval_shape(make), TOKENS, mesh=MESH)
+
+
+def problem_of(step: Any, *arguments: Any, mesh: str, donated: Any = ()) -> Problem:
+    own = flm.DeviceMesh.abstract(mesh)
+    rules = seed_rules(own).freeze()
+    return Problem(lower_step(step, arguments, {}, rules, donated, "tpu", own), own)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +82,18 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     assert "(and 5 more) taken for state: model, optimizer; " in text
 
 
-def test_a_limit_is_a_number() -> None:
-    with pytest.raises(flm.LayoutError, match="hbm='16GB' is no number of bytes"):
-        flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", hbm="16GB")  # pyright: ignore
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hbm": "16GB"}, "hbm='16GB' is no number of bytes"),
+        ({"hbm": True}, "hbm=True is no number of bytes"),
+        ({"hbm": float("nan")}, "hbm=nan is no number of bytes"),
+        ({"check": "nonsense"}, "check must be True, False or .*, got 'nonsense'"),
+    ],
+)
+def test_options_that_are_refused(options: Any, error: str) -> None:
+    with pytest.raises(flm.LayoutError, match=error):
+        flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", **options)
 
 
 def test_a_step_runs_with_the_rules() -> None:
@@ -370,6 +391,25 @@ def test_the_order_of_the_partitioner_counts(monkeypatch: pytest.MonkeyPatch) ->
     costs = [one.cost.seconds for one in found.choices.values()]
     assert costs[0] == min(costs[:-1])
     assert "overruled: what the search had found best, with " in told(found, 3)
+    assert f"; what is suggested takes {seconds_text(costs[0])}, and " in told(found, 3)
+
+
+def test_what_is_cheaper_by_both_overrules_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, cheap = search.Search.run, []
+
+    def ends_with_full_sharding(self: search.Search) -> None:
+        run(self)
+        cheap.append(self.best)
+        self.best = self.with_rules(fully_sharded(self.problem))
+
+    monkeypatch.setattr(search.Search, "run", ends_with_full_sharding)
+    monkeypatch.setattr(search.Search, "rivals", lambda _: cheap)
+    monkeypatch.setattr(suggest, "planned", lambda planner, *_: planner.estimate(0.0))
+    found = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}))
+    assert found.plan is not None and "full sharding" in found.choices
+    assert "overruled: " not in told(found, 3)
 
 
 def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,24 +451,67 @@ def test_an_interrupt_at_any_price(calls: int, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_rules_for_activations_end_with_the_time(
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_interrupt_while_operations_are_walked(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = flm.DeviceMesh.abstract(MESH)
-    arguments = *nnx.eval_shape(make), TOKENS
-    rules = seed_rules(mesh).freeze()
-    lowered = lower_step(train_step, arguments, {}, rules, (), "tpu", mesh)
-    problem = Problem(lowered, mesh)
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Attributes, "per_value", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        problem.prepared.spread({})
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (flm.LayoutError("no answer\nof it"), "not checked: no answer how sure"),
+        (KeyboardInterrupt(), "not checked: the check was interrupted how sure"),
+    ],
+)
+def test_a_check_that_fails_is_a_note(
+    error: BaseException, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, numbers = suggest.planned, itertools.count()
+
+    def fails(*args: Any) -> Any:
+        if next(numbers):
+            raise error
+        return plan(*args)
+
+    monkeypatch.setattr(suggest, "planned", fails)
+    found = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}))
+    assert all(one.plan is None for one in found.choices.values())
+    assert found.is_complete and note in told(found, 3)
+
+
+def test_an_interrupt_of_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules_of, numbers = suggest.rules_of, itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(numbers):
+            raise KeyboardInterrupt
+        return rules_of(*args)
+
+    monkeypatch.setattr(suggest, "rules_of", interrupted)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert list(found.choices) == ["suggested"] and not found.is_complete
+
+
+def test_rules_for_activations_end_with_the_time(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(search, "_CLOSE", -1.0)  # as if no rules were good enough
     start = fully_sharded(problem)
-    whole = search.Search(problem, price.Pricer(problem, None), None)
+    whole = search.Search(problem, price.Pricer(problem, None), 1 << 60)
     best = whole.price.of(whole.with_rules(start))
     for ending in (search.Stopped, KeyboardInterrupt):
 
         def end(ending: type[BaseException] = ending) -> bool:
             raise ending
 
-        ended = search.Search(problem, price.Pricer(problem, None), None, is_over=end)
+        pricer = price.Pricer(problem, None)
+        ended = search.Search(problem, pricer, 1 << 60, is_over=end)
         found = ended.with_rules(start)
         assert not ended.is_complete and found.fixed is not None
         assert ended.price.count == 3 < whole.price.count
