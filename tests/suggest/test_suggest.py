@@ -119,6 +119,17 @@ def test_classes_of_dims_are_found_without_names(wide: flm.Suggestion) -> None:
     assert len(wide.layout_map) <= 7 and len(wide.layout_map.activations) <= 2
 
 
+def test_classes_of_dims_that_the_smallest_axis_does_not_divide() -> None:
+    params = {"up": jnp.ones((27, 81)), "down": jnp.ones((81, 27))}
+    given = mlp_step, params, jnp.ones((9, 27))
+    two, one = (
+        problem_of(*given, mesh=mesh, donated="params")
+        for mesh in ("data=2,model=3", "model=3")
+    )
+    assert two.batch_class == one.batch_class and one.batch_class
+    assert two.classes == one.classes and one.classes
+
+
 def test_the_cost_is_the_estimate_of_a_plan(wide: flm.Suggestion) -> None:
     step, *given = large()
     step = flm.jit(step, layout_map=wide.layout_map)
