@@ -316,7 +316,12 @@ def test_the_verdict(small: flm.Suggestion) -> None:
     none = verdict(suggested=large)
     assert none.startswith("does not fit: 1.0 TiB per device is the least memory that ")
     assert "it holds: gradients and activations 1024.0 GiB, " in none
-    assert "for less: jax.checkpoint in the model, or fewer rows" in none
+    less = "for less: more devices, fewer rows in a batch, or, in training, jax."
+    assert less in none
+    held = dataclasses.replace(large, at_rest={"parameter": 1 << 40})
+    assert "for less: more devices; estimated" in verdict(suggested=held)
+    held = dataclasses.replace(large, at_rest={"optimizer": 1 << 40})
+    assert "or optimizer state in the memory of" in verdict(suggested=held)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +376,7 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     assert list(found.choices)[0] == "suggested" and list(found.choices)[-1] == "today"
     costs = [one.cost.seconds for one in found.choices.values()]
     assert costs[0] == min(costs)
+    assert not found.is_today_better
     assert found.choices["today"].layout_map == today.on(found.mesh)
     assert " with today (-" in told(found, 0)
 
