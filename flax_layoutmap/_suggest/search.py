@@ -5,6 +5,7 @@ parameters over all axes. A move counts if it gains; one of a single group if it
 2 %, since prices are not more exact than that.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -193,27 +194,39 @@ class Search:
     def with_rules(self, best: Candidate) -> Candidate:
         """Few activation rules that give what the open layouts gave.
 
-        Once the time is over, the best so far, or rules for all.
+        If none do, what rules for all outputs give. Once the time is over, the best so
+        far, or rules for all.
         """
         points = self.problem.points
-        named = {at for at, point in enumerate(points) if point.section == "names"}
-        others = sorted(set(range(len(points))) - named, key=self._depth)
+        named = [at for at, point in enumerate(points) if point.section == "names"]
+        others = sorted({*range(len(points))} - {*named}, key=self._depth)
+
+        def ruled(outputs: Iterable[int]) -> Candidate:
+            return dataclasses.replace(best, fixed=frozenset([*named, *outputs]))
+
+        none, every = ruled(()), ruled(others)
         wanted = 0, self.price.of(best).seconds * (1 + _CLOSE)
-        current, last = dataclasses.replace(best, fixed=frozenset(named)), None
+        if self._key(none) <= wanted:
+            return none
+        excess, seconds = min(self._key(none), self._key(every))
+        wanted = max(wanted, (excess, seconds * (1 + _GAIN)))
+        needed: list[int] = []
         with self.until_over():
-            while current != last and self._key(current) > wanted:
-                last = current
-                for at in others:
-                    if self.is_over():
-                        raise Stopped
-                    fixed = frozenset({*(last.fixed or ()), at})
-                    one = dataclasses.replace(best, fixed=fixed)
-                    current = min(current, one, key=self._key)
-                    if self._key(current) <= wanted:
-                        break
-            return current
-        every = dataclasses.replace(best, fixed=frozenset(range(len(points))))
-        return min(current, every, key=self._key)
+            while self._key(ruled(needed)) > wanted:
+                # The output without which those before it are not enough.
+                prefixes = [ruled([*needed, *others[:at]]) for at in range(len(others))]
+                last = bisect.bisect_left(
+                    prefixes, True, key=lambda one: self._is_enough(one, wanted)
+                )
+                needed.append(others[last - 1])
+                del others[last - 1 :]
+            return ruled(needed)
+        return min(ruled(needed), every, key=self._key)
+
+    def _is_enough(self, candidate: Candidate, wanted: tuple[int, float]) -> bool:
+        if self.is_over():
+            raise Stopped
+        return self._key(candidate) <= wanted
 
     def _key(self, candidate: Candidate) -> tuple[int, float]:
         return self.excess(candidate), self.price.of(candidate).seconds

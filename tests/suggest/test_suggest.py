@@ -515,24 +515,28 @@ def test_an_interrupt_of_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(found.choices) == ["suggested"] and not found.is_complete
 
 
-def test_rules_for_activations_end_with_the_time(
+def test_few_rules_for_activations(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_CLOSE", -1.0)  # as if no rules were good enough
+    every = {*range(len(problem.points))}
+    needed = {2, len(every) - 1}  # as if rules for these two gave what is wanted
+
+    def key(_: Any, candidate: Any) -> tuple[int, float]:
+        return 0, 0.0 if candidate.fixed >= needed else 1e3
+
+    monkeypatch.setattr(search.Search, "_key", key)
     start = fully_sharded(problem)
-    whole = search.Search(problem, price.Pricer(problem, None), 1 << 60)
-    best = whole.price.of(whole.with_rules(start))
+    whole = search.Search(problem, price.Pricer(problem, None), 1 << 40)
+    assert whole.with_rules(start).fixed == needed
     for ending in (search.Stopped, KeyboardInterrupt):
 
         def end(ending: type[BaseException] = ending) -> bool:
             raise ending
 
-        pricer = price.Pricer(problem, None)
-        ended = search.Search(problem, pricer, 1 << 60, is_over=end)
-        found = ended.with_rules(start)
-        assert not ended.is_complete and found.fixed is not None
-        assert ended.price.count == 3 < whole.price.count
-        assert best.seconds <= ended.price.of(found).seconds
+        priced = price.Pricer(problem, None)
+        ended = search.Search(problem, priced, 1 << 40, is_over=end)
+        assert ended.with_rules(start).fixed == every
+        assert not ended.is_complete
 
 
 # --------------------------------------------------------------------- errors
