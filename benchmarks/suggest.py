@@ -229,9 +229,8 @@ def measured(row: Row) -> dict[str, Any]:
 
 def before_singles(found: flm.Suggestion) -> float:
     """Seconds of the search until single parameters are tried, without lowering."""
-    return next(
-        one.took_seconds for one in found.trail if one.what == "batch and classes"
-    )
+    stages = [one.what for one in found.trail]
+    return found.trail[stages.index("single parameters") - 1].took_seconds
 
 
 def show(done: dict[str, Any]) -> None:
@@ -307,7 +306,8 @@ class Shuffled(Search):
         self.best = random_layout(price.problem, self.random)
 
     def class_moves(self) -> list[Any]:
-        return [*self.shuffled(super().class_moves())]
+        storage, batches, *classes = super().class_moves()
+        return [storage, batches, *self.shuffled(classes)]
 
     def single_moves(self) -> Iterator[Any]:
         return self.shuffled(super().single_moves())

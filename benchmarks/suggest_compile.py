@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from pod_compile import OPTIONS
-from suggest import Row, cases, decoders, fsdp_of
+from suggest import Row, cases, decoders, fsdp_over_all
 
 import flax_layoutmap as flm
 from flax_layoutmap._suggest.price import Cost, cost_of_report
@@ -44,7 +44,7 @@ def rule_sets(row: Row) -> dict[str, flm.LayoutMap]:
     limit = found.choices["today"].cost.peak_bytes
     limited = flm.suggest(row.step, *row.args, **given, hbm=limit)
     sets = {name: choice.layout_map for name, choice in found.choices.items()}
-    sets |= {"fsdp": fsdp_of(row), "with today's memory": limited.layout_map}
+    sets |= {"fsdp": fsdp_over_all(row), "with today's memory": limited.layout_map}
     different: dict[str, flm.LayoutMap] = {}
     for name, one in sets.items():
         if one not in different.values():

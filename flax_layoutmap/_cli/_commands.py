@@ -114,7 +114,12 @@ def suggest(args: Namespace) -> int:
     options["hbm"] = None if args.hbm is None else round(args.hbm * 2**30)
     found = flm.suggest(step, *arguments, **options)
     code = _shown(found, args)
-    if args.output is not None:
+    if args.output is not None and found.is_today_better:
+        print(
+            f"not written: {args.output}; the rules of today are better",
+            file=sys.stderr,
+        )
+    elif args.output is not None:
         found.layout_map.to_file(args.output)
         print(f"wrote {args.output}", file=sys.stderr)
     return code

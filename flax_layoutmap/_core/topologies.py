@@ -122,7 +122,7 @@ SOURCES = {
         "less than the compiler lets a program use"
     ),
     "hbm_bytes_per_second": (
-        "TpuInfo.mem_bw_bytes_per_second of jax.experimental.pallas.tpu, jax 0.10.2; "
+        "TpuInfo.mem_bw_bytes_per_second of jax.experimental.pallas.tpu, 2026-11; "
         "v2, v3 and tpu7x: half of the chip's"
     ),
     "flops": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",

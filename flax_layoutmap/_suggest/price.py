@@ -149,7 +149,8 @@ class Pricer:
         problem, self.count = self.problem, self.count + 1
         lowered, sizes = problem.lowered, problem.mesh.axis_sizes
         module = self.lay_out(candidate)
-        found = read(module, problem.prepared.attributes, lowered.state())
+        attributes, on_tpus = problem.prepared.attributes, self.topology is not None
+        found = read(module, attributes, lowered.state(), for_tpus=on_tpus)
         collectives = collectives_of(found, lowered, sizes, self.topology)
         at_rest = memory_of(found.arguments, lowered.leaves, None).at_rest
         return cost_of(collectives, found.flops, at_rest, sizes, self.topology)

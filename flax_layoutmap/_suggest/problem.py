@@ -245,28 +245,27 @@ class Problem:
     @functools.cached_property
     def batch_class(self) -> frozenset[Node]:
         """The dims that follow the rows of the data."""
-        if not self.data or not self.sizes:
+        axes = min(self.batches, key=self._parts)
+        if not axes:
             return frozenset()
-        axis = min(self.sizes, key=self.sizes.__getitem__)
         return self._followers(
-            {at: (*[()] * dim, (axis,)) for at, dim in self.rows.items()}
+            {at: (*[()] * dim, axes) for at, dim in self.rows.items()}
         )
 
     @functools.cached_property
     def classes(self) -> list[frozenset[Node]]:
         """Sets of dims that follow one another, those of the most bytes first."""
         found: dict[frozenset[Node], None] = {}
-        if not self.sizes:
-            return []
-        axis = min(self.sizes, key=self.sizes.__getitem__)
+        smallest_first = sorted(self.sizes, key=self.sizes.__getitem__)
         seen: set[Node] = set()
         for number, group in enumerate(self.groups):
             for dim in group.dims:
                 node, size = ("parameter", number, dim), group.shape[dim]
-                if node in seen or size % self.sizes[axis] or node in self.batch_class:
+                fit = [axis for axis in smallest_first if self.divides(size, (axis,))]
+                if node in seen or not fit or node in self.batch_class:
                     continue
                 dims = range(len(group.shape))
-                spec = [(axis,) if one == dim else () for one in dims]
+                spec = [(fit[0],) if one == dim else () for one in dims]
                 own = self._followers({at: spec for at in group.arguments}) | {node}
                 seen |= {one for one in own if one[0] == "parameter"}
                 found[own] = None
@@ -324,7 +323,10 @@ class Problem:
 
     def divides(self, size: int, axes: Sequence[str]) -> bool:
         """Whether a dim of this size can be split over some axes."""
-        return size % math.prod(self.sizes[axis] for axis in axes) == 0
+        return size % self._parts(axes) == 0
+
+    def _parts(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
 
     def batch_of_data(self, batch: tuple[str, ...]) -> tuple[str, ...]:
         """The axes that rules give to the first dims of data, which all divide or none.

@@ -33,8 +33,8 @@ def peak_of(cost: Cost) -> int:
 
 def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
     """What was found, in a few lines; the costs are those of the table."""
-    own, today = costs["suggested"], costs.get("today")
-    if today is not None and _is_better(today, own, limit_bytes):
+    own = costs["suggested"]
+    if is_today_better(costs, limit_bytes):
         yield "keep the rules of today: nothing better was found"
     if not fits(own, limit_bytes):
         yield (
@@ -72,8 +72,11 @@ def _change(new: Cost, old: Cost) -> str:
     return f" ({new.seconds / old.seconds - 1:+.1%})"
 
 
-def _is_better(today: Cost, own: Cost, limit_bytes: int) -> bool:
-    """Whether rules fit and the others do not, or are faster, or need less memory."""
+def is_today_better(costs: Mapping[str, Cost], limit_bytes: int) -> bool:
+    """Whether the rules of today fit alone, or are faster, or need less memory."""
+    if "today" not in costs:
+        return False
+    today, own = costs["today"], costs["suggested"]
     if not fits(today, limit_bytes) or not fits(own, limit_bytes):
         return fits(today, limit_bytes)
     if _are_equal(today, own):
@@ -89,11 +92,12 @@ def _held(cost: Cost) -> Iterator[str]:
     largest = sorted(held.items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in largest if size)
     yield f"it holds: {listed}"
-    yield "for less: " + (
-        "jax.checkpoint in the model, or fewer rows in a batch"
-        if temporary > cost.at_rest_bytes
-        else "more devices, or optimizer state in the memory of the host"
-    )
+    less = "more devices"
+    if temporary > cost.at_rest_bytes:
+        less += ", fewer rows in a batch, or, in training, jax.checkpoint in the model"
+    elif cost.at_rest.get("optimizer"):
+        less += ", or optimizer state in the memory of the host"
+    yield f"for less: {less}"
 
 
 # -------------------------------------------------------------------------- table

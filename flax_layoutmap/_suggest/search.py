@@ -1,8 +1,8 @@
 """Find the cheapest candidate by moves: of the batch, of classes, of single groups.
 
-The start is full sharding: the batch and all parameters over all axes. A move counts if
-it gains; one of a single group if it gains 2 %, since prices are not more exact than
-that.
+The start is full sharding: the batch over all axes that it divides by, and all
+parameters over all axes. A move counts if it gains; one of a single group if it gains
+2 %, since prices are not more exact than that.
 """
 
 import bisect
@@ -59,7 +59,7 @@ class Search:
 
     problem: Problem
     price: Pricer
-    limit_bytes: int | None
+    limit_bytes: int
     is_over: Callable[[], bool] = lambda: False
     best: Candidate | None = None
     # Each candidate that a move has led to.
@@ -72,8 +72,6 @@ class Search:
 
     def excess(self, candidate: Candidate) -> int:
         """Bytes above the limit."""
-        if self.limit_bytes is None:
-            return 0
         if self.price.of(candidate).at_rest_bytes > self.limit_bytes:
             return self.price.of(candidate).at_rest_bytes - self.limit_bytes + _MANY
         return max(0, self.price.peak_bytes(candidate) - self.limit_bytes)

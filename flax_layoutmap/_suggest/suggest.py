@@ -27,7 +27,7 @@ from flax_layoutmap._step.arguments import signature_of, slots_of
 from flax_layoutmap._suggest.candidate import Candidate, Spec
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.moves import fully_sharded, single
-from flax_layoutmap._suggest.price import ASSUMED, Pricer, cost_of_report
+from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
 from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.report_text import WIDTH, next_best, peak_of
 from flax_layoutmap._suggest.rules import layout_text, rules_of
@@ -117,8 +117,11 @@ def suggest(
         ('model', None)
     """
     start = time.perf_counter()
-    if hbm is not None and (not isinstance(hbm, int | float) or hbm <= 0):
+    is_number = isinstance(hbm, int | float) and not isinstance(hbm, bool)
+    if hbm is not None and not (is_number and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
+    if check not in (True, False, "compile"):
+        raise LayoutError(f'check must be True, False or "compile", got {check!r}')
     if layout_map is not None:
         layout_map = rule_set_of(layout_map, "layout_map=")
     where = None if topology is None else topology_of(topology, slices=slices)
@@ -272,35 +275,47 @@ def _suggestion(
 ) -> Suggestion:
     """What a search has found; `report` makes that of a `layout_map`."""
     problem, limit = search.problem, search.limit_bytes
-    assert search.best is not None and limit is not None
+    assert search.best is not None
     found, full = [search.best], fully_sharded(problem)
     if search.is_complete:  # then what is compared is as rules give it, too
         found += search.rivals()
         full = search.with_rules(full)
     elif full == dataclasses.replace(search.best, fixed=None):
         full = search.best
-    priced = [*dict.fromkeys((*found, full))]
-    every = [
-        Choice(rules_of(problem, one), search.price.with_peak(one)) for one in priced
-    ]
-    every += [] if today is None else [today]
+
+    def choice(one: Candidate) -> Choice:
+        return Choice(rules_of(problem, one), search.price.with_peak(one))
+
+    choices = {search.best: choice(search.best)}
+    with search.until_over():
+        for one in (*found, full):
+            if one not in choices:
+                choices[one] = choice(one)
+    every, notes = [*choices.values(), *([] if today is None else [today])], []
     if search.is_complete and report is not None:
-        with contextlib.suppress(KeyboardInterrupt):  # the search is not lost
+        try:
             every = [
                 dataclasses.replace(one, plan=report(layout_map=one.layout_map))
                 for one in every
             ]
-    choices = dict(zip(priced, every, strict=False))
+        except KeyboardInterrupt:  # the search is not lost
+            notes.append("not checked: the check was interrupted")
+        except LayoutError as error:
+            notes.append(f"not checked: {_first(error)}".splitlines()[0])
+    choices = dict(zip(choices, every, strict=False))
 
-    def rank(one: Candidate) -> tuple[int, float]:
-        cost = choices[one].cost
+    def rank(cost: Cost) -> tuple[int, float]:
         return max(0, peak_of(cost) - limit), cost.seconds
 
-    chosen, *others = sorted(found, key=rank)
+    compared = [one for one in found if one in choices]
+    chosen, *others = sorted(compared, key=lambda one: rank(choices[one].cost))
     second = next((one for one in others if one != full), None)
     named = {"suggested": chosen}
     named |= {} if second is None else {"runner-up": second}
-    named |= {} if full == chosen else {"full sharding": full}
+    named |= {"full sharding": full} if full != chosen and full in choices else {}
+    best = choices[search.best]
+    if rank(best.estimate) < rank(choices[chosen].estimate):
+        notes.append(_overruled(best, choices[chosen]))
     columns = {name: choices[one] for name, one in named.items()}
     columns |= {} if today is None else {"today": every[-1]}
     return Suggestion(
@@ -310,10 +325,7 @@ def _suggestion(
         limit_bytes=limit,
         trail=tuple(search.trail),
         is_complete=search.is_complete,
-        notes=(
-            *_unused_axes(problem, chosen),
-            *([] if chosen == search.best else _overruled(choices[search.best])),
-        ),
+        notes=(*_unused_axes(problem, chosen), *notes),
         explained=functools.partial(_explained, search, chosen),
     )
 
@@ -372,14 +384,15 @@ def _not_split(problem: Problem, axes: Sequence[str]) -> str:
     )
 
 
-def _overruled(best: Choice) -> Iterator[str]:
-    """What the search found best, and the partitioner does not."""
-    if best.plan is not None:
-        yield (
-            "overruled: what the search had found best, with "
-            f"{seconds_text(best.estimate.seconds)} a step, takes "
-            f"{seconds_text(best.cost.seconds)} by {best.checked_by}"
-        )
+def _overruled(best: Choice, chosen: Choice) -> str:
+    """What the search found best, and the check does not."""
+    text = seconds_text
+    return (
+        "overruled: what the search had found best, with "
+        f"{text(best.estimate.seconds)} a step, takes {text(best.cost.seconds)} by "
+        f"{best.checked_by}; what is suggested takes {text(chosen.cost.seconds)}, and "
+        f"{text(chosen.estimate.seconds)} by the estimate of the search"
+    )
 
 
 def _explained(search: Search, chosen: Candidate, path: str) -> str:

@@ -81,9 +81,9 @@ class Suggestion:
 
     Attributes:
         choices: `"suggested"`, and what it was compared with: `"runner-up"` (other axes
-            for the batch), `"full sharding"` (the batch and each large parameter over
-            all axes), `"today"` (the rules that were given); each as far as there is
-            one.
+            for the batch), `"full sharding"` (the batch over all axes that it
+            divides by, each large parameter over all axes), `"today"` (the rules that
+            were given); each as far as there is one.
         step: name of the step.
         topology: the slices, or None.
         limit_bytes: the limit of memory of one device.
@@ -131,6 +131,15 @@ class Suggestion:
     def fits(self) -> bool:
         """Whether the estimated peak of memory is below the limit."""
         return report_text.fits(self.cost, self.limit_bytes)
+
+    @property
+    def is_today_better(self) -> bool:
+        """Whether to keep the rules of today, as the report then says."""
+        return report_text.is_today_better(self._costs, self.limit_bytes)
+
+    @property
+    def _costs(self) -> dict[str, Cost]:
+        return {name: one.cost for name, one in self.choices.items()}
 
     def explain(self, path: str) -> str:
         """Tell what the next best layout of a parameter would cost.
@@ -203,14 +212,15 @@ class Suggestion:
             f"suggestion for {self.step} on mesh {self.mesh}{where}: "
             f"{self.mesh.size} devices"
         )
-        costs = {name: one.cost for name, one in self.choices.items()}
-        verdict = [*report_text.verdict(costs, self.limit_bytes)]
+        verdict = [*report_text.verdict(self._costs, self.limit_bytes)]
         if not self.is_complete:
             verdict.insert(0, "interrupted: this is the best so far")
         heading = wrapped([title, *verdict], width)
         code = as_code(self.layout_map.freeze())
+        if self.is_today_better:
+            code = f"# found by the search; the rules of today are better\n{code}"
         notes = wrapped([*self._notes()], width)
-        return heading, code, report_text.table(costs), notes
+        return heading, code, report_text.table(self._costs), notes
 
     def _notes(self) -> Iterator[str]:
         yield from self.notes

@@ -79,7 +79,8 @@ class Planner:
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         module = self.prepared.lay_out(specs, self.lowered.pairs)
         attributes, state = self.prepared.attributes, self.lowered.state()
-        found = read(module, attributes, state, self.platform)
+        on_tpus = self.topology is not None  # as for a plan
+        found = read(module, attributes, state, for_tpus=on_tpus)
         collectives = collectives_of(found, self.lowered, sizes, self.topology)
         memory = memory_of(found.arguments, leaves, self.topology)
         if self.platform != "tpu":

@@ -7,7 +7,7 @@ passes stop at calls).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -125,15 +125,11 @@ class Prepared:
         self, module: Any, marked: Mapping[int, tuple[int, int]]
     ) -> dict[int, Dims]:
         """The axes of marked operands: position → number of the mark, and result."""
-        found: dict[int, Any] = {}
-
-        def visit(op: Any) -> Any:
-            if _MARK in op.attributes:
-                found[op.attributes[_MARK].value] = self.attributes.per_value(op)
-            return ir.WalkResult.ADVANCE
-
-        ir, _ = _bindings()
-        module.walk(visit)
+        found = {
+            op.attributes[_MARK].value: self.attributes.per_value(op)
+            for op in _operations(module)
+            if _MARK in op.attributes
+        }
         return {
             at: found[mark][result]
             for at, (mark, result) in marked.items()
@@ -175,16 +171,19 @@ def _run(passes: str, module: Any) -> None:
 
 def constraints_in(module: Any) -> list[Any]:
     """The sharding constraints of a module, in order."""
-    ir, _ = _bindings()
-    found: list[Any] = []
+    return [op for op in _operations(module) if op.name == "sdy.sharding_constraint"]
 
-    def visit(op: Any) -> Any:
-        if op.name == "sdy.sharding_constraint":
-            found.append(op)
-        return ir.WalkResult.ADVANCE
 
-    module.walk(visit)
-    return found
+def _operations(above: Any) -> Iterator[Any]:
+    """All operations inside of one.
+
+    MLIR's own walk would turn Ctrl-C into another error.
+    """
+    for region in above.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                yield from _operations(op.operation)
 
 
 def _open_texts(kinds: Sequence[Any], specs: Specs, mesh: str) -> list[str]:

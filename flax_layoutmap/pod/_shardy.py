@@ -119,14 +119,16 @@ def read(
     module: Any,
     attributes: Attributes,
     state: Sequence[tuple[int, int]] = (),
-    platform: str = "tpu",
+    *,
+    for_tpus: bool = False,
 ) -> LaidOut:
     """Read a module that `Prepared.lay_out` made.
 
     `state` has positions of results and of the arguments that they update: sums that a
-    result is computed from are those of the argument's gradient.
+    result is computed from are those of the argument's gradient. `for_tpus` counts
+    collectives as the compiler for TPUs has them, as in `_merge.merge`.
     """
-    walk = _Walk(attributes, _FAR if platform == "tpu" else None)
+    walk = _Walk(attributes, _FAR if for_tpus else None)
     walk.function(functions(module)["main"])
     walk.name_gradients(state)
     return walk.found

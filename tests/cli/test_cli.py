@@ -275,8 +275,12 @@ def test_suggest(run: Any, folder: Path) -> None:
     assert "suggestion for step on mesh" in out and "by XLA's partitioner, " in out
     assert flm.LayoutMap.from_file(folder / "found.toml").device_mesh is not None
     quick = f"{own} --mesh data=4,model=2 --check none --limit-seconds 0"
-    code, out, _ = run(f"{quick} --rules found.toml --format markdown")
+    again = f"{quick} --rules found.toml -o again.toml --format markdown"
+    code, out, err = run(again)
     assert code == 0 and "not checked" in out
+    assert err == "not written: again.toml; the rules of today are better\n"
+    assert "found by the search; the rules of today are better" in out
+    assert not (folder / "again.toml").exists()
     assert "- interrupted: " in out and " today |\n" in out
     code, out, _ = run(f"{quick} --hbm 1e-6 --json")
     data = json.loads(out)

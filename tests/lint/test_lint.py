@@ -1036,6 +1036,7 @@ def test_many_small_leaves_that_no_rule_matches_are_warned_of() -> None:
         resolution.announce()
     (warning,) = caught
     assert str(warning.message).startswith(
+        "1 finding\n"
         "  - unmatched: layers/{0..119}/wide/kernel ×120 (4096,8192) is matched by no "
         "rule, so every device holds each in full (33.3% of the bytes)\n"
     )

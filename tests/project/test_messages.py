@@ -1568,6 +1568,7 @@ def test_warnings_point_at_the_users_line(mesh: flm.DeviceMesh) -> None:
         flm.LayoutMap(mesh).shardings({"w": struct(8)})
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
     assert str(caught[0].message) == (
+        "1 finding\n"
         "  - unmatched: w (8,) is matched by no rule, so every device holds it in full "
         "(100.0% of the bytes)\n"
         "  (a rule None says that a leaf is to be replicated; strict=False is quiet, "

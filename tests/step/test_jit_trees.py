@@ -361,6 +361,7 @@ def test_parameters_that_no_rule_matches_are_told_of(tree: Any) -> None:
         total(tree)
     (warning,) = caught
     assert str(warning.message) == (
+        "1 finding\n"
         "  - no rule matches down/kernel (16,8) in the argument 'params', and 1 more "
         "like it; the closest is rule 1 'ffn_up/kernel'; as no rule shards anything in "
         "it, it is taken for data, and what is on no mesh is split over the batch axes "

@@ -24,12 +24,24 @@ from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import as_code, rules_of
 from flax_layoutmap.pod._lower import lower_step
+from flax_layoutmap.pod._mlir import Attributes
 from flax_layoutmap.pod._report_text import seconds_text
 
 MESH = "data=4,tensor=2"
 WIDE = "data=16,tensor=4"
 # Less than full sharding over both axes needs.
 LITTLE: Any = {"mesh": WIDE, "hbm": 6 << 30}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return problem_of(train_step, *nnx.eval_shape(make), TOKENS, mesh=MESH)
+
+
+def problem_of(step: Any, *arguments: Any, mesh: str, donated: Any = ()) -> Problem:
+    own = flm.DeviceMesh.abstract(mesh)
+    rules = seed_rules(own).freeze()
+    return Problem(lower_step(step, arguments, {}, rules, donated, "tpu", own), own)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +139,20 @@ def test_a_limit_is_a_number() -> None:
         flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", hbm="16GB")  # pyright: ignore
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hbm": "16GB"}, "hbm='16GB' is no number of bytes"),
+        ({"hbm": True}, "hbm=True is no number of bytes"),
+        ({"hbm": float("nan")}, "hbm=nan is no number of bytes"),
+        ({"check": "nonsense"}, "check must be True, False or .*, got 'nonsense'"),
+    ],
+)
+def test_options_that_are_refused(options: Any, error: str) -> None:
+    with pytest.raises(flm.LayoutError, match=error):
+        flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", **options)
+
+
 def test_a_step_runs_with_the_rules() -> None:
     model, optimizer = nnx.eval_shape(make)
     found = flm.suggest(train_step, model, optimizer, TOKENS, mesh=MESH, check=False)
@@ -148,6 +174,17 @@ def test_classes_of_dims_are_found_without_names(wide: flm.Suggestion) -> None:
     # Megatron's: heads, and hidden units.
     assert [spec.index(("tensor",)) for spec in dims] == [3, 1, 2, 2, 1]
     assert len(wide.layout_map) <= 7 and len(wide.layout_map.activations) <= 2
+
+
+def test_classes_of_dims_that_the_smallest_axis_does_not_divide() -> None:
+    params = {"up": jnp.ones((27, 81)), "down": jnp.ones((81, 27))}
+    given = mlp_step, params, jnp.ones((9, 27))
+    two, one = (
+        problem_of(*given, mesh=mesh, donated="params")
+        for mesh in ("data=2,model=3", "model=3")
+    )
+    assert two.batch_class == one.batch_class and one.batch_class
+    assert two.classes == one.classes and one.classes
 
 
 def test_the_cost_is_the_estimate_of_a_plan(wide: flm.Suggestion) -> None:
@@ -336,7 +373,12 @@ def test_the_verdict(small: flm.Suggestion) -> None:
     none = verdict(suggested=large)
     assert none.startswith("does not fit: 1.0 TiB per device is the least memory that ")
     assert "it holds: gradients and activations 1024.0 GiB, " in none
-    assert "for less: jax.checkpoint in the model, or fewer rows" in none
+    less = "for less: more devices, fewer rows in a batch, or, in training, jax."
+    assert less in none
+    held = dataclasses.replace(large, at_rest={"parameter": 1 << 40})
+    assert "for less: more devices; estimated" in verdict(suggested=held)
+    held = dataclasses.replace(large, at_rest={"optimizer": 1 << 40})
+    assert "or optimizer state in the memory of" in verdict(suggested=held)
 
 
 @pytest.mark.parametrize(
@@ -418,6 +460,7 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     assert list(found.choices)[0] == "suggested" and list(found.choices)[-1] == "today"
     costs = [one.cost.seconds for one in found.choices.values()]
     assert costs[0] == min(costs)
+    assert not found.is_today_better
     assert found.choices["today"].layout_map == today.on(found.mesh)
     assert " with today (-" in told(found, 0)
 
@@ -449,6 +492,25 @@ def test_the_order_of_the_partitioner_counts(monkeypatch: pytest.MonkeyPatch) ->
     costs = [one.cost.seconds for one in found.choices.values()]
     assert costs[0] == min(costs[:-1])
     assert "overruled: what the search had found best, with " in told(found, 3)
+    assert f"; what is suggested takes {seconds_text(costs[0])}, and " in told(found, 3)
+
+
+def test_what_is_cheaper_by_both_overrules_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, cheap = search.Search.run, []
+
+    def ends_with_full_sharding(self: search.Search) -> None:
+        run(self)
+        cheap.append(self.best)
+        self.best = self.with_rules(fully_sharded(self.problem))
+
+    monkeypatch.setattr(search.Search, "run", ends_with_full_sharding)
+    monkeypatch.setattr(search.Search, "rivals", lambda _: cheap)
+    monkeypatch.setattr(suggest, "planned", lambda planner, *_: planner.estimate(0.0))
+    found = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}))
+    assert found.plan is not None and "full sharding" in found.choices
+    assert "overruled: " not in told(found, 3)
 
 
 def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,12 +552,56 @@ def test_an_interrupt_at_any_price(calls: int, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_few_rules_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = flm.DeviceMesh.abstract(MESH)
-    arguments = *nnx.eval_shape(make), TOKENS
-    rules = seed_rules(mesh).freeze()
-    lowered = lower_step(train_step, arguments, {}, rules, (), "tpu", mesh)
-    problem = Problem(lowered, mesh)
+def test_an_interrupt_while_operations_are_walked(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Attributes, "per_value", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        problem.prepared.spread({})
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (flm.LayoutError("no answer\nof it"), "not checked: no answer how sure"),
+        (KeyboardInterrupt(), "not checked: the check was interrupted how sure"),
+    ],
+)
+def test_a_check_that_fails_is_a_note(
+    error: BaseException, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, numbers = suggest.planned, itertools.count()
+
+    def fails(*args: Any) -> Any:
+        if next(numbers):
+            raise error
+        return plan(*args)
+
+    monkeypatch.setattr(suggest, "planned", fails)
+    found = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}))
+    assert all(one.plan is None for one in found.choices.values())
+    assert found.is_complete and note in told(found, 3)
+
+
+def test_an_interrupt_of_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules_of, numbers = suggest.rules_of, itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(numbers):
+            raise KeyboardInterrupt
+        return rules_of(*args)
+
+    monkeypatch.setattr(suggest, "rules_of", interrupted)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert list(found.choices) == ["suggested"] and not found.is_complete
+
+
+def test_few_rules_for_activations(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     every = {*range(len(problem.points))}
     needed = {2, len(every) - 1}  # as if rules for these two gave what is wanted
 
