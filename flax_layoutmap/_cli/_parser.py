@@ -9,10 +9,11 @@ from flax_layoutmap._core.errors import visible
 
 ABOUT = """Shows, checks, compares and suggests rules for a model, with no devices.
 
-A model is a function that makes one (--model package.module:factory), or a checkpoint
-(--checkpoint PATH), which needs no code at all. Rules are a file (.toml, .json), an
-object in a module (package.module:layout_map), or those that a checkpoint was saved
-with. The mesh is text, such as data=16,model=16; its devices need not exist."""
+A model is a function that makes one (--model package.module:factory), or a
+checkpoint (--checkpoint PATH), which needs no code at all. Rules are a file
+(.toml, .json), an object in a module (package.module:layout_map), or those that
+a checkpoint was saved with. The mesh is text, such as data=16,model=16; its
+devices need not exist."""
 
 ENDS = """exit codes:
   0  done, and nothing is wrong
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=textwrap.fill(text, 80),
-            epilog=f"example:\n  flax-layoutmap {name} {example}",
+            epilog=f"example:\n  {_in_lines(f'flax-layoutmap {name} {example}')}",
             formatter_class=raw,
         )
         for part in (
@@ -57,6 +58,19 @@ def parser() -> argparse.ArgumentParser:
         ):
             part(own)
     return top
+
+
+def _in_lines(command: str) -> str:
+    """A command of the shell, its options in lines that fit a terminal."""
+    first, *options = command.split(" -")
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) > 70:
+            lines[-1] += " \\"
+            lines.append(f"     -{option}")
+        else:
+            lines[-1] += f" -{option}"
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------- parts
