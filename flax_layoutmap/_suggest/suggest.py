@@ -6,31 +6,26 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest
+from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._show.terminal import wrapped
 from flax_layoutmap._step.arguments import signature_of, slots_of
-from flax_layoutmap._suggest.candidate import Candidate, Spec
+from flax_layoutmap._suggest.compare import compared, first_of
 from flax_layoutmap._suggest.memory import peak_bytes
-from flax_layoutmap._suggest.moves import fully_sharded, single
-from flax_layoutmap._suggest.price import ASSUMED, Cost, Pricer, cost_of_report
+from flax_layoutmap._suggest.price import ASSUMED, Pricer, cost_of_report
 from flax_layoutmap._suggest.problem import Problem, seed_rules
-from flax_layoutmap._suggest.report_text import WIDTH, next_best, peak_of
-from flax_layoutmap._suggest.rules import layout_text, rules_of
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Choice, Suggestion
 from flax_layoutmap._tree.flax_internals import is_nnx_object
@@ -44,8 +39,6 @@ from flax_layoutmap.pod._plan import planned
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
 
-# Parameters that are named in an error.
-_LISTED = 10
 # Seconds after which the partitioner is ended.
 _TIMEOUT = 300.0
 
@@ -138,7 +131,7 @@ def suggest(
     except RuleError as error:
         if mesh is None:
             raise
-        notes.append(f"the rules of today do not fit this mesh: {_first(error)}")
+        notes.append(f"the rules of today do not fit this mesh: {first_of(error)}")
         rules, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
     lower = functools.partial(_lower, step, args, kwargs, state, own, where)
     report = functools.partial(_planned, lower)
@@ -153,14 +146,14 @@ def suggest(
         try:
             today = None if rules is None else _of_today(lower(rules), rules)
         except LayoutError as error:
-            notes.append(f"the rules of today do not fit this step: {_first(error)}")
+            notes.append(f"the rules of today do not fit this step: {first_of(error)}")
     if limit_seconds is not None:
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     with shown_progress(functools.partial(_so_far, search), None, progress):
         search.run()
     comparing = shown_progress(f"comparing rules for {name}", None, progress)
     with comparing, _unused_donations():
-        found = _suggestion(search, today, report if check else None)
+        found = compared(search, today, report if check else None)
     notes += [_roles(search.problem.lowered), *found.notes]
     took = time.perf_counter() - start
     return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
@@ -239,12 +232,6 @@ def _without_state(lowered: Lowered) -> str:
     )
 
 
-def _first(error: LayoutError) -> str:
-    """The first problem of an error, and how many more there are."""
-    first, *more = getattr(error, "problems", ()) or [str(error)]
-    return f"{first} (and {len(more)} more)" if more else first
-
-
 def _roles(lowered: Lowered) -> str:
     """What was taken for state, which rules lay out, and what for data."""
     roles: dict[str, dict[str, None]] = {"state": {}, "data": {}}
@@ -268,68 +255,6 @@ def _so_far(search: Search) -> str:
     )
 
 
-def _suggestion(
-    search: Search,
-    today: Choice | None,
-    report: Callable[..., PodReport] | None,
-) -> Suggestion:
-    """What a search has found; `report` makes that of a `layout_map`."""
-    problem, limit = search.problem, search.limit_bytes
-    assert search.best is not None
-    found, full = [search.best], fully_sharded(problem)
-    if search.is_complete:  # then what is compared is as rules give it, too
-        found += search.rivals()
-        full = search.with_rules(full)
-    elif full == dataclasses.replace(search.best, fixed=None):
-        full = search.best
-
-    def choice(one: Candidate) -> Choice:
-        return Choice(rules_of(problem, one), search.price.with_peak(one))
-
-    choices = {search.best: choice(search.best)}
-    with search.until_over():
-        for one in (*found, full):
-            if one not in choices:
-                choices[one] = choice(one)
-    every, notes = [*choices.values(), *([] if today is None else [today])], []
-    if search.is_complete and report is not None:
-        try:
-            every = [
-                dataclasses.replace(one, plan=report(layout_map=one.layout_map))
-                for one in every
-            ]
-        except KeyboardInterrupt:  # the search is not lost
-            notes.append("not checked: the check was interrupted")
-        except LayoutError as error:
-            notes.append(f"not checked: {_first(error)}".splitlines()[0])
-    choices = dict(zip(choices, every, strict=False))
-
-    def rank(cost: Cost) -> tuple[int, float]:
-        return max(0, peak_of(cost) - limit), cost.seconds
-
-    compared = [one for one in found if one in choices]
-    chosen, *others = sorted(compared, key=lambda one: rank(choices[one].cost))
-    second = next((one for one in others if one != full), None)
-    named = {"suggested": chosen}
-    named |= {} if second is None else {"runner-up": second}
-    named |= {"full sharding": full} if full != chosen and full in choices else {}
-    best = choices[search.best]
-    if rank(best.estimate) < rank(choices[chosen].estimate):
-        notes.append(_overruled(best, choices[chosen]))
-    columns = {name: choices[one] for name, one in named.items()}
-    columns |= {} if today is None else {"today": every[-1]}
-    return Suggestion(
-        choices=columns,
-        step=problem.lowered.name,
-        topology=search.price.topology,
-        limit_bytes=limit,
-        trail=tuple(search.trail),
-        is_complete=search.is_complete,
-        notes=(*_unused_axes(problem, chosen), *notes),
-        explained=functools.partial(_explained, search, chosen),
-    )
-
-
 def _of_today(planner: Planner, rules: RuleSet) -> Choice:
     """Rules that were not found by the search, with their estimate."""
     cost = cost_of_report(planner.estimate(time.perf_counter()))
@@ -343,99 +268,3 @@ def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
     """The plan by XLA's partitioner."""
     planner, start = lower(layout_map.freeze()), time.perf_counter()
     return planned(planner, start, _TIMEOUT)
-
-
-def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
-    specs = [*problem.arguments(chosen).values()]
-    specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
-    used = {axis for spec in specs for axes in spec for axis in axes}
-    dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
-    if used.issuperset(chosen.batch) and (why := _not_split(problem, chosen.batch)):
-        yield f"no data is split over the batch: {why}"
-    for axis, size in problem.sizes.items():
-        if axis in used:
-            continue
-        why = f"no batch and no dim of a large parameter divides by {size}"
-        is_for_rows = any(axis in own for own in problem.batches)
-        if is_for_rows or any(problem.divides(size, (axis,)) for size in dims):
-            why = "nothing that was tried with it gains"
-        if is_for_rows:
-            why = _not_split(problem, (axis,)) or why
-        yield (
-            f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
-            f"work; {why}"
-        )
-
-
-def _not_split(problem: Problem, axes: Sequence[str]) -> str:
-    """Why rules split no data over some axes, and what to do; else empty.
-
-    Rows behind micro-batches are not meant, which the layouts of outputs split.
-    """
-    found = [at for at in problem.undivided(axes) if not problem.rows.get(at)]
-    if not found:
-        return ""
-    path, shape = problem.lowered.leaves[found[0]].path, dict(problem.data)[found[0]]
-    more = f" (and {len(found) - 1} more)" if found[1:] else ""
-    count = math.prod(problem.sizes[axis] for axis in axes)
-    return (
-        f"the first dim of {path} {show_shape(shape)}{more} does not divide by {count}"
-        "; pad or broadcast it, so that rules can split all data"
-    )
-
-
-def _overruled(best: Choice, chosen: Choice) -> str:
-    """What the search found best, and the check does not."""
-    text = seconds_text
-    return (
-        "overruled: what the search had found best, with "
-        f"{text(best.estimate.seconds)} a step, takes {text(best.cost.seconds)} by "
-        f"{best.checked_by}; what is suggested takes {text(chosen.cost.seconds)}, and "
-        f"{text(chosen.estimate.seconds)} by the estimate of the search"
-    )
-
-
-def _explained(search: Search, chosen: Candidate, path: str) -> str:
-    """`Suggestion.explain`: price the other layouts of one group."""
-    problem, price = search.problem, search.price
-    number = _group_of(problem, path)
-    group, own = problem.groups[number], chosen.specs[number]
-    lines = [f"{path}: {layout_text(own)}"]
-    others = dict.fromkeys(
-        single(problem, number, (axis,), dim, chosen)
-        for axis in problem.sizes
-        for dim in (None, *group.dims)
-    )
-    others = [one for one in others if _sets(one.specs[number]) != _sets(own)]
-    if others:
-        best = min(others, key=lambda one: (search.excess(one), price.of(one).seconds))
-        text = layout_text(best.specs[number])
-        is_over = search.excess(best) > search.excess(chosen)
-        lines.append(next_best(text, price.of(best), price.of(chosen), is_over))
-    elif group.dims:
-        lines.append("none of its dims divides by another axis")
-    else:
-        lines.append("it is too small to be sharded: no other layout was tried")
-    return "\n".join(wrapped(lines, WIDTH))
-
-
-def _sets(spec: Spec) -> list[set[str]]:
-    """The axes of each dim, whose order makes no difference in cost."""
-    return [set(axes) for axes in spec]
-
-
-def _group_of(problem: Problem, path: str) -> int:
-    """The number of the group that has a path, or the only one with such an end."""
-    paths = {one: at for at, group in enumerate(problem.groups) for one in group.paths}
-    if path in paths:
-        return paths[path]
-    ends = {at: one for one, at in paths.items() if one.endswith(f"/{path}")}
-    if len(ends) == 1:
-        return next(iter(ends))
-    if ends:
-        more = f" and {len(ends) - _LISTED} more" if len(ends) > _LISTED else ""
-        listed = ", ".join([*ends.values()][:_LISTED])
-        raise KeyError(f"{path!r} is the end of several paths: {listed}{more}")
-    near = closest(path, paths, count=3)
-    hint = f"; the closest are {near}" if near else ""
-    raise KeyError(f"no parameter has the path {path!r}{hint}")

@@ -19,7 +19,7 @@ from helpers import needs_libtpu
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
-from flax_layoutmap._suggest import price, report_text, search, suggest
+from flax_layoutmap._suggest import compare, price, report_text, search, suggest
 from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import as_code, rules_of
@@ -587,14 +587,14 @@ def test_a_check_that_fails_is_a_note(
 
 
 def test_an_interrupt_of_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_of, numbers = suggest.rules_of, itertools.count()
+    rules_of, numbers = compare.rules_of, itertools.count()
 
     def interrupted(*args: Any) -> Any:
         if next(numbers):
             raise KeyboardInterrupt
         return rules_of(*args)
 
-    monkeypatch.setattr(suggest, "rules_of", interrupted)
+    monkeypatch.setattr(compare, "rules_of", interrupted)
     found = flm.suggest(*GIVEN, **OPTIONS)
     assert list(found.choices) == ["suggested"] and not found.is_complete
 
