@@ -558,7 +558,7 @@ def test_a_vocabulary_over_tensor() -> None:
 @needs_libtpu
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_the_compiler_for_tpus_scatters_once() -> None:
-    replicated = rules(flm.DeviceMesh.abstract("data=8"), kernel=(None, None, None))
+    replicated = rules(flm.DeviceMesh.abstract("data=4"), kernel=(None, None, None))
     layout_map = flm.presets.zero1(replicated)
     model = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
     tx = optax.adam(1e-2)
@@ -567,8 +567,8 @@ def test_the_compiler_for_tpus_scatters_once() -> None:
         model,
         nnx.eval_shape(lambda: nnx.Optimizer(Stack(nnx.Rngs(0)), tx, wrt=nnx.Param)),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
-        topology="v5e:2x4",
-        mesh="data=8",
+        topology="v5e:2x2",
+        mesh="data=4",
         layout_map=layout_map,
         donate_argnames=("model", "optimizer"),
     )
