@@ -204,14 +204,12 @@ class Search:
         def ruled(outputs: Iterable[int]) -> Candidate:
             return dataclasses.replace(best, fixed=frozenset([*named, *outputs]))
 
-        none, every = ruled(()), ruled(others)
+        every, needed = ruled(others), list[int]()
         wanted = 0, self.price.of(best).seconds * (1 + _CLOSE)
-        if self._key(none) <= wanted:
-            return none
-        excess, seconds = min(self._key(none), self._key(every))
-        wanted = max(wanted, (excess, seconds * (1 + _GAIN)))
-        needed: list[int] = []
         with self.until_over():
+            if self._key(ruled(())) > wanted:
+                excess, seconds = min(self._key(ruled(())), self._key(every))
+                wanted = max(wanted, (excess, seconds * (1 + _GAIN)))
             while self._key(ruled(needed)) > wanted:
                 # The output without which those before it are not enough.
                 prefixes = [ruled([*needed, *others[:at]]) for at in range(len(others))]

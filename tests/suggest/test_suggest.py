@@ -529,6 +529,22 @@ def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_interrupt_in_rules_for_activations(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, numbers = search.Search._key, itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(numbers) == calls:
+            raise KeyboardInterrupt
+        return key(*args)
+
+    monkeypatch.setattr(search.Search, "_key", interrupted)
+    found = flm.suggest(*GIVEN, **OPTIONS)
+    assert not found.is_complete and found.cost.seconds > 0
+
+
 def test_a_limit_of_time_gives_the_best_so_far() -> None:
     ended = flm.suggest(*GIVEN, **(OPTIONS | {"check": True}), limit_seconds=0.0)
     assert not ended.is_complete and ended.plan is None
