@@ -34,7 +34,7 @@ def compared(
     found, full = [search.best], fully_sharded(problem)
     if search.is_complete:  # then what is compared is as rules give it, too
         found += search.rivals()
-        full = search.with_rules(full)
+        full = search.ruled_as_best(full)
     elif full == dataclasses.replace(search.best, fixed=None):
         full = search.best
 

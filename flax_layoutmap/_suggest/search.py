@@ -188,8 +188,22 @@ class Search:
         found = [fully_sharded(self.problem)]
         with self.until_over():
             found = [*self.second(), *found]
-        found = dict.fromkeys(map(self.with_rules, found))
+        found = dict.fromkeys(map(self.ruled_as_best, found))
         return [one for one in found if one != self.best]
+
+    def ruled_as_best(self, other: Candidate) -> Candidate:
+        """A candidate with rules for the outputs that the best has them for.
+
+        Or for all, or for few, whichever is the cheapest.
+        """
+        assert self.best is not None
+        if dataclasses.replace(self.best, fixed=None) == other:
+            return self.best
+        named, others = self._outputs()
+        fixed = self.best.fixed, frozenset(named), frozenset([*named, *others])
+        return min(
+            (dataclasses.replace(other, fixed=one) for one in fixed), key=self._key
+        )
 
     def with_rules(self, best: Candidate) -> Candidate:
         """Few activation rules that give what the open layouts gave.
@@ -197,9 +211,7 @@ class Search:
         If none do, what rules for all outputs give. Once the time is over, the best so
         far, or rules for all.
         """
-        points = self.problem.points
-        named = [at for at, point in enumerate(points) if point.section == "names"]
-        others = sorted({*range(len(points))} - {*named}, key=self._depth)
+        named, others = self._outputs()
 
         def ruled(outputs: Iterable[int]) -> Candidate:
             return dataclasses.replace(best, fixed=frozenset([*named, *outputs]))
@@ -220,6 +232,12 @@ class Search:
                 del others[last - 1 :]
             return ruled(needed)
         return min(ruled(needed), every, key=self._key)
+
+    def _outputs(self) -> tuple[list[int], list[int]]:
+        """The outputs that have a name, and the others, those of large parts first."""
+        points = self.problem.points
+        named = [at for at, point in enumerate(points) if point.section == "names"]
+        return named, sorted({*range(len(points))} - {*named}, key=self._depth)
 
     def _is_enough(self, candidate: Candidate, wanted: tuple[int, float]) -> bool:
         if self.is_over():

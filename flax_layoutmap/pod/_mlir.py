@@ -46,7 +46,7 @@ def element_type(name: str) -> tuple[str, int] | None:
     return f"{_KINDS.get(kind, 'int')}{bits}{'_' * bool(form)}{form or ''}", int(bits)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Array:
     """An array and its sharding."""
 
@@ -54,7 +54,7 @@ class Array:
     element: str  # MLIR's name of the element type
     dims: Dims
 
-    @property
+    @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one device's part."""
         if not any(self.dims):
@@ -62,7 +62,7 @@ class Array:
         cut = zip(self.shape, self.dims, strict=True)
         return tuple(-(-size // parts(axes)) for size, axes in cut)
 
-    @property
+    @functools.cached_property
     def local_bytes(self) -> int:
         """Bytes of one device's part."""
         return bytes_of(self.local_shape, self.element)
@@ -139,6 +139,7 @@ class Attributes:
         self.axes_in = functools.cache(self._axes_in)
         self._of_each = functools.cache(self._of_values)
         self._type = functools.cache(_type)
+        self._array = functools.cache(self._array_of)
         self._text = functools.cache(str)
 
     def per_value(self, op: Any, where: str = "sdy.sharding") -> Sequence[Dims]:
@@ -159,7 +160,10 @@ class Attributes:
 
     def array(self, value: Any, dims: Dims | None) -> Array:
         """A value with the axes of each dim; None is replicated."""
-        shape, element = self.type_of(value)
+        return self._array(value.type, dims)
+
+    def _array_of(self, kind: Any, dims: Dims | None) -> Array:
+        shape, element = self._type(kind)
         if dims is None or len(dims) != len(shape):
             dims = ((),) * len(shape)
         return Array(shape, element, dims)
