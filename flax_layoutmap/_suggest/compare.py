@@ -19,6 +19,9 @@ from flax_layoutmap._suggest.suggestion import Choice, Suggestion
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
 
+# Candidate → its rules and costs; None: those of the rules of today.
+_Columns = dict[Candidate | None, Choice]
+
 # Parameters that are named in an error.
 _LISTED = 10
 
@@ -41,40 +44,31 @@ def compared(
     def choice(one: Candidate) -> Choice:
         return Choice(rules_of(problem, one), search.price.with_peak(one))
 
-    choices = {search.best: choice(search.best)}
-    with search.until_over():
-        for one in (*found, full):
-            if one not in choices:
-                choices[one] = choice(one)
-    every, notes = [*choices.values(), *([] if today is None else [today])], []
-    if search.is_complete and report is not None:
-        try:
-            every = [
-                dataclasses.replace(one, plan=report(layout_map=one.layout_map))
-                for one in every
-            ]
-        except KeyboardInterrupt:  # the search is not lost
-            notes.append("not checked: the check was interrupted")
-        except LayoutError as error:
-            notes.append(f"not checked: {first_of(error)}".splitlines()[0])
-    choices = dict(zip(choices, every, strict=False))
-
     def rank(cost: Cost) -> tuple[int, float]:
         return max(0, peak_of(cost) - limit), cost.seconds
 
-    priced = [one for one in found if one in choices]
-    chosen, *others = sorted(priced, key=lambda one: rank(choices[one].cost))
-    second = next((one for one in others if one != full), None)
-    named = {"suggested": chosen}
-    named |= {} if second is None else {"runner-up": second}
-    named |= {"full sharding": full} if full != chosen and full in choices else {}
-    best = choices[search.best]
-    if rank(best.estimate) < rank(choices[chosen].estimate):
-        notes.append(_overruled(best, choices[chosen]))
-    columns = {name: choices[one] for name, one in named.items()}
-    columns |= {} if today is None else {"today": every[-1]}
+    columns: _Columns = {search.best: choice(search.best)}
+    with search.until_over():
+        for one in (*found, full):
+            if one not in columns:
+                columns[one] = choice(one)
+    if today is not None:
+        columns[None] = today
+    notes = list[str]()
+    if search.is_complete and report is not None:
+        columns, notes = _checked(columns, report)
+    priced = [one for one in found if one in columns]
+    chosen, *others = sorted(priced, key=lambda one: rank(columns[one].cost))
+    best = columns[search.best]
+    if rank(best.estimate) < rank(columns[chosen].estimate):
+        notes.append(_overruled(best, columns[chosen]))
+    names: dict[Candidate | None, str] = {chosen: "suggested"}
+    for one in [one for one in others if one != full][:1]:
+        names[one] = "runner-up"
+    names.setdefault(full, "full sharding")
+    names[None] = "today"
     return Suggestion(
-        choices=columns,
+        choices={name: columns[one] for one, name in names.items() if one in columns},
         step=problem.lowered.name,
         topology=search.price.topology,
         limit_bytes=limit,
@@ -83,6 +77,21 @@ def compared(
         notes=(*_unused_axes(problem, chosen), *notes),
         explained=functools.partial(_explained, search, chosen),
     )
+
+
+def _checked(
+    columns: _Columns, report: Callable[..., PodReport]
+) -> tuple[_Columns, list[str]]:
+    """The choices with their plans; without any, and the reason, if one fails."""
+    try:
+        return {
+            one: dataclasses.replace(own, plan=report(layout_map=own.layout_map))
+            for one, own in columns.items()
+        }, []
+    except KeyboardInterrupt:  # the search is not lost
+        return columns, ["not checked: the check was interrupted"]
+    except LayoutError as error:
+        return columns, [f"not checked: {first_of(error)}".splitlines()[0]]
 
 
 def first_of(error: LayoutError) -> str:
