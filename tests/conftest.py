@@ -10,12 +10,15 @@ from typing import Any
 # Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
 # the hardware. A value from outside wins, and subprocesses inherit it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # see quick.py
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import quick
+
+os.environ.setdefault("XLA_FLAGS", quick.xla_flags())
 
 import hypothesis
 import jax
 import pytest
-import quick
 from multiprocess import launch
 
 import flax_layoutmap as flm
@@ -23,7 +26,6 @@ from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._step import inputs as _inputs
 from flax_layoutmap.pod import _aot
 
-quick.set_xla_flags()
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Tracing and compiling take their time on a busy machine, which is no failure.

@@ -25,10 +25,9 @@ def _jaxlib() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def set_xla_flags() -> None:
-    """To be called before JAX looks for devices. A value from outside wins."""
-    if _jaxlib() <= _LAST_KNOWN:
-        os.environ.setdefault("XLA_FLAGS", OLDER_CODE)
+def xla_flags() -> str:
+    """To be set before JAX looks for devices. A value from outside wins."""
+    return OLDER_CODE if _jaxlib() <= _LAST_KNOWN else ""
 
 
 def makes_older_code() -> bool:
