@@ -16,6 +16,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import needs_libtpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
@@ -422,6 +424,47 @@ def test_data_that_does_not_divide(dim: int, before: str) -> None:
         f"{before}the first dim of batch/scale (1,{dim}) does not divide by 8; pad or "
         "broadcast it, so that rules can split all data"
     ) in told(found, 3)
+
+
+@pytest.mark.parametrize("how", ["shape", "array", "flm.jit", "jax.jit"])
+def test_data_with_a_sharding_keeps_it(how: str) -> None:
+    mesh = flm.DeviceMesh(SMALL)
+    own = NamedSharding(mesh.jax_mesh, P("data"))
+    step: Any = mlp_step
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    x: Any = jnp.ones((32, 16))
+    if how == "shape":
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+    elif how == "array":
+        x = jax.device_put(x, own)
+    elif how == "flm.jit":
+        step = flm.jit(step, in_shardings={"x": P("data")})
+    else:
+        own = NamedSharding(mesh.jax_mesh.abstract_mesh, P("data"))
+        step = jax.jit(step, in_shardings=(None, own))
+    found = flm.suggest(step, params, x, **OPTIONS)
+    for choice in found.choices.values():
+        assert choice.layout_map.freeze().batch == ("data",)
+        # Four parts; with another batch the search would make two or eight.
+        assert choice.cost.at_rest["data"] == x.size * x.dtype.itemsize // 4
+    assert 'kept: the shardings that data came with, x ("data", None)' in told(found, 3)
+    assert "unused: " not in told(found, 3)
+
+
+def test_data_that_is_given_replicated_stops_no_batch() -> None:
+    """As for `flm.jit`, which splits the rest."""
+
+    def step(params: Any, batch: Any) -> Any:
+        return mlp_step(params, batch["x"] * batch["scale"])
+
+    replicated = NamedSharding(flm.DeviceMesh(SMALL).jax_mesh, P())
+    scale = jax.device_put(jnp.ones((1, 16)), replicated)
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    batch = {"x": jnp.ones((32, 16)), "scale": scale}
+    found = flm.suggest(step, params, batch, **OPTIONS)
+    assert found.layout_map.freeze().batch
+    layout_map = found.layout_map.on(SMALL)
+    flm.jit(step, layout_map=layout_map, donate_argnames="params")(params, batch)
 
 
 def test_explain_prices_the_next_best(
