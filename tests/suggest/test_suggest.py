@@ -252,6 +252,63 @@ def test_decoding_reads_its_parameters_from_memory() -> None:
     assert "or reading memory" in str(found)
 
 
+def test_an_axis_of_the_batch_for_the_experts() -> None:
+    """Tokens go to the devices of their experts, and back."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            mixed = x + jax.nn.relu(x @ params["in"]) @ params["out"]
+            rows = mixed.reshape(x.shape[0], 8, -1, x.shape[-1]).swapaxes(0, 1)
+            sent = flm.distribute_tensor(rows, "sent")
+            wide = jax.nn.relu(jnp.einsum("ebtd,edf->ebtf", sent, params["up"]))
+            done = jnp.einsum("ebtf,efd->ebtd", wide, params["down"])
+            back = flm.distribute_tensor(done, "done").swapaxes(0, 1)
+            return jnp.square(mixed + back.reshape(x.shape)).mean()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    shapes = {"in": (512, 2048), "out": (2048, 512)}
+    shapes |= {"up": (8, 512, 2048), "down": (8, 2048, 512)}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct((64, 128, 512), jnp.bfloat16)
+    found = flm.suggest(step, params, x, **(OPTIONS | {"mesh": "all=8"}))
+    rules = found.layout_map
+    assert rules.freeze().batch == ("all",)
+    by_expert = rules["up"], rules["down"], rules.names["sent"], rules.names["done"]
+    assert all(one and one.axes[0] == "all" for one in by_expert)
+    assert all(one and one.is_replicated for one in (rules["in"], rules["out"]))
+    assert found.cost.seconds < found.choices["full sharding"].cost.seconds / 2
+
+
+def test_adapters_are_trained_alone() -> None:
+    def made() -> Any:
+        kinds: Any = {"lora_rank": 8, "use_bias": False, "rngs": nnx.Rngs(0)}
+        model = nnx.LoRALinear(1024, 4096, **kinds)
+        return model, nnx.Optimizer(model, optax.sgd(1.0, 0.9), wrt=nnx.LoRAParam)
+
+    def step(model: nnx.LoRALinear, optimizer: Any, x: Any) -> Any:
+        def loss_of(model: nnx.LoRALinear) -> Any:
+            return jnp.square(model(x)).mean()
+
+        adapters = nnx.DiffState(0, nnx.LoRAParam)
+        optimizer.update(model, nnx.grad(loss_of, argnums=adapters)(model))
+
+    given = step, *nnx.eval_shape(made), GIVEN[2]
+    options: Any = {"mesh": SMALL, "check": False}
+    found = flm.suggest(*given, **options)
+    base, adapters = 1024 * 4096 * 4, 5120 * 8 * 4
+    # The base is everywhere, and only the gradients of adapters are summed.
+    assert found.cost.at_rest["parameter"] == base + adapters
+    assert adapters < found.cost.total_sent_bytes < 2 * adapters
+    # With less memory it is split, and adapters with it, and their moments.
+    split = flm.suggest(*given, **options, hbm=(found.cost.peak_bytes or 0) - base // 4)
+    assert split.fits and split.cost.at_rest["parameter"] <= (base + adapters) // 2
+    assert split.cost.at_rest["optimizer"] < adapters
+
+
 # --------------------------------------------------------------------- limits
 
 
