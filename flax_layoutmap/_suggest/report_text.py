@@ -138,14 +138,17 @@ def _sent_over(axis: str) -> Callable[[Cost], str]:
 
 
 def next_best(layout: str, other: Cost, own: Cost, is_over: bool) -> str:
-    """What another layout of one parameter would change."""
+    """What the best other layout of one parameter would change."""
     sent = _more(other.total_sent_bytes - own.total_sent_bytes)
     held = _more(other.at_rest_bytes - own.at_rest_bytes)
+    before = seconds_text(own.seconds)
+    time = f"an estimated {seconds_text(other.seconds)} a step instead of {before}"
+    time += _change(other, own)
+    if _are_equal(other, own):
+        time = f"the same time, {before} a step"
     return (
-        f"next best: {layout}: an estimated {seconds_text(other.seconds)} a step "
-        f"instead of {seconds_text(own.seconds)}{_change(other, own)}; each "
-        f"device sends {sent} and holds {held} for state and data"
-        f"{', and it does not fit' if is_over else ''}"
+        f"best other layout: {layout}: {time}; each device sends {sent} and holds "
+        f"{held} for state and data{', and it does not fit' if is_over else ''}"
     )
 
 

@@ -52,7 +52,6 @@ class Choice:
             with `check="compile"`; None without a check.
     """
 
-    __module__ = "flax_layoutmap"
     layout_map: LayoutMap
     estimate: Cost
     plan: PodReport | None = None
@@ -91,7 +90,7 @@ class Suggestion:
         is_complete: whether the search ended by itself.
         notes: what else is worth a look.
         took_seconds: how long it took.
-        explained: what `explain` calls.
+        explained: what `explain` calls; None in a copy or a pickle.
     """
 
     __module__ = "flax_layoutmap"
@@ -103,7 +102,11 @@ class Suggestion:
     is_complete: bool
     notes: tuple[str, ...]
     took_seconds: float = dataclasses.field(default=0.0, compare=False)
-    explained: Callable[[str], str] = dataclasses.field(compare=False)
+    explained: Callable[[str], str] | None = dataclasses.field(compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled: all but the program, which `explain` needs."""
+        return {**self.__dict__, "explained": None}
 
     @property
     def layout_map(self) -> LayoutMap:
@@ -142,14 +145,22 @@ class Suggestion:
         return {name: one.cost for name, one in self.choices.items()}
 
     def explain(self, path: str) -> str:
-        """Tell what the next best layout of a parameter would cost.
+        """Tell what the best other layout of a parameter would cost.
+
+        After an interrupt it may cost less than the suggested one.
 
         Args:
             path: the path of the parameter, or the end of it.
 
         Raises:
             KeyError: no parameter has this path, or several end with it.
+            LayoutError: this is a copy, or was pickled.
         """
+        if self.explained is None:
+            raise LayoutError(
+                "explain has no program to price layouts of: a copy of a suggestion, "
+                "or one that was pickled, is without; use flm.suggest(step, …).explain"
+            )
         return self.explained(path)
 
     # ------------------------------------------------------------------- output

@@ -1,10 +1,12 @@
 """flm.suggest: rules that are found by search."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import itertools
 import json
+import pickle
 import re
 import warnings
 from typing import Any
@@ -529,7 +531,7 @@ def test_explain_prices_the_next_best(
 ) -> None:
     first, second = wide.explain("g/c/kernel").split("\n", 1)
     assert first == 'g/c/kernel: (None, None, "tensor")'
-    assert second.startswith('next best: (None, "tensor", None): an estimated ')
+    assert second.startswith('best other layout: (None, "tensor", None): ')
     assert all(len(line) <= 80 for line in second.splitlines())
     with pytest.raises(KeyError, match="no parameter has the path 'x'"):
         wide.explain("x")
@@ -538,11 +540,48 @@ def test_explain_prices_the_next_best(
     assert small.explain("params/up").startswith("params/up: ")
 
 
+def test_a_suggestion_is_kept_without_the_program(small: flm.Suggestion) -> None:
+    """In a cache, or sent to another process."""
+    for kept in (pickle.loads(pickle.dumps(small)), copy.deepcopy(small)):
+        assert kept == small and str(kept) == str(small)
+        with pytest.raises(flm.LayoutError, match="explain has no program"):
+            kept.explain("up")
+
+
+def test_explain_after_an_interrupt() -> None:
+    """What the search has not come to may be better, and is no next best."""
+
+    def step(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    found = flm.suggest(step, *GIVEN[1:], **OPTIONS, limit_seconds=0)
+    text = " ".join(found.explain("up").split())
+    assert text.startswith('up: (None, ("data", "tensor")) best other layout: (None, ')
+    assert re.search(r"an estimated \S+ µs a step instead of \S+ µs \(-\d", text)
+
+
+def test_an_equal_time_is_called_equal(small: flm.Suggestion) -> None:
+    texts = [
+        report_text.next_best(
+            "None",
+            dataclasses.replace(small.cost, link_seconds=seconds),
+            small.cost,
+            False,
+        )
+        for seconds in (small.cost.link_seconds, 2 * small.cost.link_seconds)
+    ]
+    time = seconds_text(small.cost.seconds)
+    assert texts[0].startswith(
+        f"best other layout: None: the same time, {time} a step; "
+    )
+    assert f" a step instead of {time} (+" in texts[1]
+
+
 def test_another_order_of_axes_is_no_other_layout() -> None:
     found = flm.suggest(*GIVEN, **OPTIONS, hbm=1000)
     first, second = found.explain("up").split("\n", 1)
     assert first == 'up: (None, ("data", "tensor"))'
-    assert '("tensor", "data")' not in second and "next best: " in second
+    assert '("tensor", "data")' not in second and "best other layout: " in second
 
 
 def test_a_small_parameter_is_not_explained_by_prices() -> None:
