@@ -47,8 +47,10 @@ def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
 
 def _estimates(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
     """Time and memory beside those of today, or else of full sharding."""
-    own, name = costs["suggested"], "today" if "today" in costs else "full sharding"
+    own, name = costs["suggested"], "full sharding"
     other = costs.get(name)
+    if "today" in costs:
+        name, other = "the rules of today", costs["today"]
     time = f"estimated time: {seconds_text(own.seconds)} a step"
     memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
     if other is None:
@@ -120,7 +122,7 @@ def table(costs: Mapping[str, Cost]) -> Grid:
         "  matrix products": lambda one: seconds_text(one.compute_seconds),
         **(reads if are_read else {}),
         "  sending": lambda one: seconds_text(one.link_seconds),
-        "  collectives, 2 µs each": lambda one: str(one.collectives),
+        "  starting collectives": lambda one: f"{one.collectives} × 2 µs",
         **{f"sent over {axis}": _sent_over(axis) for axis in axes},
         "memory for state and data": lambda one: human_bytes(one.at_rest_bytes),
         "memory at the peak": lambda one: human_bytes(peak_of(one)),

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _NOT_COUNTED = (
-    "not counted: overlap of sending and products, what the compiler merges or moves, "
-    "work that is no matrix product"
+    "not counted: sending while computing, what the compiler merges or moves, work "
+    "other than matrix products"
 )
 
 
@@ -239,24 +239,31 @@ class Suggestion:
         if self.topology is None:
             yield (
                 f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
-                "for each axis, as no topology was given"
+                'for each axis; for others, topology="v5e:4x4"'
             )
         yield _NOT_COUNTED
         tried, took = self.trail[-1].tried, self.took_seconds
-        yield f"tried: {tried} layouts, took {took:.1f} s; the best of each stage:"
+        yield f"tried: {tried} layouts, took {took:.1f} s; the best after each stage:"
         for step in self.trail:
             yield f"  {step.what}: {seconds_text(step.seconds)}"
 
     def _how_sure(self) -> Iterator[str]:
         suggested = self.choices["suggested"]
         if suggested.plan is None:
-            yield "how sure: all figures are estimates of the search, not checked"
+            yield (
+                "how sure: nothing was timed; all figures are estimates of the search, "
+                "not checked"
+            )
             return
+        peak = "an estimate, too"
+        if suggested.plan.memory.peak_bytes is not None:
+            peak = "the compiler's own"
         yield (
-            f"how sure: a step takes {seconds_text(self.cost.seconds)} by "
-            f"{suggested.checked_by}, {seconds_text(suggested.estimate.seconds)} by "
-            "the estimate of the search; memory at the peak is "
-            + ("an estimate" if suggested.plan.memory.peak_bytes is None else "its own")
+            "how sure: nothing was timed; a step is estimated at "
+            f"{seconds_text(self.cost.seconds)} with the collectives that "
+            f"{suggested.checked_by} makes, and at "
+            f"{seconds_text(suggested.estimate.seconds)} with those that the search "
+            f"expected; memory at the peak is {peak}"
         )
         for what in not_read(suggested.plan):
             yield f"unrecognised: {what}"

@@ -386,7 +386,7 @@ def test_the_text(wide: flm.Suggestion) -> None:
     assert "estimated time: " in heading and " with full sharding (-" in heading
     assert "GiB per device instead of 2.2 GiB (limit 6.0 GiB)" in heading
     assert "taken for state: model, optimizer; for data: tokens" in notes
-    assert "by XLA's partitioner" in notes and "not counted: " in notes
+    assert "that XLA's partitioner makes" in notes and "not counted: " in notes
     assert "assumed: speed and memory of v5p" in notes and "full sharding: 4" in notes
     assert "unused: " not in notes
 
@@ -420,8 +420,8 @@ def test_the_verdict(small: flm.Suggestion) -> None:
 
     a, b = seconds_text(own.seconds), seconds_text(slow.seconds)
     assert verdict(suggested=own, full_sharding=smaller, today=slow) == (
-        f"estimated time: {a} a step instead of {b} with today (-50.0%); estimated "
-        "memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
+        f"estimated time: {a} a step instead of {b} with the rules of today (-50.0%); "
+        "estimated memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
     )
     same = verdict(suggested=own, full_sharding=smaller)
     assert f"{a} a step, the same as full sharding; " in same
@@ -601,7 +601,7 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     assert costs[0] == min(costs)
     assert not found.is_today_better
     assert found.choices["today"].layout_map == today.on(found.mesh)
-    assert " with today (-" in told(found, 0)
+    assert " with the rules of today (-" in told(found, 0)
 
 
 def test_rules_of_today_for_another_mesh() -> None:
@@ -853,7 +853,7 @@ def test_the_compiler_checks_the_best_two() -> None:
     found = flm.suggest(*GIVEN, **where, check="compile")
     assert found.plan is not None and found.plan.engine == "compile"
     assert found.cost.peak_bytes == found.plan.memory.peak_bytes
-    assert found.fits and "by the compiler for TPUs" in told(found, 3)
+    assert found.fits and "that the compiler for TPUs makes" in told(found, 3)
 
 
 def test_the_compiler_needs_a_topology() -> None:
