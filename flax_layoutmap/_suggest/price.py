@@ -47,7 +47,6 @@ class Cost:
             and activations that are kept; None where it was not computed.
     """
 
-    __module__ = "flax_layoutmap"
     link_seconds: float
     compute_seconds: float
     memory_seconds: float

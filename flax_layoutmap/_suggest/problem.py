@@ -140,6 +140,21 @@ class Problem:
         return tuple(range(first, len(argument.type.shape)))
 
     @functools.cached_property
+    def kept(self) -> dict[int, Spec]:
+        """The specs of data that came with a sharding, which it keeps."""
+        are_kept = self.lowered.layouts.are_kept(self.mesh)
+        specs = [
+            tuple(tuple(name for name, _ in axes if name in self.sizes) for axes in own)
+            for own in self.prepared.arguments(self.prepared.module)
+        ]
+        # in_shardings of jax.jit are in the program alone.
+        return {
+            at: specs[at]
+            for at, _ in self.data
+            if are_kept[self.lowered.kept[at]] or any(specs[at])
+        }
+
+    @functools.cached_property
     def rows(self) -> dict[int, int]:
         """The dim of the batch, of each array with as many rows as the largest of data.
 
@@ -291,7 +306,13 @@ class Problem:
 
     @functools.cached_property
     def batches(self) -> list[tuple[str, ...]]:
-        """The sets of axes that the batch may be split over, the largest first."""
+        """The sets of axes that the batch may be split over, the largest first.
+
+        If rows came split over axes, these are the only set.
+        """
+        given = (self.kept[at][dim] for at, dim in self.rows.items() if at in self.kept)
+        if axes := next(filter(None, given), ()):
+            return [axes]
         rows = [shape[self.rows[at]] for at, shape in self.data if at in self.rows]
         found = [
             axes
@@ -331,13 +352,15 @@ class Problem:
     def batch_of_data(self, batch: tuple[str, ...]) -> tuple[str, ...]:
         """The axes that rules give to the first dims of data, which all divide or none.
 
-        Without them, the layouts of outputs have the batch.
+        Without them, the layouts of outputs have the batch. Data that is kept as it
+        came does not count.
         """
         return () if self.undivided(batch) else batch
 
     def undivided(self, axes: Sequence[str]) -> list[int]:
         """The data whose first dim cannot be split over some axes."""
-        return [at for at, shape in self.data if not self.divides(shape[0], axes)]
+        free = ((at, shape) for at, shape in self.data if at not in self.kept)
+        return [at for at, shape in free if not self.divides(shape[0], axes)]
 
     def point_spec(self, number: int, candidate: Candidate) -> Spec:
         """The layout of an output under a rule.
@@ -385,10 +408,11 @@ class Problem:
 
     def arguments(self, candidate: Candidate) -> dict[int, Spec]:
         """The specs of the program's arguments."""
-        found: dict[int, Spec] = {}
         batch = self.batch_of_data(candidate.batch)
-        for at, shape in self.data:
-            found[at] = (batch, *[()] * (len(shape) - 1))
+        found: dict[int, Spec] = {
+            at: (batch, *[()] * (len(shape) - 1)) for at, shape in self.data
+        }
+        found |= self.kept
         for group, spec in zip(self.groups, candidate.specs, strict=True):
             found.update(dict.fromkeys(group.arguments, spec))
             for at, dims in group.state:

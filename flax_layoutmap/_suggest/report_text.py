@@ -47,8 +47,10 @@ def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
 
 def _estimates(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
     """Time and memory beside those of today, or else of full sharding."""
-    own, name = costs["suggested"], "today" if "today" in costs else "full sharding"
+    own, name = costs["suggested"], "full sharding"
     other = costs.get(name)
+    if "today" in costs:
+        name, other = "the rules of today", costs["today"]
     time = f"estimated time: {seconds_text(own.seconds)} a step"
     memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
     if other is None:
@@ -120,7 +122,7 @@ def table(costs: Mapping[str, Cost]) -> Grid:
         "  matrix products": lambda one: seconds_text(one.compute_seconds),
         **(reads if are_read else {}),
         "  sending": lambda one: seconds_text(one.link_seconds),
-        "  collectives, 2 µs each": lambda one: str(one.collectives),
+        "  starting collectives": lambda one: f"{one.collectives} × 2 µs",
         **{f"sent over {axis}": _sent_over(axis) for axis in axes},
         "memory for state and data": lambda one: human_bytes(one.at_rest_bytes),
         "memory at the peak": lambda one: human_bytes(peak_of(one)),
@@ -138,14 +140,17 @@ def _sent_over(axis: str) -> Callable[[Cost], str]:
 
 
 def next_best(layout: str, other: Cost, own: Cost, is_over: bool) -> str:
-    """What another layout of one parameter would change."""
+    """What the best other layout of one parameter would change."""
     sent = _more(other.total_sent_bytes - own.total_sent_bytes)
     held = _more(other.at_rest_bytes - own.at_rest_bytes)
+    before = seconds_text(own.seconds)
+    time = f"an estimated {seconds_text(other.seconds)} a step instead of {before}"
+    time += _change(other, own)
+    if _are_equal(other, own):
+        time = f"the same time, {before} a step"
     return (
-        f"next best: {layout}: an estimated {seconds_text(other.seconds)} a step "
-        f"instead of {seconds_text(own.seconds)}{_change(other, own)}; each "
-        f"device sends {sent} and holds {held} for state and data"
-        f"{', and it does not fit' if is_over else ''}"
+        f"best other layout: {layout}: {time}; each device sends {sent} and holds "
+        f"{held} for state and data{', and it does not fit' if is_over else ''}"
     )
 
 

@@ -95,7 +95,7 @@ def as_code(rules: RuleSet) -> str:
     batch = rules.batch[0] if len(rules.batch) == 1 else rules.batch
     mesh = _quoted(str(rules.mesh))
     lines = [
-        f"# with its devices: mesh = flm.DeviceMesh({mesh})",
+        f"# on the devices: mesh = flm.DeviceMesh({mesh})",
         f"mesh = flm.DeviceMesh.abstract({mesh})",
         f"layout_map = flm.LayoutMap(mesh, batch={_written(batch)})",
     ]

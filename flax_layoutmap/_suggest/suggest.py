@@ -21,11 +21,12 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._step.arguments import signature_of, slots_of
+from flax_layoutmap._step.arguments import first_four, signature_of, slots_of
 from flax_layoutmap._suggest.compare import compared, first_of
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.price import ASSUMED, Pricer, cost_of_report
 from flax_layoutmap._suggest.problem import Problem, seed_rules
+from flax_layoutmap._suggest.rules import layout_text
 from flax_layoutmap._suggest.search import Search
 from flax_layoutmap._suggest.suggestion import Choice, Suggestion
 from flax_layoutmap._tree.flax_internals import is_nnx_object
@@ -67,7 +68,8 @@ def suggest(
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
-        *args: its arguments, as for `flm.pod.plan`; shapes are enough.
+        *args: its arguments, as for `flm.pod.plan`; shapes are enough. Data that has a
+            sharding on axes of the mesh keeps it, as in a plan.
         mesh: as for `flm.pod.plan`; its axes are Auto. None takes that of the rules.
         topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`; None assumes links,
             products and memory of v5p.
@@ -154,7 +156,7 @@ def suggest(
     comparing = shown_progress(f"comparing rules for {name}", None, progress)
     with comparing, _unused_donations():
         found = compared(search, today, report if check else None)
-    notes += [_roles(search.problem.lowered), *found.notes]
+    notes += [*_taken(search.problem), *found.notes]
     took = time.perf_counter() - start
     return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
 
@@ -232,14 +234,21 @@ def _without_state(lowered: Lowered) -> str:
     )
 
 
-def _roles(lowered: Lowered) -> str:
+def _taken(problem: Problem) -> Iterator[str]:
     """What was taken for state, which rules lay out, and what for data."""
     roles: dict[str, dict[str, None]] = {"state": {}, "data": {}}
-    for leaf in lowered.leaves:
+    leaves = problem.lowered.leaves
+    for leaf in leaves:
         role = "data" if leaf.role == "data" else "state"
         roles[role][leaf.path.partition("/")[0]] = None
     state, data = (", ".join(names) or "none" for names in roles.values())
-    return f"taken for state: {state}; for data: {data}"
+    yield f"taken for state: {state}; for data: {data}"
+    kept = [
+        f"{leaves[at].path} {layout_text(spec) if any(spec) else 'replicated'}"
+        for at, spec in problem.kept.items()
+    ]
+    if kept:
+        yield f"kept: the shardings that data came with, {first_four(kept)}"
 
 
 def _so_far(search: Search) -> str:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _NOT_COUNTED = (
-    "not counted: overlap of sending and products, what the compiler merges or moves, "
-    "work that is no matrix product"
+    "not counted: sending while computing, what the compiler merges or moves, work "
+    "other than matrix products"
 )
 
 
@@ -52,7 +52,6 @@ class Choice:
             with `check="compile"`; None without a check.
     """
 
-    __module__ = "flax_layoutmap"
     layout_map: LayoutMap
     estimate: Cost
     plan: PodReport | None = None
@@ -91,7 +90,7 @@ class Suggestion:
         is_complete: whether the search ended by itself.
         notes: what else is worth a look.
         took_seconds: how long it took.
-        explained: what `explain` calls.
+        explained: what `explain` calls; None in a copy or a pickle.
     """
 
     __module__ = "flax_layoutmap"
@@ -103,7 +102,11 @@ class Suggestion:
     is_complete: bool
     notes: tuple[str, ...]
     took_seconds: float = dataclasses.field(default=0.0, compare=False)
-    explained: Callable[[str], str] = dataclasses.field(compare=False)
+    explained: Callable[[str], str] | None = dataclasses.field(compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled: all but the program, which `explain` needs."""
+        return {**self.__dict__, "explained": None}
 
     @property
     def layout_map(self) -> LayoutMap:
@@ -142,14 +145,22 @@ class Suggestion:
         return {name: one.cost for name, one in self.choices.items()}
 
     def explain(self, path: str) -> str:
-        """Tell what the next best layout of a parameter would cost.
+        """Tell what the best other layout of a parameter would cost.
+
+        After an interrupt it may cost less than the suggested one.
 
         Args:
             path: the path of the parameter, or the end of it.
 
         Raises:
             KeyError: no parameter has this path, or several end with it.
+            LayoutError: this is a copy, or was pickled.
         """
+        if self.explained is None:
+            raise LayoutError(
+                "explain has no program to price layouts of: a copy of a suggestion, "
+                "or one that was pickled, is without; use flm.suggest(step, …).explain"
+            )
         return self.explained(path)
 
     # ------------------------------------------------------------------- output
@@ -228,24 +239,31 @@ class Suggestion:
         if self.topology is None:
             yield (
                 f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
-                "for each axis, as no topology was given"
+                'for each axis; for others, topology="v5e:4x4"'
             )
         yield _NOT_COUNTED
         tried, took = self.trail[-1].tried, self.took_seconds
-        yield f"tried: {tried} layouts, took {took:.1f} s; the best of each stage:"
+        yield f"tried: {tried} layouts, took {took:.1f} s; the best after each stage:"
         for step in self.trail:
             yield f"  {step.what}: {seconds_text(step.seconds)}"
 
     def _how_sure(self) -> Iterator[str]:
         suggested = self.choices["suggested"]
         if suggested.plan is None:
-            yield "how sure: all figures are estimates of the search, not checked"
+            yield (
+                "how sure: nothing was timed; all figures are estimates of the search, "
+                "not checked"
+            )
             return
+        peak = "an estimate, too"
+        if suggested.plan.memory.peak_bytes is not None:
+            peak = "the compiler's own"
         yield (
-            f"how sure: a step takes {seconds_text(self.cost.seconds)} by "
-            f"{suggested.checked_by}, {seconds_text(suggested.estimate.seconds)} by "
-            "the estimate of the search; memory at the peak is "
-            + ("an estimate" if suggested.plan.memory.peak_bytes is None else "its own")
+            "how sure: nothing was timed; a step is estimated at "
+            f"{seconds_text(self.cost.seconds)} with the collectives that "
+            f"{suggested.checked_by} makes, and at "
+            f"{seconds_text(suggested.estimate.seconds)} with those that the search "
+            f"expected; memory at the peak is {peak}"
         )
         for what in not_read(suggested.plan):
             yield f"unrecognised: {what}"

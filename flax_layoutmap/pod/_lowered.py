@@ -74,6 +74,15 @@ class Layouts:
                 found += [leaf.sharding for leaf in _with_shardings(one, rules)]
         return found
 
+    def are_kept(self, mesh: DeviceMesh) -> list[bool]:
+        """Whether each leaf is of no state and came with a sharding, which it keeps."""
+        return [
+            one.name in self.fixed
+            or (one.name not in self.names and _given(leaf, mesh) is not None)
+            for one in self.parts
+            for leaf in one.raw
+        ]
+
 
 def _without_values(argument: Argument) -> Argument:
     """The argument without its arrays, which a report would keep alive."""
@@ -85,7 +94,7 @@ def _without_values(argument: Argument) -> Argument:
 def split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
     """The leaves of an argument that is data, split over the batch axes.
 
-    A leaf that is sharded over axes of the mesh keeps its spec.
+    A leaf that came with a sharding over axes of the mesh keeps its spec.
     """
     if rules is None or rules.mesh is None:
         return argument.leaves
@@ -99,24 +108,28 @@ def split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
 def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeStruct]:
     mesh = rules.mesh
     assert mesh is not None
-    jax_mesh: Any = mesh.jax_mesh
     found = []
     for at, leaf in enumerate(argument.raw):
-        sharding = getattr(leaf, "sharding", None)
         if isinstance(leaf, bool | int | float | complex):
             found.append(jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))
             continue
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         plain = jax.ShapeDtypeStruct(leaf.shape, dtype)
-        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(
-            mesh.axis_names
-        ):
-            own = NamedSharding(jax_mesh, sharding.spec)
+        if (own := _given(leaf, mesh)) is not None:
             _check_divides(argument, at, own)
             found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own))
         else:
             found.append(split_leaf(argument, at, plain, rules))
     return found
+
+
+def _given(leaf: Any, mesh: DeviceMesh) -> NamedSharding | None:
+    """The sharding that a leaf came with, if the mesh has its axes."""
+    sharding, jax_mesh = getattr(leaf, "sharding", None), mesh.jax_mesh
+    if not isinstance(sharding, NamedSharding):
+        return None
+    has_axes = set(sharding.mesh.axis_names) <= set(mesh.axis_names)
+    return NamedSharding(jax_mesh, sharding.spec) if has_axes else None  # type: ignore[arg-type]
 
 
 def _check_divides(argument: Argument, at: int, own: NamedSharding) -> None:

@@ -114,12 +114,20 @@ class Prepared:
                 )
             marked = _mark_operands(module, ir)
             _run(_PROPAGATION, module)
-            main = functions(module)["main"]
-            arguments = [
-                self.attributes.of(one[_SHARDING]) if _SHARDING in one else ()
-                for one in main.attributes["arg_attrs"]
-            ]
-            return arguments, self._read_marked(module, marked)
+            return self.arguments(module), self._read_marked(module, marked)
+
+    def arguments(self, module: Any) -> list[Dims]:
+        """The axes of each dim of each argument of a module."""
+        main = functions(module)["main"]
+        given = [
+            self.attributes.of(one[_SHARDING]) if _SHARDING in one else None
+            for one in main.attributes["arg_attrs"]
+        ]
+        values = main.regions[0].blocks[0].arguments
+        return [
+            self.attributes.array(value, dims).dims
+            for value, dims in zip(values, given, strict=True)
+        ]
 
     def _read_marked(
         self, module: Any, marked: Mapping[int, tuple[int, int]]
