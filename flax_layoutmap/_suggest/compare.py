@@ -135,7 +135,7 @@ def _not_split(problem: Problem, axes: Sequence[str]) -> str:
     count = math.prod(problem.sizes[axis] for axis in axes)
     return (
         f"the first dim of {path} {show_shape(shape)}{more} does not divide by {count}"
-        "; pad or broadcast it, so that rules can split all data"
+        "; pad or broadcast it, or give it a sharding, so that rules can split the rest"
     )
 
 
@@ -143,10 +143,10 @@ def _overruled(best: Choice, chosen: Choice) -> str:
     """What the search found best, and the check does not."""
     text = seconds_text
     return (
-        "overruled: what the search had found best, with "
-        f"{text(best.estimate.seconds)} a step, takes {text(best.cost.seconds)} by "
-        f"{best.checked_by}; what is suggested takes {text(chosen.cost.seconds)}, and "
-        f"{text(chosen.estimate.seconds)} by the estimate of the search"
+        f"overruled: by {best.checked_by} a step takes {text(best.cost.seconds)} with "
+        f"what the search found best, which it had estimated at "
+        f"{text(best.estimate.seconds)}; what is suggested takes "
+        f"{text(chosen.cost.seconds)}, estimated at {text(chosen.estimate.seconds)}"
     )
 
 
@@ -191,6 +191,6 @@ def _group_of(problem: Problem, path: str) -> int:
         more = f" and {len(ends) - _LISTED} more" if len(ends) > _LISTED else ""
         listed = ", ".join([*ends.values()][:_LISTED])
         raise KeyError(f"{path!r} is the end of several paths: {listed}{more}")
-    near = closest(path, paths, count=3)
+    near = ", ".join(closest(path, paths, count=3))
     hint = f"; the closest are {near}" if near else ""
     raise KeyError(f"no parameter has the path {path!r}{hint}")
