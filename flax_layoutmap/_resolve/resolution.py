@@ -94,7 +94,7 @@ class Resolution(ResolvedTable):
         inner = [at for at in range(len(self)) if path in self._flat.forms(at)]
         if len(inner) == 1:
             return inner[0]
-        near = closest(path, self.paths, count=3)
+        near = ", ".join(closest(path, self.paths, count=3))
         hint = f"; the closest are {near}" if near else ""
         raise KeyError(f"no leaf has the path {path!r}{hint}")
 

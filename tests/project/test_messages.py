@@ -945,7 +945,7 @@ CASES: dict[str, Case] = {
     "resolution: path": Case(
         lambda: fit({}, {"kernel": struct(2)})["kernal"],
         KeyError,
-        "no leaf has the path 'kernal'; the closest are ['kernel']",
+        "no leaf has the path 'kernal'; the closest are kernel",
     ),
     "resolution: unknown path": Case(
         lambda: fit({}, {"kernel": struct(2)})["x"],

@@ -789,7 +789,7 @@ def test_leaves_by_path_and_in_order() -> None:
     assert resolution["up/kernel"] == resolution["model/up/kernel"]
     with pytest.raises(KeyError) as caught:
         resolution["model/up/kernal"]
-    assert "the closest are ['model/up/kernel'" in str(caught.value)
+    assert "the closest are model/up/kernel" in str(caught.value)
 
 
 def test_a_path_within_two_modules_is_ambiguous() -> None:
