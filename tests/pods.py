@@ -41,6 +41,15 @@ def sgd(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
 
+def tied(p: Any, tokens: Any) -> Any:
+    """A step of a table that is looked up, and multiplied for the logits."""
+
+    def loss(p: Any) -> Any:
+        return ((jnp.tanh(p["w"][tokens]) @ p["w"].T) ** 2).mean()
+
+    return {"w": p["w"] - jax.grad(loss)(p)["w"]}
+
+
 def plan(step: Any, *args: Any, **options: Any) -> flm.pod.PodReport:
     return flm.pod.plan(step, *args, **{"mesh": MESH, **options})
 

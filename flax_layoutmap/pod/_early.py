@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from flax_layoutmap.pod._mlir import source_line
+from flax_layoutmap.pod._mlir import is_shared, maker_of, source_line
 
 _CALLS = ("func.call", "call")
 _BROADCAST = "stablehlo.broadcast_in_dim"
@@ -93,8 +93,8 @@ def replace_early(block: Any) -> None:
         for region in operation.regions:
             for inner in region.blocks:
                 replace_early(inner)
-        if operation.name == _BROADCAST:
-            _replace_broadcast(operation)
+        if operation.name in _REWRITES:
+            _REWRITES[operation.name](operation)
             continue
         if not operation.name.startswith("chlo."):
             continue
@@ -130,6 +130,43 @@ def _replace_broadcast(op: Any) -> None:
     op.erase()
 
 
+def add_in_place(op: Any) -> None:
+    """Rewrite `x + scatter(y, …)`, which adds rows to `y`, to `scatter(x + y, …)`.
+
+    XLA does so before Shardy runs. The two gradients of a tied embedding, of the lookup
+    and of the logits, are then summed over devices one after the other.
+    """
+    makers = [maker_of(value) for value in op.operands]
+    adds = [_adds_rows(one) and one.block == op.block for one in makers]
+    if adds[0] == adds[1]:
+        return
+    at = adds.index(True)
+    scatter = makers[at]
+    op.results[0].replace_all_uses_with(scatter.results[0])
+    op.operands[at] = scatter.operands[0]
+    scatter.operands[0] = op.results[0]
+    scatter.move_after(op)
+
+
+def _adds_rows(op: Any) -> bool:
+    """Whether an operation is a scatter that adds rows to one array, and is used once.
+
+    A scatter of elements, such as a gradient of `jnp.take_along_axis`, is no scatter
+    any more when XLA looks for these.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    if getattr(op, "name", "") != "stablehlo.scatter" or len(op.results) > 1:
+        return False
+    body = [one.operation.name for one in op.regions[0].blocks[0].operations]
+    if body != ["stablehlo.add", "stablehlo.return"] or is_shared(op.results[0]):
+        return False
+    numbers = stablehlo.ScatterDimensionNumbers(
+        op.attributes["scatter_dimension_numbers"]
+    )
+    return len(numbers.update_window_dims) > 0
+
+
 def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
     """Name, operands and attributes of one with the same layout; "" without one."""
     from jaxlib.mlir import ir
@@ -142,3 +179,6 @@ def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
     if len(op.results) == 1 and len(types) == 1:
         return "stablehlo.maximum", [operands[0], operands[-1]], {}
     return "", [], {}
+
+
+_REWRITES = {_BROADCAST: _replace_broadcast, "stablehlo.add": add_in_place}

@@ -402,6 +402,8 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
         yield from value.of(operands[opcode == "select" :])
     elif opcode == "dynamic-update-slice":
         yield from value.of(operands[:2])
+    elif opcode == "scatter":
+        yield from value.of(operands[:1])
     elif _JOINS in own.attributes:
         yield from value.of(operands)
 

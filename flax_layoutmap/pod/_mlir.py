@@ -100,6 +100,13 @@ def maker_of(value: Any) -> Any:
     return getattr(value.owner, "operation", None)
 
 
+def is_shared(result: Any) -> bool:
+    """Whether a value is used more than once."""
+    uses = iter(result.uses)
+    next(uses, None)
+    return next(uses, None) is not None
+
+
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name; the step itself is `main`."""
     found = {}

@@ -17,6 +17,7 @@ from flax_layoutmap.pod._mlir import (
     Attributes,
     AxisRef,
     functions,
+    is_shared,
     maker_of,
     parts,
 )
@@ -32,7 +33,6 @@ from flax_layoutmap.pod._shardy_ops import (
     copied_operand,
     hides_work,
     is_filled,
-    is_shared,
     last_of,
     location_of,
     looked_up,
@@ -253,12 +253,12 @@ class _Walk:
             op = maker_of(one)
             if op is not None and op.name in ("sdy.all_reduce", "sdy.all_gather"):
                 yield from self.made_by.get(self.root(one), ())
-                if op.name == "sdy.all_reduce" and one in self.made_by:
-                    continue
             if one in self.sources:
                 todo += self.sources[one]
             elif op is not None and one in self.same:
                 todo.append(self.same[one])
+            elif op is not None and op.name == "stablehlo.scatter":
+                todo.append(op.operands[0])
             elif op is not None and op.name in UPDATES:
                 todo += op.operands
 

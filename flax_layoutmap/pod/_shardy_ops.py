@@ -35,7 +35,7 @@ COPIES = frozenset(
 # Operations of optimizers: a new parameter is computed from its gradient by these.
 UPDATES = COPIES.union(
     MOVES,
-    ("sdy.all_slice", "sdy.sharding_constraint", "sdy.reshard"),
+    ("sdy.all_reduce", "sdy.all_slice", "sdy.sharding_constraint", "sdy.reshard"),
     (
         f"stablehlo.{name}"
         for name in """
@@ -73,13 +73,6 @@ def location_of(op: Any, attributes: Attributes) -> str:
                 if source_line(text) is not None:
                     return text
     return attributes.location(op)
-
-
-def is_shared(result: Any) -> bool:
-    """Whether a value is used more than once."""
-    uses = iter(result.uses)
-    next(uses, None)
-    return next(uses, None) is not None
 
 
 # The compiler moves these behind the slices that are taken of a sum.

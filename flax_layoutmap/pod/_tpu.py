@@ -15,10 +15,11 @@ A collective over several slices is one within each slice, and one of a share be
 them.
 
 Before it runs Shardy (`rewrite_for_tpus`), the compiler gives a scatter in which each
-row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices;
-`top_k` becomes a sort, for which rows stay where they are; a product with a vector in
-each batch becomes a multiplication and a sum, and its transposed operands are computed
-in that order.
+row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices, and
+starts one that adds with what its result is added to (`_early.add_in_place`); `top_k`
+becomes a sort, for which rows stay where they are; a product with a vector in each
+batch becomes a multiplication and a sum, and its transposed operands are computed in
+that order.
 
 Found by compiling single gradients and collectives for v2 to tpu7x with libtpu 0.0.42,
 on 2026-11-22.
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap.pod._early import add_in_place
 from flax_layoutmap.pod._hlo import members_of, wire_bytes
 from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective, Kind
@@ -435,6 +437,7 @@ def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
 
 
 _REWRITES = {
+    "stablehlo.add": add_in_place,
     "stablehlo.scatter": _index_rows,
     "chlo.top_k": _sort_all,
     "stablehlo.dot_general": _write_product,

@@ -10,7 +10,7 @@ import pytest
 from helpers import needs_libtpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pods import rules, struct
+from pods import rules, struct, tied
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod import _aot
@@ -270,6 +270,16 @@ def test_compiled_as_planned(name: str, slices: int, mesh: str, dim: int) -> Non
         sent = report.wire_bytes(axis=axis)
         assert planned.wire_bytes(axis=axis) == pytest.approx(sent, rel=0.05)
     assert any(one.over_dcn for one in report.collectives) == (slices > 1)
+
+
+@needs_libtpu
+def test_a_tied_embedding_is_compiled_as_planned() -> None:
+    step = tied, {"w": bfloat(1024, 512)}, struct(64, 16, dtype=jnp.int32)
+    where: dict[str, Any] = {"topology": "v5e:2x2", "mesh": "data=2,model=2"}
+    where |= {"layout_map": rules(w=None), "donate_argnames": "p"}
+    planned = flm.pod.plan(*step, **where)
+    report = flm.pod.compile(*step, **where, compiler_options=PLAIN)
+    assert sent_for(planned) == sent_for(report) and sent_for(report)
 
 
 def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:

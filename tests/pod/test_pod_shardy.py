@@ -24,10 +24,13 @@ from pods import (
     rules,
     sgd,
     struct,
+    tied,
 )
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod import _passes
+from flax_layoutmap.pod._early import inline_calls, replace_early
+from flax_layoutmap.pod._mlir import functions
 
 JAX_MESH: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
 ASKED = jax.lax.with_sharding_constraint
@@ -330,6 +333,60 @@ def test_a_use_far_from_the_first_gathers_again(
     layouts = rules(("data", "model"), w=("data", None))
     for report in both(step, SQUARE, X, layout_map=layouts, topology=topology):
         assert kinds(report)["all-gather", ("data",), "p/w"] == count
+
+
+def test_the_two_gradients_of_a_tied_embedding_are_summed_apart() -> None:
+    table, tokens = {"w": struct(1024, 256)}, struct(64, 16, dtype=jnp.int32)
+    options: dict[str, Any] = {"layout_map": rules(w=None), "donate_argnames": "p"}
+    for report in both(tied, table, tokens, **options):
+        assert kinds(report) == {("all-reduce", ("data",), "p/w"): 2}
+
+
+def rows_of(x: Any, places: Any, more: Any) -> Any:
+    return x + jnp.zeros_like(x).at[places].add(more)
+
+
+def rows_first(x: Any, places: Any, more: Any) -> Any:
+    return jnp.zeros_like(x).at[places].add(more) + x
+
+
+def elements(x: Any, places: Any, more: Any) -> Any:
+    """As a gradient of `jnp.take_along_axis`."""
+    taken = jnp.zeros_like(x).at[jnp.arange(8), places].add(more[:, 0])
+    return x + taken
+
+
+def used_twice(x: Any, places: Any, more: Any) -> Any:
+    rows = jnp.zeros_like(x).at[places].add(more)
+    return x + rows, rows
+
+
+def largest(x: Any, places: Any, more: Any) -> Any:
+    return x + jnp.zeros_like(x).at[places].max(more)
+
+
+@pytest.mark.parametrize(
+    ("step", "in_place"),
+    [
+        (rows_of, True),
+        (rows_first, True),
+        (elements, False),
+        (used_twice, False),
+        (largest, False),
+    ],
+)
+def test_rows_are_added_in_place(step: Any, in_place: bool) -> None:
+    given = struct(64, 16), struct(8, dtype=jnp.int32), struct(8, 16)
+    lowered: Any = jax.jit(step).lower(*given).compiler_ir("stablehlo")
+    module = lowered.operation
+    with module.context:
+        inline_calls(functions(module))
+        block = functions(module)["main"].regions[0].blocks[0]
+        replace_early(block)
+        names = [op.operation.name for op in block.operations]
+    last = max(at for at, name in enumerate(names) if name == "stablehlo.add")
+    assert (last < names.index("stablehlo.scatter")) == in_place
+    assert module.verify()
 
 
 def test_sums_over_different_axes_are_not_merged() -> None:
