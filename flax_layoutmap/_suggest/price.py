@@ -7,7 +7,6 @@ The collectives and products are those that `flm.pod.plan` estimates for other r
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 from flax_layoutmap._core.topologies import GENERATIONS, Topology
@@ -15,12 +14,10 @@ from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.memory import peak_bytes
 from flax_layoutmap._suggest.problem import Problem
 from flax_layoutmap.pod._estimate import collectives_of
-from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._placement import memory_of, seconds_bound
 from flax_layoutmap.pod._records import Collective
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import read
-from flax_layoutmap.pod._tpu import scatters_over
 
 # What is assumed without a topology.
 ASSUMED = GENERATIONS["v5p"]
@@ -84,7 +81,6 @@ def cost_of(
     topology: Topology | None,
 ) -> Cost:
     """The cost of collectives and products."""
-    collectives = [_as_summed(one, sizes, topology) for one in collectives]
     sent: collections.Counter[str] = collections.Counter()
     for one in collectives:
         sent["+".join(one.axes) or "?"] += one.wire_bytes_per_step
@@ -117,19 +113,6 @@ def cost_of_report(report: PodReport) -> Cost:
         report.mesh.axis_sizes,
         report.topology,
     )
-
-
-def _as_summed(
-    one: Collective, sizes: Mapping[str, int], topology: Topology | None
-) -> Collective:
-    """A sum as TPUs make it: over all devices of most slices by an all-reduce."""
-    if topology is None or one.kind != "reduce-scatter" or one.over_dcn:
-        return one
-    members = math.prod(sizes[axis] for axis in one.axes)
-    if scatters_over(members, topology):
-        return one
-    sent = wire_bytes("all-reduce", one.bytes, members)
-    return dataclasses.replace(one, kind="all-reduce", wire_bytes=sent)
 
 
 class Pricer:

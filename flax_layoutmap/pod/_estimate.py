@@ -36,7 +36,7 @@ from flax_layoutmap.pod._placement import hosts_of, memory_of, placed, seconds_b
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import Found, LaidOut, read
-from flax_layoutmap.pod._tpu import within_and_between
+from flax_layoutmap.pod._tpu import as_compiled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def collectives_of(
 def _record(
     one: Found, lowered: Lowered, sizes: Mapping[str, int], topology: Topology | None
 ) -> Iterator[Collective]:
-    """The record of a collective, or those within slices and between them."""
+    """The records of a collective, as the compiler makes it."""
     size = bytes_of(one.shape, one.element)
     whole = Collective(
         kind=one.kind,
@@ -166,9 +166,7 @@ def _record(
         path=None if one.leaf is None else lowered.leaves[one.leaf].path,
         source=source_line(one.location),
     )
-    if topology is None or topology.slices == 1:
-        return iter((whole,))
-    return within_and_between(whole, sizes, topology)
+    return as_compiled(whole, sizes, topology)
 
 
 def _reshards(found: LaidOut, lowered: Lowered) -> tuple[Reshard, ...]:

@@ -26,7 +26,7 @@ from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._mlir import functions
 from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
-from flax_layoutmap.pod._tpu import rewrite_for_tpus, scatters, within_and_between
+from flax_layoutmap.pod._tpu import as_compiled, rewrite_for_tpus, scatters
 
 _NOT_SCALED = "collectives whose size does not follow from two smaller meshes, left out"
 _MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"
@@ -168,7 +168,7 @@ def partitioning(
             else:
                 large, small = programs
                 program = scaled(large, small, mesh)
-            return _over_slices(program, sizes, topology)
+            return _as_compiled(program, sizes, topology)
 
         yield found
 
@@ -191,13 +191,11 @@ def _read(
     return read_step(merged, lowered, sizes)
 
 
-def _over_slices(
+def _as_compiled(
     program: Program, sizes: Mapping[str, int], topology: Topology | None
 ) -> Program:
-    """Split collectives into those within slices and those between them."""
-    if topology is None or topology.slices == 1:
-        return program
-    apart = [[*within_and_between(one, sizes, topology)] for one in program.collectives]
+    """The collectives as the compiler makes them, within slices and between them."""
+    apart = [[*as_compiled(one, sizes, topology)] for one in program.collectives]
     crosses = dcn_axes(sizes, topology)
     mixed = [
         _MIXED

@@ -11,12 +11,15 @@ bytes,
 - where the chunks do not divide into equal pieces that fit on the core (a padded
   vocabulary with a large prime factor).
 
+On a slice with three dims, a gather over all devices is an all-reduce, too, if an axis
+of the mesh covers a part of a dim, such as those of 8 x 8 on 4 x 4 x 4.
+
 A collective over several slices is one within each slice, and one of a share between
 them.
 
 Before it runs Shardy (`rewrite_for_tpus`), the compiler gives a scatter in which each
 row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices, and
-starts one that adds with what its result is added to (`_early.add_in_place`); `top_k`
+starts one of rows with what its result is added to (`_early.add_in_place`); `top_k`
 becomes a sort, for which rows stay where they are; a product with a vector in each
 batch becomes a multiplication and a sum, and its transposed operands are computed in
 that order.
@@ -35,7 +38,7 @@ import numpy as np
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._early import add_in_place
 from flax_layoutmap.pod._hlo import members_of, wire_bytes
-from flax_layoutmap.pod._placement import dcn_axes
+from flax_layoutmap.pod._placement import dcn_axes, placed
 from flax_layoutmap.pod._records import Collective, Kind
 
 # Rows and lanes of a tile, and bytes of a row of a chunk.
@@ -80,19 +83,26 @@ def scatters(
         within = min(members, topology.devices // topology.slices)
         many = within == _MANY and has_three_dims
         pieces = _PIECES.get(generation)
-        return scatters_over(within, topology) and not _is_whole(
+        return _scatters_over(within, topology) and not _is_whole(
             part, cut, item, members, many, pieces
         )
 
     return is_scattered
 
 
-def scatters_over(count: int, topology: Topology) -> bool:
+def _scatters_over(count: int, topology: Topology) -> bool:
     """Whether the compiler has a reduce-scatter over so many devices of a slice."""
     if topology.generation.name in _SCATTER_ANYTHING:
         return True
     everywhere = topology.devices // topology.slices
     return count < everywhere or not _has_all_links(topology)
+
+
+def _gathers_over(count: int, sizes: Mapping[str, int], topology: Topology) -> bool:
+    """Whether the compiler has an all-gather over so many devices of a slice."""
+    if count < topology.devices // topology.slices or len(_sides(topology)) < 3:
+        return True
+    return None not in placed(tuple(sizes), tuple(sizes.values()), topology).spans
 
 
 def _has_all_links(topology: Topology) -> bool:
@@ -186,7 +196,25 @@ def _padded(count: int, multiple: int) -> int:
 _TILE = 8 * 128
 
 
-def within_and_between(
+def as_compiled(
+    whole: Collective, sizes: Mapping[str, int], topology: Topology | None
+) -> Iterator[Collective]:
+    """What the compiler makes of a collective over axes of a mesh."""
+    if topology is not None and topology.slices > 1:
+        return _within_and_between(whole, sizes, topology)
+    members = members_of(whole, sizes)
+    if topology is not None and members is not None:
+        made = {
+            "all-gather": _gathers_over(members, sizes, topology),
+            "reduce-scatter": _scatters_over(members, topology),
+        }
+        if not made.get(whole.kind, True):
+            sent = wire_bytes("all-reduce", whole.bytes, members)
+            whole = dataclasses.replace(whole, kind="all-reduce", wire_bytes=sent)
+    return iter((whole,))
+
+
+def _within_and_between(
     whole: Collective, sizes: Mapping[str, int], topology: Topology
 ) -> Iterator[Collective]:
     """Split a collective, as of one slice, into those within slices and between."""
@@ -223,7 +251,7 @@ def within_and_between(
             return
         # Every device gets the whole sum, also where it keeps only a part of it.
         yield part(
-            "reduce-scatter" if scatters_over(within, topology) else "all-reduce",
+            "reduce-scatter" if _scatters_over(within, topology) else "all-reduce",
             inner,
             1,
         )

@@ -15,7 +15,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._records import Collective, Kind
-from flax_layoutmap.pod._tpu import scatters, within_and_between
+from flax_layoutmap.pod._tpu import as_compiled, scatters
 
 ROWS, LANES = ("fsdp", "tensor"), ("tensor", "fsdp")
 HEADS, OUT = ("fsdp", "tensor", None), ("tensor", None, "fsdp")
@@ -199,23 +199,59 @@ def test_plans_have_whole_sums(
 # ------------------------------------------------------------- over several slices
 
 
-def over_slices(kind: Kind, name: str, mesh: str, *shape: int) -> list[Collective]:
-    """What a collective over `data` and `fsdp` becomes on two slices."""
-    own = flm.DeviceMesh.abstract(mesh)
-    axes = tuple(axis for axis in own.axis_names if axis != "tensor")
-    sizes = dict(zip(own.axis_names, own.shape, strict=True))
-    size = 4 * math.prod(shape)
-    members = math.prod(sizes[axis] for axis in axes)
+def compiled_as(
+    kind: Kind, name: str, mesh: str, axes: str, *shape: int, slices: int = 1
+) -> list[Collective]:
+    """What a collective becomes on slices."""
+    sizes = flm.DeviceMesh.abstract(mesh).axis_sizes
+    size, over = 4 * math.prod(shape), tuple(axes.split(","))
+    members = math.prod(sizes[axis] for axis in over)
     whole = Collective(
         kind=kind,
-        axes=axes,
+        axes=over,
         bytes=size,
         wire_bytes=wire_bytes(kind, size, members),
         executions=1,
         dtype="float32",
         shape=shape,
     )
-    return list(within_and_between(whole, sizes, topology(name, slices=2)))
+    return list(as_compiled(whole, sizes, topology(name, slices=slices)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "axes", "kinds"),
+    [
+        # An axis of four times half a dim.
+        ("v5p:4x4x4", "a=8,b=8", "a,b", ["all-reduce", "all-reduce"]),
+        ("v4:4x4x4", "a=8,b=8", "a,b", ["all-reduce", "all-reduce"]),
+        ("v5p:4x4x4", "a=8,b=8", "a", ["all-gather", "reduce-scatter"]),
+        ("v5p:4x4x4", "a=2,b=8,c=4", "a,b", ["all-gather", "reduce-scatter"]),
+        # Axes of whole dims.
+        ("v5p:4x4x4", "a=16,b=4", "a,b", ["all-gather", "all-reduce"]),
+        ("v5p:4x4x8", "a=4,b=32", "a,b", ["all-gather", "all-reduce"]),
+        ("tpu7x:4x4x4", "a=8,b=16", "a,b", ["all-gather", "reduce-scatter"]),
+        # Of two dims.
+        ("v5e:4x4", "a=8,b=2", "a,b", ["all-gather", "all-reduce"]),
+        ("v6e:8x8", "a=16,b=4", "a,b", ["all-gather", "all-reduce"]),
+        ("v5e:2x4", "a=2,b=4", "a,b", ["all-gather", "reduce-scatter"]),
+    ],
+)
+def test_over_all_devices(name: str, mesh: str, axes: str, kinds: list[Kind]) -> None:
+    """As compiled for kernels of 4096 x 4096 that are gathered and summed."""
+    given: list[Kind] = ["all-gather", "reduce-scatter"]
+    for kind, wanted in zip(given, kinds, strict=True):
+        (one,) = compiled_as(kind, name, mesh, axes, 4096, 4096)
+        sizes = flm.DeviceMesh.abstract(mesh).axis_sizes
+        members = math.prod(sizes[axis] for axis in one.axes)
+        sent = wire_bytes(wanted, 4 * 4096 * 4096, members)
+        assert (one.kind, one.wire_bytes) == (wanted, sent)
+
+
+def over_slices(kind: Kind, name: str, mesh: str, *shape: int) -> list[Collective]:
+    """What a collective over `data` and `fsdp` becomes on two slices."""
+    names = flm.DeviceMesh.abstract(mesh).axis_names
+    axes = ",".join(axis for axis in names if axis != "tensor")
+    return compiled_as(kind, name, mesh, axes, *shape, slices=2)
 
 
 # Where every device keeps the sum, and where the devices of a slice have no tile each.
