@@ -45,7 +45,8 @@ from flax_layoutmap.pod._shardy_ops import (
     trip_count,
 )
 
-# A gather for a use so many operations later is another one on TPUs: in the steps of
+# A gather for a use so many operations later is another one on TPUs, as XLA's pass
+# schedule-aware-collective-cse merges near ones alone: in the steps of
 # benchmarks/pod_steps.py and suggest.py there is one where there are up to 199 between,
 # and two from 210 on. `_merge.py` has the rule for a partitioned program.
 _FAR = 205
