@@ -60,7 +60,7 @@ def priced(row: Row, rules: flm.LayoutMap, options: Any) -> dict[str, Cost]:
     compiled = flm.pod.compile(step, *row.args, **given, compiler_options=options)
     assert compiled.fits, f"{row.model}: {compiled.warnings[0]}"
     reports = {
-        "estimate": planned.with_layout(rules),
+        "estimate": planned.with_layout(rules.freeze().on(planned.mesh)),
         "plan": planned,
         "compile": compiled,
     }
