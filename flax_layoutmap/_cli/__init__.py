@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, LayoutError, OSError) as error:
         if args.traceback:
             raise
-        return _failed(args.command, str(error))
+        notes = getattr(error, "__notes__", ())
+        return _failed(args.command, "\n".join([str(error), *notes]))
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise

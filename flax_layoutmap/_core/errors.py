@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
+
 
 class LayoutError(ValueError):
     """Base class of every error that flax_layoutmap raises for a user's mistake."""
@@ -19,6 +21,9 @@ class LayoutError(ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
+        # A traceback ends with it. A private class is of the public kind above it.
+        kinds = (kind for kind in type(self).__mro__ if kind.__module__ in PUBLIC)
+        self.add_note(f"see: docs/errors.md#{next(kinds).__name__.lower()}")
 
 
 class RuleError(LayoutError):

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,7 +211,16 @@ def test_each_kind_of_error_has_a_section() -> None:
     kinds = {name for name in vars(flm.errors) if name[0].isupper()}
     sections = re.findall(r"^## (\w+)$", PAGES["errors"], re.MULTILINE)
     linked = re.findall(r"^\| \[(\w+)\]\(#", PAGES["errors"], re.MULTILINE)
-    assert sections == linked and set(sections) == kinds - {"LayoutError"}
+    assert sections == linked and set(sections) == kinds
+
+
+def test_a_traceback_ends_with_the_section() -> None:
+    private = type("Private", (flm.errors.StructureError,), {})
+    for kind in (flm.LayoutError, *flm.LayoutError.__subclasses__(), private):
+        *_, last = traceback.format_exception_only(kind("wrong"))
+        page, anchor = last.removeprefix("see: docs/").strip().split(".md#")
+        found = re.search(rf"^## ({anchor})$", PAGES[page], re.M | re.I)
+        assert found is not None and issubclass(kind, getattr(flm.errors, found[1]))
 
 
 # ------------------------------------------------------------------- checkpoints
