@@ -599,6 +599,11 @@ def test_errors_are_short(command: str, run: Any, folder: Path) -> None:
     assert not (folder / "new").exists()
 
 
+def test_an_error_ends_with_its_section(run: Any) -> None:
+    _, _, err = run("preset lama --mesh fsdp=2")
+    assert err.endswith("\nsee: docs/errors.md#ruleerror\n")
+
+
 def test_a_closed_output(folder: Path) -> None:
     """In a process of its own, so that nothing is printed when Python ends, either."""
     read, write = os.pipe()
