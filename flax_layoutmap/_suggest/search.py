@@ -192,15 +192,12 @@ class Search:
         return [one for one in found if one != self.best]
 
     def ruled_as_best(self, other: Candidate) -> Candidate:
-        """A candidate with rules for the outputs that the best has them for.
-
-        Or for all, or for few, whichever is the cheapest.
-        """
+        """A candidate with rules for the outputs that the best has them for, or few."""
         assert self.best is not None
         if dataclasses.replace(self.best, fixed=None) == other:
             return self.best
-        named, others = self._outputs()
-        fixed = self.best.fixed, frozenset(named), frozenset([*named, *others])
+        named, _ = self._outputs()
+        fixed = self.best.fixed, frozenset(named)
         return min(
             (dataclasses.replace(other, fixed=one) for one in fixed), key=self._key
         )
