@@ -5,6 +5,7 @@ A message says, in this order: which leaf, which rule, what clashed, what to do.
 
 import contextlib
 import difflib
+import functools
 import os
 import sys
 import warnings
@@ -12,6 +13,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
+
+
+@functools.cache
+def documentation() -> str:
+    """Where the pages are: the address that a release has, else `docs` of a clone."""
+    from importlib import metadata
+
+    try:
+        urls = metadata.metadata("flax-layoutmap").get_all("Project-URL") or ()
+    except metadata.PackageNotFoundError:
+        return "docs"
+    named = (one.partition(", ") for one in urls)
+    return next((url for name, _, url in named if name == "Documentation"), "docs")
 
 
 class LayoutError(ValueError):
@@ -23,7 +37,9 @@ class LayoutError(ValueError):
         super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
         # A traceback ends with it. A private class is of the public kind above it.
         kinds = (kind for kind in type(self).__mro__ if kind.__module__ in PUBLIC)
-        self.add_note(f"see: docs/errors.md#{next(kinds).__name__.lower()}")
+        self.add_note(
+            f"see: {documentation()}/errors.md#{next(kinds).__name__.lower()}"
+        )
 
 
 class RuleError(LayoutError):

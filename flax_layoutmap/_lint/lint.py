@@ -15,6 +15,7 @@ from flax_layoutmap._core.errors import (
     RuleError,
     bullet_list,
     did_you_mean,
+    documentation,
     visible,
 )
 from flax_layoutmap._lint import leaves, matches, model_dim, rules
@@ -71,7 +72,8 @@ class LintIssue:
     url: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", f"docs/lint.md#{self.code.lower()}")
+        url = f"{documentation()}/lint.md#{self.code.lower()}"
+        object.__setattr__(self, "url", url)
 
     def __str__(self) -> str:
         text = f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"

@@ -3,6 +3,7 @@ exist, and tables are those of the library."""
 
 import ast
 import contextlib
+import email.message
 import functools
 import importlib.util
 import io
@@ -14,6 +15,7 @@ import struct
 import tempfile
 import traceback
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +29,9 @@ from helpers import ROOT, run_python
 from memory_kinds import WHY_NOT, can_offload
 
 import flax_layoutmap as flm
+from flax_layoutmap._core.errors import documentation
 from flax_layoutmap._core.topologies import GENERATIONS
-from flax_layoutmap._lint.lint import CODES
+from flax_layoutmap._lint.lint import CODES, LintIssue
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
 from flax_layoutmap._rules import rules_file as _rules_file
 from flax_layoutmap._rules import serialise as _serialise
@@ -221,6 +224,23 @@ def test_a_traceback_ends_with_the_section() -> None:
         page, anchor = last.removeprefix("see: docs/").strip().split(".md#")
         found = re.search(rf"^## ({anchor})$", PAGES[page], re.M | re.I)
         assert found is not None and issubclass(kind, getattr(flm.errors, found[1]))
+
+
+def test_the_messages_of_a_release_link_to_its_documentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = email.message.Message()
+    given["Project-URL"] = "Source, https://example.org/source"
+    given["Project-URL"] = "Documentation, https://example.org/docs"
+    monkeypatch.setattr(metadata, "metadata", lambda _: given)
+    documentation.cache_clear()
+    try:
+        issue = LintIssue("LM101", "warning", "message", "fix")
+        note = flm.LayoutError("wrong").__notes__[-1]
+    finally:
+        documentation.cache_clear()
+    assert issue.url == "https://example.org/docs/lint.md#lm101"
+    assert note == "see: https://example.org/docs/errors.md#layouterror"
 
 
 # ------------------------------------------------------------------- checkpoints
