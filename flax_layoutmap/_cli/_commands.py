@@ -111,7 +111,7 @@ def suggest(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
     check = {"plan": True, "compile": "compile", "none": False}[args.check]
     options |= {"check": check, "limit_seconds": args.limit_seconds}
-    options["hbm"] = None if args.hbm is None else round(args.hbm * 2**30)
+    options["hbm"] = None if args.hbm is None else args.hbm * 2**30
     found = flm.suggest(step, *arguments, **options)
     code = _shown(found, args)
     if args.output is not None and found.is_today_better:

@@ -33,13 +33,8 @@ def compared(
 ) -> Suggestion:
     """What a search has found; `report` makes that of a `layout_map`."""
     problem, limit = search.problem, search.limit_bytes
-    assert search.best is not None
-    found, full = [search.best], fully_sharded(problem)
-    if search.is_complete:  # then what is compared is as rules give it, too
-        found += search.rivals()
-        full = search.ruled_as_best(full)
-    elif full == dataclasses.replace(search.best, fixed=None):
-        full = search.best
+    columns: _Columns = {}
+    full = fully_sharded(problem)
 
     def choice(one: Candidate) -> Choice:
         return Choice(rules_of(problem, one), search.price.with_peak(one))
@@ -47,18 +42,21 @@ def compared(
     def rank(cost: Cost) -> tuple[int, float]:
         return max(0, peak_of(cost) - limit), cost.seconds
 
-    columns: _Columns = {search.best: choice(search.best)}
     with search.until_over():
-        for one in (*found, full):
-            if one not in columns:
-                columns[one] = choice(one)
+        # What XLA's partitioner may find better: the second best, full sharding.
+        full = search.ruled_as_best(full)
+        found = [search.best, *map(search.ruled_as_best, search.second()), full]
+        for one in dict.fromkeys(found):
+            columns[one] = choice(one)
+    if search.best not in columns:
+        columns = {search.best: choice(search.best)}
     if today is not None:
         columns[None] = today
     notes = list[str]()
     if search.is_complete and report is not None:
         columns, notes = _checked(columns, report)
-    priced = [one for one in found if one in columns]
-    chosen, *others = sorted(priced, key=lambda one: rank(columns[one].cost))
+    ranked = sorted(filter(None, columns), key=lambda one: rank(columns[one].cost))
+    chosen, *others = ranked
     best = columns[search.best]
     if rank(best.estimate) < rank(columns[chosen].estimate):
         notes.append(_overruled(best, columns[chosen]))

@@ -17,11 +17,10 @@ _FUSED = frozenset(
     for name in """
     abs add and atan2 broadcast_in_dim cbrt ceil clamp compare concatenate constant
     convert cosine divide exponential exponential_minus_one floor iota is_finite log
-    log_plus_one logistic maximum minimum multiply negate not optimization_barrier or
-    pad popcnt power remainder reshape reverse rng_bit_generator
-    round_nearest_afz round_nearest_even rsqrt
-    select shift_left shift_right_arithmetic shift_right_logical sign sine slice sqrt
-    subtract tan tanh transpose tuple get_tuple_element xor
+    log_plus_one logistic maximum minimum multiply negate not or pad popcnt power
+    remainder reshape reverse rng_bit_generator round_nearest_afz round_nearest_even
+    rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine slice
+    sqrt subtract tan tanh transpose tuple get_tuple_element xor
     """.split()
 ) | {
     "sdy.all_reduce",
@@ -81,9 +80,6 @@ class _Walk:
                 if number in passed:
                     held[result] = held.get(op.operands[number], [])
                     continue
-                if fused and op.name == "stablehlo.optimization_barrier":
-                    held[result] = held.get(op.operands[number], [])
-                    continue
                 size = self.bytes_of(op, result)
                 if fused and sum(one.bytes for one in sources) <= size:
                     held[result] = sources
@@ -101,7 +97,9 @@ def _merged(lists: Iterable[Iterable[_Value]]) -> list[_Value]:
 
 
 def _unchanged(op: Any) -> set[int]:
-    """The results of a loop that are its operands."""
+    """The results of a loop or a barrier that are its operands."""
+    if op.name == "stablehlo.optimization_barrier":
+        return {*range(len(op.results))}
     if op.name != "stablehlo.while":
         return set()
     body = op.regions[1].blocks[0]

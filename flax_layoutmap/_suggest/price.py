@@ -34,8 +34,8 @@ class Cost:
     Attributes:
         link_seconds: the least time of the collectives, by the bandwidth of the links.
         compute_seconds: the least time of the matrix products.
-        memory_seconds: the least time to read the arguments, and what is gathered of
-            them, from memory.
+        memory_seconds: the least time to read the arguments, and what the collectives
+            work on, from memory.
         collectives: how many run in a step.
         sent_bytes: mesh axes (`"fsdp"`, `"data+fsdp"`) → bytes sent in a step.
         at_rest: role of the arguments (`"parameter"`, `"optimizer"`, `"data"`,
@@ -84,10 +84,8 @@ def cost_of(
     sent: collections.Counter[str] = collections.Counter()
     for one in collectives:
         sent["+".join(one.axes) or "?"] += one.wire_bytes_per_step
-    gathered = sum(
-        one.bytes * one.executions for one in collectives if one.kind == "all-gather"
-    )
-    read_bytes = sum(at_rest.values()) + gathered
+    moved = sum(one.bytes * one.executions for one in collectives)
+    read_bytes = sum(at_rest.values()) + moved
     chip = ASSUMED if topology is None else topology.generation
     if topology is None:
         assert ASSUMED.link_bytes_per_second is not None

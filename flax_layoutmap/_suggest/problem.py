@@ -209,7 +209,7 @@ class Problem:
                 bytes=sizes[key],
                 arguments=tuple(own),
                 state=tuple(pair for at in own for pair in owned[at]),
-                dims=self._dims_of(own[0]) if sizes[key] >= least else (),
+                dims=self._dims_of(own[0]) if sizes[key] > least else (),
             )
             for key, own in found.items()
         ]

@@ -31,7 +31,9 @@ def peak_of(cost: Cost) -> int:
 # ------------------------------------------------------------------------ verdict
 
 
-def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
+def verdict(
+    costs: Mapping[str, Cost], limit_bytes: int, is_complete: bool
+) -> Iterator[str]:
     """What was found, in a few lines; the costs are those of the table."""
     own = costs["suggested"]
     if is_today_better(costs, limit_bytes):
@@ -42,10 +44,12 @@ def verdict(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
             f"that was found, and the limit is {human_bytes(limit_bytes)}"
         )
         yield from _held(own)
-    yield from _estimates(costs, limit_bytes)
+    yield from _estimates(costs, limit_bytes, is_complete)
 
 
-def _estimates(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
+def _estimates(
+    costs: Mapping[str, Cost], limit_bytes: int, is_complete: bool
+) -> Iterator[str]:
     """Time and memory beside those of today, or else of full sharding."""
     own, name = costs["suggested"], "full sharding"
     other = costs.get(name)
@@ -54,7 +58,7 @@ def _estimates(costs: Mapping[str, Cost], limit_bytes: int) -> Iterator[str]:
     time = f"estimated time: {seconds_text(own.seconds)} a step"
     memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
     if other is None:
-        time += "; this is full sharding"
+        time += "; this is full sharding" if is_complete else ""
     else:
         before = f" instead of {seconds_text(other.seconds)} with {name}"
         same = f", the same as {name}"

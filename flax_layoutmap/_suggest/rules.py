@@ -10,7 +10,7 @@ from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import ResolvedLeaf
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._suggest.problem import Candidate, Problem, Spec, seed_rules
-from flax_layoutmap.convert._compress import compress
+from flax_layoutmap.convert._compress import compress, kinds_of
 from flax_layoutmap.convert._shardings import rules_for
 
 _WIDTH = 80
@@ -20,6 +20,7 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
     """Few rules for a candidate."""
     made = _for_parameters(problem, candidate)
     outputs: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for number, point in enumerate(problem.points):
         spec = None
         if number in (candidate.fixed or ()):
@@ -27,9 +28,11 @@ def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
             if spec != (...,) and not point.has_one_rank:
                 spec = *spec, ...
         if point.section == "names":
-            made.names[point.paths[0]] = spec or (...,)
+            names |= dict.fromkeys(point.paths, spec or (...,))
         else:
             outputs |= dict.fromkeys(point.paths, spec)
+    for kind in kinds_of(names):  # a name has to match from its start to its end
+        made.names["/".join(kind.parts)] = kind.value
     for pattern, spec in compress(outputs).items():
         if spec is not None:
             made.activations[pattern] = spec

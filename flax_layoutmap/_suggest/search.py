@@ -61,12 +61,15 @@ class Search:
     price: Pricer
     limit_bytes: int
     is_over: Callable[[], bool] = lambda: False
-    best: Candidate | None = None
+    best: Candidate = dataclasses.field(init=False)
     # Each candidate that a move has led to.
     tried: dict[Candidate, None] = dataclasses.field(default_factory=dict)
     trail: list[Step] = dataclasses.field(default_factory=list)
     is_complete: bool = True  # until the time is over, or Ctrl-C
     start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.best = fully_sharded(self.problem)
 
     # -------------------------------------------------------------------- prices
 
@@ -88,7 +91,6 @@ class Search:
         return seconds < before * (1 - gain) and not self.excess(new)
 
     def note(self, what: str) -> None:
-        assert self.best is not None
         seconds = self.price.of(self.best).seconds
         took = time.perf_counter() - self.start
         self.trail.append(Step(what, seconds, self.price.count, took))
@@ -97,7 +99,6 @@ class Search:
 
     def run(self) -> None:
         """Search until nothing is better, or until the time is over."""
-        self.best = self.best or fully_sharded(self.problem)
         with self.until_over():
             self.note("full sharding")
             storage, batches, *classes = self.class_moves()
@@ -107,6 +108,9 @@ class Search:
                 self.improve([storage, *classes], _GAIN, start)
                 self.note("another batch")
             self.improve(self.single_moves(), _SINGLE)
+            if self.excess(self.best):  # the least memory may be near the start
+                start = fully_sharded(self.problem)
+                self.improve(self.single_moves(), _SINGLE, start)
             self.note("single parameters")
         self.best = self.with_rules(self.best)
         self.note("rules for activations")
@@ -126,7 +130,6 @@ class Search:
 
         From the best so far, or from another start.
         """
-        assert self.best is not None
         moves, current, before = [*moves], start or self.best, None
         while current != before:
             before = current
@@ -141,7 +144,6 @@ class Search:
 
     def second(self) -> list[Candidate]:
         """The cheapest with other axes for the batch, if it costs little more."""
-        assert self.best is not None
         most = self.price.of(self.best).seconds * _NEAR
         others = sorted(self.tried, key=lambda one: self.price.of(one).seconds)
         near = (
@@ -175,7 +177,6 @@ class Search:
     def single_moves(self) -> Iterator[Move]:
         """Other dims of a single group, if its share of the links is enough to gain."""
         groups = self.problem.groups
-        assert self.best is not None
         cost, total = self.price.of(self.best), sum(group.bytes for group in groups)
         for number, group in enumerate(groups):
             if cost.link_seconds * group.bytes / total >= _SINGLE * cost.seconds:
@@ -183,21 +184,15 @@ class Search:
 
     # --------------------------------------------------------------------- rules
 
-    def rivals(self) -> list[Candidate]:
-        """What XLA's partitioner may find better: the second best, full sharding."""
-        found = [fully_sharded(self.problem)]
-        with self.until_over():
-            found = [*self.second(), *found]
-        found = dict.fromkeys(map(self.ruled_as_best, found))
-        return [one for one in found if one != self.best]
-
     def ruled_as_best(self, other: Candidate) -> Candidate:
-        """A candidate with rules for the outputs that the best has them for, or few."""
-        assert self.best is not None
+        """A candidate with rules for the outputs that the best has them for.
+
+        Or for all, or for few, whichever is the cheapest.
+        """
         if dataclasses.replace(self.best, fixed=None) == other:
             return self.best
-        named, _ = self._outputs()
-        fixed = self.best.fixed, frozenset(named)
+        named, others = self._outputs()
+        fixed = self.best.fixed, frozenset(named), frozenset([*named, *others])
         return min(
             (dataclasses.replace(other, fixed=one) for one in fixed), key=self._key
         )

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import numbers
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,7 +81,8 @@ def suggest(
             of `flm.jit`.
         donate_argnames: arguments that are state, beside NNX objects, optimizer states
             and what the step donates; none takes containers of floating-point arrays
-            that have no rows of a batch in common. They count as donated, but for a
+            that have no rows of a batch in common. Name all of it, what is frozen beside
+            adapters too: the rest is data. They count as donated, but for a
             function of `jax.jit`, which has its own.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
@@ -112,9 +114,10 @@ def suggest(
         ('model', None)
     """
     start = time.perf_counter()
-    is_number = isinstance(hbm, int | float) and not isinstance(hbm, bool)
+    is_number = isinstance(hbm, numbers.Real) and not isinstance(hbm, bool)
     if hbm is not None and not (is_number and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
+    hbm = None if hbm is None else round(hbm)
     if check not in (True, False, "compile"):
         raise LayoutError(f'check must be True, False or "compile", got {check!r}')
     if layout_map is not None:
@@ -140,7 +143,7 @@ def suggest(
     if check == "compile":
         options = {"topology": where, "mesh": own, "donate_argnames": state}
         if hbm is not None:
-            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": int(hbm) >> 20}
+            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": hbm >> 20}
         report = functools.partial(compile_step, step, *args, **kwargs, **options)
     name, today = getattr(step, "__name__", "the step"), None
     with shown_progress(f"lowering {name}", None, progress), _unused_donations():
@@ -254,7 +257,7 @@ def _taken(problem: Problem) -> Iterator[str]:
 def _so_far(search: Search) -> str:
     """What is shown while a search runs."""
     name, best = search.problem.lowered.name, search.best
-    if best is None or not search.trail:
+    if not search.trail:
         return f"suggesting rules for {name}"
     # Priced before, so that nothing is computed in the thread that shows it.
     seconds = seconds_text(search.price.of(best).seconds)

@@ -223,7 +223,8 @@ class Suggestion:
             f"suggestion for {self.step} on mesh {self.mesh}{where}: "
             f"{self.mesh.size} devices"
         )
-        verdict = [*report_text.verdict(self._costs, self.limit_bytes)]
+        given = self._costs, self.limit_bytes, self.is_complete
+        verdict = [*report_text.verdict(*given)]
         if not self.is_complete:
             verdict.insert(0, "interrupted: this is the best so far")
         heading = wrapped([title, *verdict], width)

@@ -56,7 +56,7 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     >>> compress({"0/up/w": "a", "1/up/w": "a", "0/gate/w": "a", "0/out/w": "b"})
     {'(up|gate)/w': 'a', 'out/w': 'b'}
     """
-    kinds = _kinds(values)
+    kinds = kinds_of(values)
     found: dict[Hashable, list[_Pattern]] = {}
     for value in dict.fromkeys(kind.value for kind in kinds):
         own = [kind for kind in kinds if kind.value == value]
@@ -66,7 +66,7 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     return chosen  # pyright: ignore[reportReturnType]
 
 
-def _kinds(values: Mapping[str, Value]) -> list[_Kind]:
+def kinds_of(values: Mapping[str, Value]) -> list[_Kind]:
     """Group the paths that differ in indices alone."""
     groups: dict[str, dict[Hashable, list[str]]] = {}
     for path, value in values.items():
