@@ -116,7 +116,7 @@ def suggest(args: Namespace) -> int:
     code = _shown(found, args)
     if args.output is not None and found.is_today_better:
         print(
-            f"not written: {args.output}; the rules of today are better",
+            f"not written: {args.output}; the current rules are better",
             file=sys.stderr,
         )
     elif args.output is not None:

@@ -16,8 +16,9 @@ a checkpoint was saved with. The mesh is text, such as data=16,model=16; its
 devices need not exist."""
 
 ENDS = """exit codes:
-  0  done, and nothing is wrong
-  1  done, and something was found: a finding, a difference, damage
+  0  done, and nothing failed
+  1  done, and the check failed: an error of lint (with --strict a warning), a
+     difference, damage, no known family, nothing that fits
   2  it failed; the reason is on stderr"""
 
 
@@ -316,7 +317,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Suggests rules for a step on a mesh or a topology that this machine does not "
         "have: the fastest that a search finds within the memory of a device.",
         "my_model:step --args my_model:arguments --mesh data=4,model=2",
-        *_step_of(rules_are="the rules of today, to compare with: "),
+        *_step_of(rules_are="the current rules, to compare with: "),
         *_FORMAT,
         _value(
             "--hbm",

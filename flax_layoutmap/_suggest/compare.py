@@ -19,7 +19,7 @@ from flax_layoutmap._suggest.suggestion import Choice, Suggestion
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
 
-# Candidate → its rules and costs; None: those of the rules of today.
+# Candidate → its rules and costs; None: those of the current rules.
 _Columns = dict[Candidate | None, Choice]
 
 # Parameters that are named in an error.

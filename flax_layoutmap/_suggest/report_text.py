@@ -37,7 +37,7 @@ def verdict(
     """What was found, in a few lines; the costs are those of the table."""
     own = costs["suggested"]
     if is_today_better(costs, limit_bytes):
-        yield "keep the rules of today: nothing better was found"
+        yield "keep the current rules: nothing better was found"
     if not fits(own, limit_bytes):
         yield (
             f"does not fit: {human_bytes(peak_of(own))} per device is the least memory "
@@ -54,7 +54,7 @@ def _estimates(
     own, name = costs["suggested"], "full sharding"
     other = costs.get(name)
     if "today" in costs:
-        name, other = "the rules of today", costs["today"]
+        name, other = "the current rules", costs["today"]
     time = f"estimated time: {seconds_text(own.seconds)} a step"
     memory = f"estimated memory: {human_bytes(peak_of(own))} per device"
     if other is None:
@@ -79,7 +79,7 @@ def _change(new: Cost, old: Cost) -> str:
 
 
 def is_today_better(costs: Mapping[str, Cost], limit_bytes: int) -> bool:
-    """Whether the rules of today fit alone, or are faster, or need less memory."""
+    """Whether the current rules fit alone, or are faster, or need less memory."""
     if "today" not in costs:
         return False
     today, own = costs["today"], costs["suggested"]

@@ -65,7 +65,7 @@ def suggest(
     propagation, not from names. Candidates are priced as `with_layout` of a plan does
     it: the time of the collectives on the links, that of the matrix products, and an
     estimate of memory, which has to stay below the limit. XLA's partitioner plans the
-    best two, full sharding and the rules of today, and its order counts.
+    best two, full sharding and the current rules, and its order counts.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -77,12 +77,12 @@ def suggest(
         slices: how many slices of it.
         hbm: bytes of one device that the step may use; None takes what the compiler
             allows on the topology.
-        layout_map: the rules of today, for comparison; None takes those of a function
+        layout_map: the current rules, for comparison; None takes those of a function
             of `flm.jit`.
         donate_argnames: arguments that are state, beside NNX objects, optimizer states
             and what the step donates; none takes containers of floating-point arrays
-            that have no rows of a batch in common. Name all of it, what is frozen beside
-            adapters too: the rest is data. They count as donated, but for a
+            that have no rows of a batch in common. If some are named, the rest is data:
+            beside adapters, name what is frozen, too. They count as donated, but for a
             function of `jax.jit`, which has its own.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
@@ -136,7 +136,7 @@ def suggest(
     except RuleError as error:
         if mesh is None:
             raise
-        notes.append(f"the rules of today do not fit this mesh: {first_of(error)}")
+        notes.append(f"the current rules do not fit this mesh: {first_of(error)}")
         rules, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
     lower = functools.partial(_lower, step, args, kwargs, state, own, where)
     report = functools.partial(_planned, lower)
@@ -151,7 +151,7 @@ def suggest(
         try:
             today = None if rules is None else _of_today(lower(rules), rules)
         except LayoutError as error:
-            notes.append(f"the rules of today do not fit this step: {first_of(error)}")
+            notes.append(f"the current rules do not fit this step: {first_of(error)}")
     if limit_seconds is not None:
         search.is_over = lambda: time.perf_counter() - start > limit_seconds
     with shown_progress(functools.partial(_so_far, search), None, progress):

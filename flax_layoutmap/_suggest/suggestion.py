@@ -137,7 +137,7 @@ class Suggestion:
 
     @property
     def is_today_better(self) -> bool:
-        """Whether to keep the rules of today, as the report then says."""
+        """Whether to keep the current rules, as the report then says."""
         return report_text.is_today_better(self._costs, self.limit_bytes)
 
     @property
@@ -230,7 +230,7 @@ class Suggestion:
         heading = wrapped([title, *verdict], width)
         code = as_code(self.layout_map.freeze())
         if self.is_today_better:
-            code = f"# found by the search; the rules of today are better\n{code}"
+            code = f"# found by the search; the current rules are better\n{code}"
         notes = wrapped([*self._notes()], width)
         return heading, code, report_text.table(self._costs), notes
 

@@ -297,7 +297,7 @@ def _memory(report: Findings) -> Iterator[str]:
         said = (
             f"{human_bytes(head)} left" if head >= 0 else f"{human_bytes(-head)} short"
         )
-        verdict = "whether it fits is open"
+        verdict = "whether it fits is unknown"
         if report.fits is not None:
             verdict = "it fits" if report.fits else "it does not fit"
         limit = human_bytes(memory.limit_bytes)

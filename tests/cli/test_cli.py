@@ -278,8 +278,8 @@ def test_suggest(run: Any, folder: Path) -> None:
     again = f"{quick} --rules found.toml -o again.toml --format markdown"
     code, out, err = run(again)
     assert code == 0 and "not checked" in out
-    assert err == "not written: again.toml; the rules of today are better\n"
-    assert "found by the search; the rules of today are better" in out
+    assert err == "not written: again.toml; the current rules are better\n"
+    assert "found by the search; the current rules are better" in out
     assert not (folder / "again.toml").exists()
     assert "- interrupted: " in out and " today |\n" in out
     code, out, _ = run(f"{quick} --hbm 1e-6 --json")

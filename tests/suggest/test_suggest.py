@@ -84,7 +84,7 @@ def test_rules_of_today_that_do_not_fit_are_a_note() -> None:
     )
     assert "today" not in found.choices
     text = " ".join(str(found).split())
-    assert "the rules of today do not fit this step: model/g/a/kernel (2," in text
+    assert "the current rules do not fit this step: model/g/a/kernel (2," in text
     assert "(and 5 more) taken for state: model, optimizer; " in text
 
 
@@ -415,7 +415,7 @@ def test_the_verdict(small: flm.Suggestion) -> None:
 
     a, b = seconds_text(own.seconds), seconds_text(slow.seconds)
     assert verdict(suggested=own, full_sharding=smaller, today=slow) == (
-        f"estimated time: {a} a step instead of {b} with the rules of today (-50.0%); "
+        f"estimated time: {a} a step instead of {b} with the current rules (-50.0%); "
         "estimated memory: 140.0 MiB per device instead of 140.0 MiB (limit 95.7 GiB)"
     )
     same = verdict(suggested=own, full_sharding=smaller)
@@ -597,7 +597,7 @@ def test_the_rules_of_today_are_priced_beside() -> None:
     assert costs[0] == min(costs)
     assert not found.is_today_better
     assert found.choices["today"].layout_map == today.on(found.mesh)
-    assert " with the rules of today (-" in told(found, 0)
+    assert " with the current rules (-" in told(found, 0)
 
 
 def test_rules_of_today_for_another_mesh() -> None:
@@ -605,13 +605,13 @@ def test_rules_of_today_for_another_mesh() -> None:
     today["up"] = (None, "model")
     found = flm.suggest(*GIVEN, **OPTIONS, layout_map=today, limit_seconds=0.0)
     assert "today" not in found.choices
-    assert "the rules of today do not fit this mesh" in told(found, 3)
+    assert "the current rules do not fit this mesh" in told(found, 3)
     with pytest.raises(flm.errors.RuleError, match="layout_map= needs a LayoutMap"):
         flm.suggest(*GIVEN, **OPTIONS, layout_map=[("up", None)])
 
 
 def test_the_order_of_the_partitioner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rules of today are checked, too."""
+    """And the current rules are checked, too."""
     plan, plans = suggest.planned, []
 
     def dear_at_first(*args: Any) -> Any:
