@@ -6,7 +6,12 @@ Prints one Markdown table, then the targets as PASS or FAIL. All rows of one tre
 rule count are measured in turn, round after round, so that a busy machine slows all
 of them alike; cells are medians of the CPU time of the thread. Garbage collection is
 off inside the clock and Python's cache of compiled patterns is emptied before every
-call, because rules are applied once per job. docs/benchmarks.md tells how to
+call, because rules are applied once per job. A value that is expected to take longer
+than `--limit` is extrapolated from the largest smaller tree. On the smallest tree our
+specs are first compared with those of the other libraries; a difference stops the run.
+Of the `--kinds`, `digits` has rules of which a fifth distinguish digits (`fc1`, `fc2`),
+and in `layers` every rule but the last names one tensor of one layer. A library that
+cannot be imported affects only its own row. docs/benchmarks.md tells how to
 install the other libraries and what each row does.
 """
 

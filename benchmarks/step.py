@@ -6,7 +6,10 @@ The step multiplies every array of a model and of its Adam optimizer by one, all
 donated, so next to nothing is computed and what remains is dispatch. Prints one
 Markdown table, then the targets as PASS or FAIL. Cells are medians of the CPU time of
 the thread, rows measured in turn, 20 calls at a time; garbage collection is off inside
-the clock. docs/benchmarks.md says more.
+the clock, and so is flipping `train()` and `eval()`. A step's memory traffic empties
+the caches, and a flip goes through a whole model: comparing the graph takes ten times
+as long after a step as in a loop of its own, and the rows after a flip are for
+comparison with each other. docs/benchmarks.md says more.
 """
 
 import argparse
