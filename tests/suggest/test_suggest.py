@@ -424,7 +424,7 @@ def test_the_verdict(small: flm.Suggestion) -> None:
     assert "a step; this is full sharding; estimated" in verdict(suggested=own)
     assert "a step; estimated" in verdict(is_complete=False, suggested=own)
     for suggested, today in (slow, own), (own, own), (own, smaller), (large, slow):
-        assert verdict(suggested=suggested, today=today).startswith("keep the rules of")
+        assert verdict(suggested=suggested, today=today).startswith("keep the current")
     for suggested, today in (own, slow), (slow, large), (smaller, own), (large, large):
         assert "keep" not in verdict(suggested=suggested, today=today)
     none = verdict(suggested=large)
