@@ -15,17 +15,23 @@ from typing import Any
 PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
 
 
+def page_of(name: str, anchor: str) -> str:
+    """Where a section of the documentation is: on the site of a release, or a file."""
+    site = _site()
+    return f"{site}/{name}.html#{anchor}" if site else f"docs/{name}.md#{anchor}"
+
+
 @functools.cache
-def documentation() -> str:
-    """Where the pages are: the address that a release has, else `docs` of a clone."""
+def _site() -> str:
+    """The address that a release has for its documentation; "" in a clone."""
     from importlib import metadata
 
     try:
         urls = metadata.metadata("flax-layoutmap").get_all("Project-URL") or ()
     except metadata.PackageNotFoundError:
-        return "docs"
+        return ""
     named = (one.partition(", ") for one in urls)
-    return next((url for name, _, url in named if name == "Documentation"), "docs")
+    return next((url for name, _, url in named if name == "Documentation"), "")
 
 
 class LayoutError(ValueError):
@@ -37,9 +43,7 @@ class LayoutError(ValueError):
         super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
         # A traceback ends with it. A private class is of the public kind above it.
         kinds = (kind for kind in type(self).__mro__ if kind.__module__ in PUBLIC)
-        self.add_note(
-            f"see: {documentation()}/errors.md#{next(kinds).__name__.lower()}"
-        )
+        self.add_note(f"see: {page_of('errors', next(kinds).__name__.lower())}")
 
 
 class RuleError(LayoutError):

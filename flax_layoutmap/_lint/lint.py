@@ -15,7 +15,7 @@ from flax_layoutmap._core.errors import (
     RuleError,
     bullet_list,
     did_you_mean,
-    documentation,
+    page_of,
     visible,
 )
 from flax_layoutmap._lint import leaves, matches, model_dim, rules
@@ -72,8 +72,7 @@ class LintIssue:
     url: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        url = f"{documentation()}/lint.md#{self.code.lower()}"
-        object.__setattr__(self, "url", url)
+        object.__setattr__(self, "url", page_of("lint", self.code.lower()))
 
     def __str__(self) -> str:
         text = f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"

@@ -12,7 +12,10 @@ import operator
 import os
 import re
 import struct
+import subprocess
+import sys
 import tempfile
+import tomllib
 import traceback
 import warnings
 from importlib import metadata
@@ -29,7 +32,7 @@ from helpers import ROOT, run_python
 from memory_kinds import WHY_NOT, can_offload
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.errors import documentation
+from flax_layoutmap._core import errors
 from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._lint.lint import CODES, LintIssue
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
@@ -233,14 +236,29 @@ def test_the_messages_of_a_release_link_to_its_documentation(
     given["Project-URL"] = "Source, https://example.org/source"
     given["Project-URL"] = "Documentation, https://example.org/docs"
     monkeypatch.setattr(metadata, "metadata", lambda _: given)
-    documentation.cache_clear()
+    errors._site.cache_clear()
     try:
         issue = LintIssue("LM101", "warning", "message", "fix")
         note = flm.LayoutError("wrong").__notes__[-1]
     finally:
-        documentation.cache_clear()
-    assert issue.url == "https://example.org/docs/lint.md#lm101"
-    assert note == "see: https://example.org/docs/errors.md#layouterror"
+        errors._site.cache_clear()
+    assert issue.url == "https://example.org/docs/lint.html#lm101"
+    assert note == "see: https://example.org/docs/errors.html#layouterror"
+
+
+def test_a_release_has_whole_addresses(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        tmp_path.joinpath(name).write_bytes(ROOT.joinpath(name).read_bytes())
+    command = [sys.executable, ROOT / ".ci" / "addresses", "owner/name", "v0.1.0"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    readme = tmp_path.joinpath("README.md").read_text("utf-8")
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert len(links) > 30 and all(one.startswith(("https://", "#")) for one in links)
+    assert (
+        "](https://github.com/owner/name/raw/v0.1.0/docs/pictures/page.png)" in readme
+    )
+    project = tomllib.loads(tmp_path.joinpath("pyproject.toml").read_text("utf-8"))
+    assert project["project"]["urls"]["Documentation"] == "https://owner.github.io/name"
 
 
 # ------------------------------------------------------------------- checkpoints
