@@ -129,7 +129,7 @@ def layouts(draw: Any) -> tuple[dict[str, int], list[Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(
     name=st.sampled_from(sorted(set(INITIALISERS) - QR)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
