@@ -24,6 +24,7 @@ from flax_layoutmap._suggest.candidate import (
     Spec,
     groups_of,
 )
+from flax_layoutmap._suggest.shorten import shorten
 from flax_layoutmap.convert._compress import INDEX
 from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lowered import Lowered
@@ -109,6 +110,7 @@ class Problem:
         self.mesh = mesh
         self.sizes = {name: n for name, n in mesh.axis_sizes.items() if n > 1}
         self.prepared: Prepared = prepare(lowered.lowered)
+        shorten(self.prepared.module)
         self.data = [
             (at, shape)
             for at, shape in enumerate(self._shapes)

@@ -284,6 +284,7 @@ def compile(
         Traceback (most recent call last):
         flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices of two dims
         come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+        see: docs/errors.md#mesherror
 
         `docs/pod_compile.md` shows a report.
 

@@ -107,7 +107,7 @@ def test_sizes_that_do_not_fit(ici: Any, dcn: Any, devices: Any, text: str) -> N
 
 
 def test_many_slices_are_not_all_listed() -> None:
-    with pytest.raises(flm.errors.MeshError, match=r"… 12 more$"):
+    with pytest.raises(flm.errors.MeshError, match=r"(?m)… 12 more$"):
         hybrid_grid({"model": 4}, {"data": 2}, chips(20, 4), False)
 
 
