@@ -42,7 +42,6 @@ def shorten(module: Any) -> None:
 def _is_scalar(value: Any) -> bool:
     """Whether all elements of an array are one, which has no layout of its own."""
     op = maker_of(value)
-    name = "" if op is None else op.name
-    if name == "stablehlo.broadcast_in_dim":
+    if op is not None and op.name == "stablehlo.broadcast_in_dim":
         return not op.operands[0].type.shape
-    return name == "stablehlo.constant"
+    return op is not None and op.name == "stablehlo.constant"
