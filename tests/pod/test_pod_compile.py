@@ -379,7 +379,7 @@ HANGS = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         (
             "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); real()",
             {},
-            f"^the compiler found no space on the disk; {ROOM}$",
+            f"(?m)^the compiler found no space on the disk; {ROOM}$",
         ),
         (
             "real()",
