@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
+_PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
 
 
 def page_of(name: str, anchor: str) -> str:
@@ -42,7 +42,7 @@ class LayoutError(ValueError):
     def __init__(self, *args: object) -> None:
         super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
         # A traceback ends with it. A private class is of the public kind above it.
-        kinds = (kind for kind in type(self).__mro__ if kind.__module__ in PUBLIC)
+        kinds = (kind for kind in type(self).__mro__ if kind.__module__ in _PUBLIC)
         self.add_note(f"see: {page_of('errors', next(kinds).__name__.lower())}")
 
 

@@ -7,14 +7,9 @@ parameter, and the time of Shardy's passes is that of the operations.
 from typing import Any
 
 from flax_layoutmap.pod._mlir import functions, maker_of
+from flax_layoutmap.pod._shardy_ops import ELEMENTWISE
 
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.while")
-_ELEMENTWISE = frozenset(
-    f"stablehlo.{name}"
-    for name in """
-    abs add divide maximum minimum multiply negate power rsqrt sqrt subtract
-    """.split()
-)
 
 
 def shorten(module: Any) -> None:
@@ -28,7 +23,7 @@ def shorten(module: Any) -> None:
     products = [at for at, op in enumerate(operations) if op.name in _PRODUCTS]
     with module.context:
         for op in operations[max(products, default=len(operations)) + 1 :]:
-            if op.name in _ELEMENTWISE:
+            if op.name in ELEMENTWISE:
                 (result,) = op.results
                 arrays = {one for one in op.operands if not _is_scalar(one)}
                 if len(arrays) == 1 and {one.type for one in arrays} == {result.type}:

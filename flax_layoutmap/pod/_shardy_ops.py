@@ -32,16 +32,22 @@ COPIES = frozenset(
     transpose reshape convert slice dynamic_slice optimization_barrier
     """.split()
 )
+# Operations on arrays of one shape, element by element, as optimizers have them.
+ELEMENTWISE = frozenset(
+    f"stablehlo.{name}"
+    for name in """
+    abs add clamp divide maximum minimum multiply negate power rsqrt select sign sqrt
+    subtract
+    """.split()
+)
 # Operations of optimizers: a new parameter is computed from its gradient by these.
 UPDATES = COPIES.union(
     MOVES,
+    ELEMENTWISE,
     ("sdy.all_reduce", "sdy.all_slice", "sdy.sharding_constraint", "sdy.reshard"),
     (
         f"stablehlo.{name}"
-        for name in """
-        abs add clamp concatenate custom_call divide dynamic_update_slice maximum
-        minimum multiply negate power rsqrt select sign sqrt subtract while
-        """.split()
+        for name in "concatenate custom_call dynamic_update_slice while".split()
     ),
 )
 RAGGED_DOT = "chlo.ragged_dot"
