@@ -24,6 +24,7 @@ from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
 from flax_layoutmap._suggest import compare, price, report_text, search, suggest
+from flax_layoutmap._suggest import problem as problem_module
 from flax_layoutmap._suggest.moves import fully_sharded
 from flax_layoutmap._suggest.problem import Problem, seed_rules
 from flax_layoutmap._suggest.rules import as_code, rules_of
@@ -765,6 +766,20 @@ def test_the_least_memory_is_found_from_the_start_too() -> None:
     limit = least.cost.peak_bytes
     assert not least.fits and limit is not None
     assert flm.suggest(*GIVEN, **(OPTIONS | mesh), hbm=limit).fits
+
+
+def test_what_a_search_drops_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = train_step, *nnx.eval_shape(make), TOKENS
+    short = problem_of(*given, mesh=MESH)
+    monkeypatch.setattr(problem_module, "shorten", lambda _: None)
+    whole = problem_of(*given, mesh=MESH)
+    counts = [str(one.prepared.module).count("stablehlo.") for one in (short, whole)]
+    assert counts[0] < 0.9 * counts[1]
+    for batch in short.batches:
+        start = fully_sharded(short, batch)
+        assert start == fully_sharded(whole, batch)
+        costs = [price.Pricer(one, None).with_peak(start) for one in (short, whole)]
+        assert costs[0] == costs[1]
 
 
 def test_names_of_layers_have_rules() -> None:
