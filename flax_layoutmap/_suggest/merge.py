@@ -3,7 +3,7 @@
 The layers of a model that is not scanned are the same operations again and again, and
 the time of Shardy's passes is that of the operations. Two operations are taken for
 equal if the programs around them are, up to a distance; names do not count. What is at
-either end of a stack of layers differs, so that about three layers are left at each.
+either end of a stack of layers differs, so that some layers are left at each.
 """
 
 import collections
@@ -18,8 +18,8 @@ from flax_layoutmap.pod._mlir import functions
 from flax_layoutmap.pod._passes import Prepared, constraints_in
 from flax_layoutmap.pod._shardy_ops import Merged, set_merged, set_merged_arguments
 
-# How far around two operations everything has to be equal. With 8, prices of merged
-# encoders are up to 8 % from those of the whole program; with 12, 2 % for most layouts.
+# How far around two operations everything has to be equal. For CLIP with twelve layers,
+# prices are up to 10 % from those of the whole program with 8, and 1.6 % with 12.
 _DISTANCE = 12
 # Prices of a merged program are not exact: it has to be so much shorter.
 _SHORTER = 0.5
