@@ -23,6 +23,13 @@ from flax_layoutmap.pod._shardy_ops import Merged, set_merged, set_merged_argume
 _DISTANCE = 12
 # Prices of a merged program are not exact: it has to be so much shorter.
 _SHORTER = 0.5
+_BODIES = {
+    "stablehlo.while",
+    "stablehlo.case",
+    "stablehlo.if",
+    "sdy.manual_computation",
+    "sdy.named_computation",
+}
 _CONSTRAINT = "sdy.sharding_constraint"
 
 
@@ -33,6 +40,9 @@ def merge(
 ) -> Prepared:
     """Merge equal operations; the same program if that makes it little shorter.
 
+    A program with loops or branches stays as it is: they may use any value, and their
+    bodies are not compared.
+
     Args:
         prepared: the program.
         arguments: position → a key. Arguments of equal keys may be equal; one without
@@ -42,6 +52,9 @@ def merge(
     Returns:
         The program, whose operations have a `Merged` each.
     """
+    main = functions(prepared.module)["main"].regions[0].blocks[0]
+    if any(one.operation.name in _BODIES for one in main.operations):
+        return prepared
     module = prepared.module.clone()
     program = _Program(module, arguments, constraints)
     first = program.first()
@@ -142,14 +155,14 @@ class _Program:
         """The node of the merged program that each node is there.
 
         It is the first of its equals, if that is left; else what the first user of the
-        node has in its place.
+        node has in its place, if the two users are of one kind.
         """
         found = list(first)
         for node in reversed(range(len(self.nodes))):
             user = self.user[node]
             if not live[first[node]] and user is not None:
                 at, slot = user
-                if live[found[at]]:
+                if live[found[at]] and self.keys[at] == self.keys[found[at]]:
                     found[node] = first[self.operands[found[at]][slot][0]]
         return found
 

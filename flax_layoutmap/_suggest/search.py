@@ -26,8 +26,11 @@ from flax_layoutmap._suggest.problem import Problem
 
 # The least gain of a move, and of one that is about a single group, as shares.
 _GAIN, _SINGLE = 1e-3, 0.02
-# How near to the limit memory is that of the whole program, as a share.
-_UNSURE = 0.2
+# Memory above this share of the limit is that of the whole program: merged programs
+# gave 0.64 to 4 times as much.
+_SURE = 0.5
+# How far full sharding of a merged program may be from that of the whole one.
+_ALIKE = 0.05
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
 _MANY = 1 << 60
@@ -73,10 +76,13 @@ class Search:
     start: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
+        self.best = fully_sharded(self.problem)
         self.exact = self.price
         if self.problem.prepared is not self.problem.whole:
             self.exact = Pricer(self.problem, self.price.topology, whole=True)
-        self.best = fully_sharded(self.problem)
+            seconds, exact = (p.of(self.best).seconds for p in (self.price, self.exact))
+            if abs(seconds - exact) > _ALIKE * exact:
+                self.price = self.exact
 
     # -------------------------------------------------------------------- prices
 
@@ -85,7 +91,7 @@ class Search:
         if self.price.of(candidate).at_rest_bytes > self.limit_bytes:
             return self.price.of(candidate).at_rest_bytes - self.limit_bytes + _MANY
         peak = self.price.peak_bytes(candidate)
-        if abs(peak - self.limit_bytes) < _UNSURE * self.limit_bytes:
+        if peak > _SURE * self.limit_bytes:
             peak = self.exact.peak_bytes(candidate)
         return max(0, peak - self.limit_bytes)
 

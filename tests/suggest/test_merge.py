@@ -15,6 +15,7 @@ from flax_layoutmap._suggest.candidate import Candidate
 from flax_layoutmap._suggest.moves import fully_sharded, storages, with_classes
 from flax_layoutmap._suggest.price import Pricer
 from flax_layoutmap._suggest.problem import Problem
+from flax_layoutmap._suggest.search import Search
 from flax_layoutmap.pod._mlir import functions
 
 LAYERS = 14
@@ -151,3 +152,45 @@ def test_layers_that_differ_are_not_merged() -> None:
     names = {one.name for one in operations(own.prepared)}
     assert len(operations(own.prepared)) < len(operations(own.whole))
     assert {"stablehlo.tanh", "stablehlo.sine"} <= names
+
+
+def test_a_program_with_branches_is_not_merged() -> None:
+    def other(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = params["embed"][tokens]
+            for layer in params["layers"]:
+                x = jnp.tanh(x @ layer["mlp"]["up"]) @ layer["mlp"]["down"]
+                x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+            return (x @ params["head"]).sum()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    params, _, tokens = arguments(20)
+    own = problem_of(other, params, tokens, mesh=MESH, donated="params")
+    assert own.prepared is own.whole
+
+
+def test_outputs_with_equal_ends_and_unlike_starts() -> None:
+    def other(params: Any) -> Any:
+        def new(layer: int, one: Any) -> Any:
+            y = one if layer == 0 else one @ one * jnp.sin(one)
+            for _ in range(16):
+                y = jnp.tanh(y)
+            return y
+
+        return [{"mlp": {"up": new(*one)}} for one in enumerate(params)]
+
+    weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    own = problem_of(
+        lambda params: other([one["mlp"]["up"] for one in params]),
+        [{"mlp": {"up": weight}} for _ in range(40)],
+        mesh=MESH,
+        donated="params",
+    )
+    assert len(operations(own.prepared)) < len(operations(own.whole))
+    # Its price is another one, so that a search takes the whole program.
+    price = Pricer(own, None)
+    assert price.of(fully_sharded(own)).collectives == 0
+    search = Search(own, price, 1 << 40)
+    assert search.price is search.exact
+    assert search.price.of(search.best).collectives > 0
