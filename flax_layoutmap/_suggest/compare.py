@@ -37,7 +37,7 @@ def compared(
     full = fully_sharded(problem)
 
     def choice(one: Candidate) -> Choice:
-        return Choice(rules_of(problem, one), search.exact.with_peak(one))
+        return Choice(rules_of(problem, one), search.price.with_peak(one))
 
     def rank(cost: Cost) -> tuple[int, float]:
         return max(0, peak_of(cost) - limit), cost.seconds
@@ -150,7 +150,7 @@ def _overruled(best: Choice, chosen: Choice) -> str:
 
 def _explained(search: Search, chosen: Candidate, path: str) -> str:
     """`Suggestion.explain`: price the other layouts of one group."""
-    problem, exact = search.problem, search.exact
+    problem, price = search.problem, search.price
     number = _group_of(problem, path)
     group, own = problem.groups[number], chosen.specs[number]
     lines = [f"{path}: {layout_text(own)}"]
@@ -161,10 +161,10 @@ def _explained(search: Search, chosen: Candidate, path: str) -> str:
     )
     others = [one for one in others if _sets(one.specs[number]) != _sets(own)]
     if others:
-        best = min(others, key=search.key)
+        best = min(others, key=lambda one: (search.excess(one), price.of(one).seconds))
         text = layout_text(best.specs[number])
         is_over = search.excess(best) > search.excess(chosen)
-        lines.append(next_best(text, exact.of(best), exact.of(chosen), is_over))
+        lines.append(next_best(text, price.of(best), price.of(chosen), is_over))
     elif group.dims:
         lines.append("none of its dims divides by another axis")
     else:

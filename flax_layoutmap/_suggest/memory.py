@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from flax_layoutmap.pod._mlir import Attributes, functions
-from flax_layoutmap.pod._shardy_ops import merged_of
 
 # Operations that keep their operands instead of a result.
-FUSED = frozenset(
+_FUSED = frozenset(
     f"stablehlo.{name}"
     for name in """
     abs add and atan2 broadcast_in_dim cbrt ceil clamp compare concatenate constant
@@ -43,7 +42,6 @@ class _Value:
     """A value that is held in memory."""
 
     bytes: int
-    count: int  # of equal ones, in memory at a time
     made_at: int
     used_at: int
 
@@ -77,7 +75,7 @@ class _Walk:
                 else 0
             )
             passed = _unchanged(op)
-            fused = op.name in FUSED
+            fused = op.name in _FUSED
             for number, result in enumerate(op.results):
                 if number in passed:
                     held[result] = held.get(op.operands[number], [])
@@ -86,9 +84,7 @@ class _Walk:
                 if fused and sum(one.bytes for one in sources) <= size:
                     held[result] = sources
                     continue
-                merged = merged_of(op)
-                count = 1 if merged is None else merged.held
-                value = _Value(size, count, at, at)
+                value = _Value(size, at, at)
                 values.append(value)
                 held[result] = [value]
         return _most(values, inner)
@@ -115,8 +111,8 @@ def _unchanged(op: Any) -> set[int]:
 def _most(values: Iterable[_Value], inner: list[int]) -> int:
     change = [0] * (len(inner) + 1)
     for one in values:
-        change[one.made_at] += one.bytes * one.count
-        change[one.used_at + 1] -= one.bytes * one.count
+        change[one.made_at] += one.bytes
+        change[one.used_at + 1] -= one.bytes
     most = live = 0
     for at, own in enumerate(inner):
         live += change[at]

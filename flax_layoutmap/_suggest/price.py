@@ -116,18 +116,14 @@ def cost_of_report(report: PodReport) -> Cost:
 class Pricer:
     """Prices the candidates of a problem, each once."""
 
-    def __init__(
-        self, problem: Problem, topology: Topology | None, *, whole: bool = False
-    ) -> None:
-        """`whole` prices the whole program, and not the one with merged layers."""
+    def __init__(self, problem: Problem, topology: Topology | None) -> None:
         self.problem = problem
         self.topology = topology
         self.count = 0
         self.of = functools.cache(self._of)
         self.peak_bytes = functools.cache(self._peak_bytes)
         # Memory is mostly asked for right after the price.
-        lay_out = functools.partial(problem.lay_out, whole=whole)
-        self.lay_out = functools.lru_cache(maxsize=1)(lay_out)
+        self.lay_out = functools.lru_cache(maxsize=1)(problem.lay_out)
 
     def _of(self, candidate: Candidate) -> Cost:
         problem, self.count = self.problem, self.count + 1

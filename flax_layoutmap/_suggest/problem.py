@@ -24,7 +24,6 @@ from flax_layoutmap._suggest.candidate import (
     Spec,
     groups_of,
 )
-from flax_layoutmap._suggest.merge import merge
 from flax_layoutmap._suggest.shorten import shorten
 from flax_layoutmap.convert._compress import INDEX
 from flax_layoutmap.convert._shardings import NEVER_ASKED
@@ -110,8 +109,8 @@ class Problem:
         self.lowered = lowered
         self.mesh = mesh
         self.sizes = {name: n for name, n in mesh.axis_sizes.items() if n > 1}
-        self.whole: Prepared = prepare(lowered.lowered)
-        shorten(self.whole.module)
+        self.prepared: Prepared = prepare(lowered.lowered)
+        shorten(self.prepared.module)
         self.data = [
             (at, shape)
             for at, shape in enumerate(self._shapes)
@@ -121,12 +120,10 @@ class Problem:
         # The constraints of no point, by position.
         self.dropped: list[int] = []
         self.points = self._points()
-        # With the operations of equal layers once.
-        self.prepared = merge(self.whole, *self._keys())
 
     @functools.cached_property
     def _arguments(self) -> list[Any]:
-        main = functions(self.whole.module)["main"]
+        main = functions(self.prepared.module)["main"]
         return list(main.regions[0].blocks[0].arguments)
 
     @functools.cached_property
@@ -150,7 +147,7 @@ class Problem:
         are_kept = self.lowered.layouts.are_kept(self.mesh)
         specs = [
             tuple(tuple(name for name, _ in axes if name in self.sizes) for axes in own)
-            for own in self.whole.arguments(self.whole.module)
+            for own in self.prepared.arguments(self.prepared.module)
         ]
         # in_shardings of jax.jit are in the program alone.
         return {
@@ -200,7 +197,7 @@ class Problem:
             is_asked = resolved[number].reason not in NEVER_ASKED
             if is_asked and leaves[at].role in ("parameter", "other"):
                 found[of_layers(leaves[at].path), self._shapes[at]].append(at)
-        elements = [self.whole.attributes.type_of(one)[1] for one in self._arguments]
+        elements = [self.prepared.attributes.type_of(one)[1] for one in self._arguments]
         sizes = {
             key: sum(bytes_of(key[1], elements[at]) for at in own)
             for key, own in found.items()
@@ -219,7 +216,7 @@ class Problem:
             for key, own in found.items()
         ]
         # Not by names, nor by the order of arguments.
-        main = functions(self.whole.module)["main"].regions[0].blocks[0]
+        main = functions(self.prepared.module)["main"].regions[0].blocks[0]
         given = {argument: at for at, argument in enumerate(self._arguments)}
         used = list(dict.fromkeys(_uses(main, given)))
         rank = {at: place for place, at in enumerate(used)}
@@ -235,8 +232,8 @@ class Problem:
         parameters = {group.path for group in self.groups} | {
             path for group in self.groups for path in group.paths
         }
-        for at, op in enumerate(constraints_in(self.whole.module)):
-            name = self.whole.attributes.location(op).partition('"')[2]
+        for at, op in enumerate(constraints_in(self.prepared.module)):
+            name = self.prepared.attributes.location(op).partition('"')[2]
             named = _POINT.findall(name.partition('"')[0])
             if named and not named[-1][1]:  # a whole model: rules are for its parts
                 self.dropped.append(at)
@@ -259,21 +256,6 @@ class Problem:
             Point(section, (*own,), shape, (*itertools.chain(*own.values()),), same)
             for (section, _, shape, same), own in found.items()
         ]
-
-    def _keys(self) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Keys of arguments and of constraints that have one layout in a candidate."""
-        arguments: dict[int, Any] = {}
-        for number, group in enumerate(self.groups):
-            arguments |= {
-                at: (number, self._arguments[at].type) for at in group.arguments
-            }
-            arguments |= {
-                at: (number, self._arguments[at].type, dims) for at, dims in group.state
-            }
-        constraints = dict.fromkeys(self.dropped, -1)
-        for number, point in enumerate(self.points):
-            constraints |= dict.fromkeys(point.constraints, number)
-        return arguments, constraints
 
     # ------------------------------------------------------------------ classes
 
@@ -464,9 +446,9 @@ class Problem:
         dims = range(len(self.points[number].shape))
         return [("output", number, dim) in self.batch_class for dim in dims]
 
-    def lay_out(self, candidate: Candidate, whole: bool = False) -> Any:
-        """The program under a candidate, with collectives; equal layers once."""
-        return (self.whole if whole else self.prepared).lay_out(
+    def lay_out(self, candidate: Candidate) -> Any:
+        """The program under a candidate, with collectives."""
+        return self.prepared.lay_out(
             self.arguments(candidate),
             self.lowered.pairs,
             self.constraints(candidate),

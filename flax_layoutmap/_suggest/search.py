@@ -26,11 +26,6 @@ from flax_layoutmap._suggest.problem import Problem
 
 # The least gain of a move, and of one that is about a single group, as shares.
 _GAIN, _SINGLE = 1e-3, 0.02
-# Memory above this share of the limit is that of the whole program: merged programs
-# gave 0.64 to 4 times as much.
-_SURE = 0.5
-# How far full sharding of a merged program may be from that of the whole one.
-_ALIKE = 0.05
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
 _MANY = 1 << 60
@@ -66,8 +61,6 @@ class Search:
     price: Pricer
     limit_bytes: int
     is_over: Callable[[], bool] = lambda: False
-    # Prices of the whole program, and not of the one with merged layers.
-    exact: Pricer = dataclasses.field(init=False)
     best: Candidate = dataclasses.field(init=False)
     # Each candidate that a move has led to.
     tried: dict[Candidate, None] = dataclasses.field(default_factory=dict)
@@ -77,12 +70,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self.best = fully_sharded(self.problem)
-        self.exact = self.price
-        if self.problem.prepared is not self.problem.whole:
-            self.exact = Pricer(self.problem, self.price.topology, whole=True)
-            seconds, exact = (p.of(self.best).seconds for p in (self.price, self.exact))
-            if abs(seconds - exact) > _ALIKE * exact:
-                self.price = self.exact
 
     # -------------------------------------------------------------------- prices
 
@@ -90,10 +77,7 @@ class Search:
         """Bytes above the limit."""
         if self.price.of(candidate).at_rest_bytes > self.limit_bytes:
             return self.price.of(candidate).at_rest_bytes - self.limit_bytes + _MANY
-        peak = self.price.peak_bytes(candidate)
-        if peak > _SURE * self.limit_bytes:
-            peak = self.exact.peak_bytes(candidate)
-        return max(0, peak - self.limit_bytes)
+        return max(0, self.price.peak_bytes(candidate) - self.limit_bytes)
 
     def is_better(self, new: Candidate, old: Candidate, gain: float = 0.0) -> bool:
         """Whether a candidate is worth a move."""
@@ -210,7 +194,7 @@ class Search:
         named, others = self._outputs()
         fixed = self.best.fixed, frozenset(named), frozenset([*named, *others])
         return min(
-            (dataclasses.replace(other, fixed=one) for one in fixed), key=self.key
+            (dataclasses.replace(other, fixed=one) for one in fixed), key=self._key
         )
 
     def with_rules(self, best: Candidate) -> Candidate:
@@ -227,10 +211,10 @@ class Search:
         every, needed = ruled(others), list[int]()
         wanted = 0, self.price.of(best).seconds * (1 + _CLOSE)
         with self.until_over():
-            if self.key(ruled(())) > wanted:
-                excess, seconds = min(self.key(ruled(())), self.key(every))
+            if self._key(ruled(())) > wanted:
+                excess, seconds = min(self._key(ruled(())), self._key(every))
                 wanted = max(wanted, (excess, seconds * (1 + _GAIN)))
-            while self.key(ruled(needed)) > wanted:
+            while self._key(ruled(needed)) > wanted:
                 # The output without which those before it are not enough.
                 prefixes = [ruled([*needed, *others[:at]]) for at in range(len(others))]
                 last = bisect.bisect_left(
@@ -239,7 +223,7 @@ class Search:
                 needed.append(others[last - 1])
                 del others[last - 1 :]
             return ruled(needed)
-        return min(ruled(needed), every, key=self.key)
+        return min(ruled(needed), every, key=self._key)
 
     def _outputs(self) -> tuple[list[int], list[int]]:
         """The outputs that have a name, and the others, those of large parts first."""
@@ -250,10 +234,9 @@ class Search:
     def _is_enough(self, candidate: Candidate, wanted: tuple[int, float]) -> bool:
         if self.is_over():
             raise Stopped
-        return self.key(candidate) <= wanted
+        return self._key(candidate) <= wanted
 
-    def key(self, candidate: Candidate) -> tuple[int, float]:
-        """Excess and seconds: the least is the best."""
+    def _key(self, candidate: Candidate) -> tuple[int, float]:
         return self.excess(candidate), self.price.of(candidate).seconds
 
     def _depth(self, at: int) -> tuple[int, int]:

@@ -37,14 +37,11 @@ from flax_layoutmap.pod._shardy_ops import (
     location_of,
     looked_up,
     manual_collective,
-    merged_arguments,
-    merged_of,
     moved_axes,
     multiplications,
     operands_of,
     scattered,
     target_of,
-    times_of,
     trip_count,
 )
 
@@ -130,8 +127,7 @@ def read(
 
     `state` has positions of results and of the arguments that they update: sums that a
     result is computed from are those of the argument's gradient. `for_tpus` counts
-    collectives as the compiler for TPUs has them, as in `_merge.merge`. Operations that
-    stand for several (`Merged`) count so many times.
+    collectives as the compiler for TPUs has them, as in `_merge.merge`.
     """
     walk = _Walk(attributes, _FAR if for_tpus else None)
     walk.function(functions(module)["main"])
@@ -153,8 +149,6 @@ class _Walk:
         self.ends: Sequence[Any] = ()
         # A value → an equal one, such as the operand of a loop that does not change.
         self.same: dict[Any, Any] = {}
-        # An argument of a merged program → how many it stands for.
-        self.times: dict[Any, int] = {}
         # An argument of the body of a shard_map → the operand that it is a part of.
         self.whole: dict[Any, Any] = {}
         # The result of an operation with regions → the results of these.
@@ -193,13 +187,7 @@ class _Walk:
             self.arrays[argument] = self.attributes.array(argument, dims)
             self.leaves[argument] = at
             self.found.arguments.append(self.arrays[argument])
-        self.times = dict(zip(block.arguments, merged_arguments(main), strict=False))
-        is_merged = bool(self.times)
-        for one in block.operations:
-            op = one.operation
-            if is_merged and (merged := merged_of(op)) is not None:
-                self.found.operations = merged.position
-            self.operation(op, Place(times_of(op) if is_merged else 1))
+        self.block(block, Place())
         self.ends = list(last_of(block).operands)
         self.found.results = [*map(self.array, self.ends)]
         self.found.moves = list(self.moves.values())
@@ -347,7 +335,6 @@ class _Walk:
         axes = moved_axes(op, before.dims, after.dims, self.attributes)
         if first != result:
             self.same[result] = first
-            self.add_times(first, operand, place.times)
         elif parts(axes) > 1 and not is_filled(operand):
             kind, shape, leaf = MOVES[op.name], after.local_shape, self.leaf(operand)
             rows = looked_up(op, before.dims, after.dims)
@@ -356,18 +343,6 @@ class _Walk:
             at = self.count(kind, axes, shape, op, place, leaf)
             self.made_by[result] = (at,)
             self.note_move(op, before, after, place, leaf)
-
-    def add_times(self, moved: Any, operand: Any, times: int) -> None:
-        """Count a move for each value that a merged operand stands for."""
-        if not self.times or moved not in self.made_by:
-            return
-        maker = maker_of(self.root(operand))
-        most = self.times.get(operand, 1) if maker is None else times_of(maker)
-        for at in self.made_by[moved]:
-            one = self.found.collectives[at]
-            more = min(most, one.place.times + times)
-            if more > one.place.times:
-                one.place = dataclasses.replace(one.place, times=more)
 
     def is_smaller(self, value: Any, other: Any) -> bool:
         return self.array(value).local_bytes < self.array(other).local_bytes
@@ -409,16 +384,16 @@ class _Walk:
 
     def block(self, block: Any, place: Place) -> None:
         """Read a block; most operations have nothing to count."""
+        handlers = self.handlers
         for op in block.operations:
-            self.operation(op.operation, place)
-
-    def operation(self, op: Any, place: Place) -> None:
-        self.found.operations += 1
-        handler = self.handlers.get(op.name)
-        if handler is not None:
-            handler(op, place)
-        elif op.name.startswith(_NO_RULE):
-            self.without_rule(op, place)
+            self.found.operations += 1
+            operation = op.operation
+            name = operation.name
+            handler = handlers.get(name)
+            if handler is not None:
+                handler(operation, place)
+            elif name.startswith(_NO_RULE):
+                self.without_rule(operation, place)
 
     def inner(self, place: Place) -> tuple[int, ...]:
         """The scope of another loop or branch."""

@@ -1,7 +1,6 @@
 """Single operations of a module that Shardy has laid out."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,81 +16,6 @@ from flax_layoutmap.pod._mlir import (
     source_line,
 )
 from flax_layoutmap.pod._records import Kind
-
-# On operations of a program that is shorter than the original.
-_MERGED = "flm.merged"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Merged:
-    """What an operation stands for in a program in which equal ones are one."""
-
-    position: int  # of the first in the original
-    times: int  # how many there are in the original
-    held: int  # of how many the values are in memory at a time
-
-
-def set_merged(op: Any, merged: Merged) -> None:
-    """Note what an operation stands for."""
-    from jaxlib.mlir import ir
-
-    numbers = dataclasses.astuple(merged)
-    op.attributes[_MERGED] = ir.DenseI64ArrayAttr.get(numbers)
-
-
-def set_merged_arguments(main: Any, times: Sequence[int]) -> None:
-    """Note how many arguments each one of a program stands for."""
-    from jaxlib.mlir import ir
-
-    main.attributes[_MERGED] = ir.DenseI64ArrayAttr.get(times)
-
-
-def merged_arguments(main: Any) -> list[int]:
-    """How many arguments each one stands for; empty in an original."""
-    if _MERGED not in main.attributes:
-        return []
-    from jaxlib.mlir import ir
-
-    return [*ir.DenseI64ArrayAttr(main.attributes[_MERGED])]
-
-
-def merged_of(op: Any) -> Merged | None:
-    """What an operation stands for; None in an original, and where passes made it."""
-    if _MERGED not in op.attributes:
-        return None
-    from jaxlib.mlir import ir
-
-    return Merged(*ir.DenseI64ArrayAttr(op.attributes[_MERGED]))
-
-
-def times_of(op: Any) -> int:
-    """How many operations of the original one stands for.
-
-    A collective, which passes have made: as many as what makes the sum, or as what uses
-    the value that it moves.
-    """
-    ways = _makers, _users
-    for way in ways if op.name == "sdy.all_reduce" else reversed(ways):
-        for other in way(op):
-            if (merged := merged_of(other)) is not None:
-                return merged.times
-    return 1
-
-
-def _makers(op: Any) -> Iterator[Any]:
-    """An operation, that which makes its operand, and so on."""
-    while op is not None:
-        yield op
-        op = maker_of(op.operands[0]) if op.operands else None
-
-
-def _users(op: Any) -> Iterator[Any]:
-    """An operation, the first that uses its result, and so on."""
-    while op is not None:
-        yield op
-        use = next(iter(op.results[0].uses), None) if op.results else None
-        op = None if use is None else use.owner.operation
-
 
 MOVES: dict[str, Kind] = {
     "sdy.all_gather": "all-gather",

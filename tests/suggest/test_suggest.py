@@ -669,14 +669,14 @@ def test_progress_says_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_interrupt_in_rules_for_activations(
     calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, numbers = search.Search.key, itertools.count(1)
+    key, numbers = search.Search._key, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
         if next(numbers) == calls:
             raise KeyboardInterrupt
         return key(*args)
 
-    monkeypatch.setattr(search.Search, "key", interrupted)
+    monkeypatch.setattr(search.Search, "_key", interrupted)
     found = flm.suggest(*GIVEN, **OPTIONS)
     assert not found.is_complete and found.cost.seconds > 0
 
@@ -808,7 +808,7 @@ def test_few_rules_for_activations(
     def key(_: Any, candidate: Any) -> tuple[int, float]:
         return 0, 0.0 if candidate.fixed >= needed else 1e3
 
-    monkeypatch.setattr(search.Search, "key", key)
+    monkeypatch.setattr(search.Search, "_key", key)
     start = fully_sharded(problem)
     whole = search.Search(problem, price.Pricer(problem, None), 1 << 40)
     assert whole.with_rules(start).fixed == needed
