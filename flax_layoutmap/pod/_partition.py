@@ -18,7 +18,7 @@ from typing import Any
 
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
-from flax_layoutmap.pod._early import inline_calls
+from flax_layoutmap.pod._early import inline_calls, rewrite_for_tpus
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
 from flax_layoutmap.pod._hlo_text import Module
 from flax_layoutmap.pod._lowered import Lowered
@@ -26,7 +26,7 @@ from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._mlir import functions
 from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
-from flax_layoutmap.pod._tpu import as_compiled, rewrite_for_tpus, scatters
+from flax_layoutmap.pod._tpu import as_compiled, scatters
 
 _NOT_SCALED = "collectives whose size does not follow from two smaller meshes, left out"
 _MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"

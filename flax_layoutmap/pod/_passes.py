@@ -13,7 +13,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap.pod._early import inline_calls, replace_early
+from flax_layoutmap.pod._early import (
+    inline_calls,
+    replace_early,
+    rewrite_for_tpus,
+)
 from flax_layoutmap.pod._mlir import (
     Attributes,
     Dims,
@@ -145,8 +149,11 @@ class Prepared:
         }
 
 
-def prepare(lowered: Any) -> Prepared:
-    """Inline the calls in a copy of a lowered module, and verify it."""
+def prepare(lowered: Any, *, as_tpus: bool = True) -> Prepared:
+    """Inline the calls in a copy of a lowered module, and verify it.
+
+    With `as_tpus` it is changed as the TPU compiler does before it runs Shardy.
+    """
     ir, passmanager = _bindings()
     original = lowered.compiler_ir("stablehlo")
     with original.context:
@@ -156,7 +163,10 @@ def prepare(lowered: Any) -> Prepared:
             raise LayoutError(_NO_PASSES) from error
         module = original.operation.clone()
         inline_calls(functions(module))
-        replace_early(functions(module)["main"].regions[0].blocks[0])
+        block = functions(module)["main"].regions[0].blocks[0]
+        if as_tpus:
+            rewrite_for_tpus(block)
+        replace_early(block)
         try:
             module.verify()
         except ir.MLIRError as error:

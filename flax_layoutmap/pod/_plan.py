@@ -139,7 +139,8 @@ def plan(
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
     with shown_progress(f"planning {lowered.name}"):
-        made = Planner(lowered, own, where, prepare(lowered.lowered), platform, rules)
+        prepared = prepare(lowered.lowered, as_tpus=platform == "tpu")
+        made = Planner(lowered, own, where, prepared, platform, rules)
         return planned(made, start, timeout)
 
 

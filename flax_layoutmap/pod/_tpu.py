@@ -1,4 +1,4 @@
-"""Measured rules of the TPU compiler: sums, slices, and rewrites before Shardy.
+"""Measured rules of the TPU compiler: sums and slices.
 
 Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
 moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
@@ -17,13 +17,6 @@ of the mesh covers a part of a dim, such as those of 8 x 8 on 4 x 4 x 4.
 A collective over several slices is one within each slice, and one of a share between
 them.
 
-Before it runs Shardy (`rewrite_for_tpus`), the compiler gives a scatter in which each
-row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices, and
-starts one of rows with what its result is added to (`_early.add_in_place`); `top_k`
-becomes a sort, for which rows stay where they are; a product with a vector in each
-batch becomes a multiplication and a sum, and its transposed operands are computed in
-that order.
-
 Found by compiling single gradients and collectives for v2 to tpu7x with libtpu 0.0.42,
 on 2026-11-22.
 """
@@ -31,12 +24,8 @@ on 2026-11-22.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from flax_layoutmap._core.topologies import Topology
-from flax_layoutmap.pod._early import add_in_place
 from flax_layoutmap.pod._hlo import members_of, wire_bytes
 from flax_layoutmap.pod._placement import dcn_axes, placed
 from flax_layoutmap.pod._records import Collective, Kind
@@ -262,211 +251,3 @@ def _within_and_between(
     # Of an all-to-all, what stays within a slice need not be sent twice.
     yield part(whole.kind, inner, slices if whole.kind == "all-to-all" else 1)
     yield part(whole.kind, outer, 1 if moves_all else within)
-
-
-# ----------------------------------------------------------------- before Shardy
-
-
-def rewrite_for_tpus(block: Any) -> None:
-    """Rewrite the operations in a block and its regions as the TPU compiler does."""
-    for op in list(block.operations):
-        operation = op.operation
-        for region in operation.regions:
-            for inner in region.blocks:
-                rewrite_for_tpus(inner)
-        if operation.name in _REWRITES:
-            _REWRITES[operation.name](operation)
-
-
-def _index_rows(op: Any) -> None:
-    """Replace the batch dims of a scatter of elements by iota indices."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    name = "scatter_dimension_numbers"
-    numbers = stablehlo.ScatterDimensionNumbers(op.attributes[name])
-    own, own_places = (
-        list(numbers.input_batching_dims),
-        list(numbers.scatter_indices_batching_dims),
-    )
-    place, at = (len(op.operands) - 1) // 2, numbers.index_vector_dim
-    places = op.operands[place]
-    shape = list(places.type.shape)
-    # Of slices, such as what is written to a cache, both ways are laid out alike.
-    if not own or len(numbers.update_window_dims) or at != len(shape) - 1:
-        return
-    with ir.InsertionPoint(op), op.location:
-        kind = ir.RankedTensorType.get([*shape[:at], 1], places.type.element_type)
-        rows = [stablehlo.IotaOp(kind, dim).result for dim in own_places]
-        joined = stablehlo.ConcatenateOp([*rows, places], at)
-        op.operands[place] = joined.result
-    gone = sorted([*numbers.inserted_window_dims, *own])
-    indexed = [*own, *numbers.scattered_dims_to_operand_dims]
-    with op.context:
-        made = stablehlo.ScatterDimensionNumbers.get([], gone, [], [], indexed, at)
-        op.attributes[name] = made
-
-
-def _sort_all(op: Any) -> None:
-    """Replace `top_k` by a sort and a slice of it."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    operand = op.operands[0]
-    shape, last = list(operand.type.shape), len(operand.type.shape) - 1
-    element, place = operand.type.element_type, op.results[1].type.element_type
-    with ir.InsertionPoint(op), op.location:
-        kind = ir.RankedTensorType.get(shape, place)
-        places = stablehlo.IotaOp(kind, last).result
-        # The order has no effect on the layout.
-        made = stablehlo.SortOp(
-            [operand.type, kind], [operand, places], dimension=last, is_stable=True
-        )
-        scalars = [ir.RankedTensorType.get([], one) for one in (element, place)]
-        body = made.comparator.blocks.append(*(2 * [scalars[0]] + 2 * [scalars[1]]))
-        with ir.InsertionPoint(body):
-            direction = stablehlo.ComparisonDirectionAttr.get("GT")
-            first, second = body.arguments[2:]
-            stablehlo.return_([stablehlo.compare(first, second, direction)])
-        count = list(op.results[0].type.shape)
-        for result, whole in zip(op.results, made.results, strict=True):
-            zeros, ones = [0] * len(shape), [1] * len(shape)
-            taken = stablehlo.SliceOp(whole, zeros, count, ones).result
-            result.replace_all_uses_with(taken)
-    op.erase()
-
-
-_DIMS = "dot_dimension_numbers"
-
-
-def _write_product(op: Any) -> None:
-    """Swap the operands of a matrix product; write out one with a vector."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    numbers = stablehlo.DotDimensionNumbers(op.attributes[_DIMS])
-    batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
-    summed = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
-    own = [
-        [dim for dim in range(value.type.rank) if dim not in (*batch[at], *summed[at])]
-        for at, value in enumerate(op.operands)
-    ]
-    if len(summed[0]) and all(own):
-        _swap(op, batch, own, summed)
-    else:
-        _multiply(op, batch, own, summed)
-
-
-def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Swap the operands of a product whose only use is its transpose."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    users = [use.owner.operation for use in op.results[0].uses]
-    if len(users) != 1 or users[0].name != "stablehlo.transpose":
-        return
-    (user,), count, end = users, len(batch[0]), op.results[0].type.rank
-    second = count + len(own[0])
-    order = [*range(count), *range(second, end), *range(count, second)]
-    if list(user.attributes["permutation"]) != order:
-        return
-    first, last = op.operands
-    op.operands[0], op.operands[1] = last, first
-    with op.context:
-        op.attributes[_DIMS] = stablehlo.DotDimensionNumbers.get(
-            list(batch[1]), list(batch[0]), list(summed[1]), list(summed[0])
-        )
-    op.results[0].set_type(user.results[0].type)
-    user.results[0].replace_all_uses_with(op.results[0])
-    user.erase()
-
-
-def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Replace a product by a multiplication of broadcast operands and a sum."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    result, shape = op.results[0], list(op.operands[0].type.shape)
-    count, end = len(batch[0]), result.type.rank
-    every = [*result.type.shape, *[shape[dim] for dim in summed[0]]]
-    places = [range(count, count + len(own[0])), range(count + len(own[0]), end)]
-    with ir.InsertionPoint(op), op.location:
-        wanted = ir.RankedTensorType.get(every, result.type.element_type)
-        factors = []
-        for at, value in enumerate(op.operands):
-            kind = ir.RankedTensorType.get(value.type.shape, wanted.element_type)
-            order = [*batch[at], *own[at], *summed[at]]
-            turned = _transposed(stablehlo.convert(kind, value), order, {})
-            dims = [*range(count), *places[at], *range(end, len(every))]
-            dims = ir.DenseI64ArrayAttr.get(dims)
-            factors.append(stablehlo.broadcast_in_dim(wanted, turned, dims))
-        made = stablehlo.multiply(*factors)
-        if len(summed[0]):
-            made = _sum(made, result.type, list(range(end, len(every))))
-    result.replace_all_uses_with(made)
-    op.erase()
-
-
-# A transpose of these is the operation on transposed operands.
-_ELEMENTWISE = ("convert", "multiply", "add", "subtract", "select", "compare")
-
-
-# Operations before a product that are transposed at most: a residual stream is long.
-_FAR = 100
-
-
-def _transposed(
-    value: Any, order: list[int], done: dict[Any, Any], left: int = _FAR
-) -> Any:
-    """Transpose a value, by transposing what it is computed from if possible.
-
-    `done` has the values that were transposed in this order; `left` is the number of
-    operations that it may still go back.
-    """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    if value.type.rank < len(order) or order == sorted(order):
-        return value
-    if value in done:
-        return done[value]
-    shape: list[int] = [value.type.shape[dim] for dim in order]
-    op: Any = value.owner  # a block, which has no name, for an argument of one
-    kind = ir.RankedTensorType.get(shape, value.type.element_type)
-    name = getattr(op, "name", "").removeprefix("stablehlo.")
-    if name == "broadcast_in_dim" and left:
-        dims = [order.index(dim) for dim in op.attributes["broadcast_dimensions"]]
-        inner = sorted(range(len(dims)), key=lambda at: dims[at])
-        given = _transposed(op.operands[0], inner, {}, left - 1)
-        places = ir.DenseI64ArrayAttr.get(sorted(dims))
-        done[value] = stablehlo.broadcast_in_dim(kind, given, places)
-    elif name in _ELEMENTWISE and left:
-        done[value] = ir.Operation.create(
-            op.name,
-            results=[kind],
-            operands=[_transposed(one, order, done, left - 1) for one in op.operands],
-            attributes={each: op.attributes[each] for each in op.attributes},
-        ).results[0]
-    else:
-        done[value] = stablehlo.transpose(value, ir.DenseI64ArrayAttr.get(order))
-    return done[value]
-
-
-def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    scalar = ir.RankedTensorType.get([], kind.element_type)
-    zero = stablehlo.convert(scalar, mlir.ir_constant(np.int32(0)))
-    made = stablehlo.ReduceOp([kind], [value], [zero], ir.DenseI64ArrayAttr.get(dims))
-    body = made.body.blocks.append(scalar, scalar)
-    with ir.InsertionPoint(body):
-        stablehlo.return_([stablehlo.add(*body.arguments)])
-    return made.result
-
-
-_REWRITES = {
-    "stablehlo.add": add_in_place,
-    "stablehlo.scatter": _index_rows,
-    "chlo.top_k": _sort_all,
-    "stablehlo.dot_general": _write_product,
-}

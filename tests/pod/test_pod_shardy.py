@@ -29,7 +29,7 @@ from pods import (
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod import _passes
-from flax_layoutmap.pod._early import inline_calls, replace_early
+from flax_layoutmap.pod._early import inline_calls, rewrite_for_tpus
 from flax_layoutmap.pod._mlir import functions
 
 JAX_MESH: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
@@ -382,11 +382,28 @@ def test_rows_are_added_in_place(step: Any, in_place: bool) -> None:
     with module.context:
         inline_calls(functions(module))
         block = functions(module)["main"].regions[0].blocks[0]
-        replace_early(block)
+        rewrite_for_tpus(block)
         names = [op.operation.name for op in block.operations]
     last = max(at for at, name in enumerate(names) if name == "stablehlo.add")
     assert (last < names.index("stablehlo.scatter")) == in_place
     assert module.verify()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_gradients_of_elements_are_laid_out_as_logits_on_tpus(platform: str) -> None:
+    def step(p: Any, x: Any, labels: Any) -> Any:
+        def loss(p: Any) -> Any:
+            logits = jax.nn.log_softmax(x @ p["w"])
+            return -jnp.take_along_axis(logits, labels[..., None], -1).mean()
+
+        return {"w": p["w"] - jax.grad(loss)(p)["w"]}
+
+    given = {"w": struct(64, 4096)}, struct(8, 32, 64), struct(8, 32, dtype=jnp.int32)
+    layouts = rules("data", w=(None, "data"))
+    options: Any = {"layout_map": layouts, "mesh": "data=8", "platform": platform}
+    for report in both(step, *given, **options):
+        found = {one.kind for one in report.collectives}
+        assert ("all-to-all" in found) == (platform == "gpu")
 
 
 def test_sums_over_different_axes_are_not_merged() -> None:
