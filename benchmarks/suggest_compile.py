@@ -4,12 +4,13 @@
     python benchmarks/suggest_compile.py --only 1B ViT-L/16 --options default
 
 For steps of `suggest.py`, up to five rule sets: what is suggested, the runner-up,
-full sharding, hand-written ones or those of the preset (`today`), and `presets.fsdp`;
-where two are equal, those that are suggested with the memory of the hand-written ones.
-Of each, what a device sends in a step, and the cost that orders them, by the estimate
-that the search uses, by `flm.pod.plan`, and by `flm.pod.compile`. With `plain` options
-the compiler leaves gathers as they are (`pod_compile.py`). Prints a Markdown table,
-then the targets as PASS or MISS. Needs libtpu: pip install 'flax-layoutmap[tpu-aot]'.
+full sharding, hand-written ones or those of the preset (`today`), and `presets.fsdp`
+on a mesh of one axis of all devices; where two are equal, those that are suggested with
+the memory of the hand-written ones. Of each, what a device sends in a step, and the
+cost that orders them, by the estimate that the search uses, by `flm.pod.plan`, and by
+`flm.pod.compile`. With `plain` options the compiler leaves gathers as they are
+(`pod_compile.py`). Prints a Markdown table, then the targets as PASS or MISS. Needs
+libtpu: pip install 'flax-layoutmap[tpu-aot]'.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def rule_sets(row: Row) -> dict[str, flm.LayoutMap]:
 def priced(row: Row, rules: flm.LayoutMap, options: Any) -> dict[str, Cost]:
     """The cost by each engine."""
     step = flm.jit(row.step, layout_map=rules)
-    given: dict[str, Any] = {"mesh": row.mesh, "topology": row.topology}
+    given: dict[str, Any] = {"mesh": rules.device_mesh, "topology": row.topology}
     planned = flm.pod.plan(step, *row.args, **given)
     compiled = flm.pod.compile(step, *row.args, **given, compiler_options=options)
     assert compiled.fits, f"{row.model}: {compiled.warnings[0]}"
