@@ -28,7 +28,6 @@ from flax_layoutmap._suggest.problem import Problem
 _GAIN, _SINGLE = 1e-3, 0.02
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
-_MANY = 1 << 60
 # A second choice may cost so many times the best.
 _NEAR = 1.25
 
@@ -75,8 +74,6 @@ class Search:
 
     def excess(self, candidate: Candidate) -> int:
         """Bytes above the limit."""
-        if self.price.of(candidate).at_rest_bytes > self.limit_bytes:
-            return self.price.of(candidate).at_rest_bytes - self.limit_bytes + _MANY
         return max(0, self.price.peak_bytes(candidate) - self.limit_bytes)
 
     def is_better(self, new: Candidate, old: Candidate, gain: float = 0.0) -> bool:

@@ -157,15 +157,20 @@ def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
 # ---------------------------------------------------------------------- for TPUs
 
 
-def rewrite_for_tpus(block: Any) -> None:
-    """Rewrite the operations in a block and its regions as the TPU compiler does."""
+def rewrite_for_tpus(block: Any, *, products: bool) -> None:
+    """Rewrite the operations in a block and its regions as the TPU compiler does.
+
+    Without `products` these stay, to be counted.
+    """
     for op in list(block.operations):
         operation = op.operation
         for region in operation.regions:
             for inner in region.blocks:
-                rewrite_for_tpus(inner)
+                rewrite_for_tpus(inner, products=products)
         if operation.name in _REWRITES:
             _REWRITES[operation.name](operation)
+        elif products and operation.name == "stablehlo.dot_general":
+            _write_product(operation)
 
 
 def _add_in_place(op: Any) -> None:
@@ -395,5 +400,4 @@ _REWRITES = {
     "stablehlo.add": _add_in_place,
     "stablehlo.scatter": _index_rows,
     "chlo.top_k": _sort_all,
-    "stablehlo.dot_general": _write_product,
 }

@@ -239,7 +239,7 @@ def code_to_partition(lowered: Any, *, as_tpus: bool) -> Code:
         names = inline_calls(functions(module))
         if as_tpus:
             block = functions(module)["main"].regions[0].blocks[0]
-            rewrite_for_tpus(block)
+            rewrite_for_tpus(block, products=True)
         return dataclasses.replace(code_of(module), has_manual=_MANUAL in names)
 
 

@@ -152,7 +152,8 @@ class Prepared:
 def prepare(lowered: Any, *, as_tpus: bool = True) -> Prepared:
     """Inline the calls in a copy of a lowered module, and verify it.
 
-    With `as_tpus` it is changed as the TPU compiler does before it runs Shardy.
+    With `as_tpus` it is changed as the TPU compiler does before it runs Shardy, but
+    for matrix products.
     """
     ir, passmanager = _bindings()
     original = lowered.compiler_ir("stablehlo")
@@ -165,7 +166,7 @@ def prepare(lowered: Any, *, as_tpus: bool = True) -> Prepared:
         inline_calls(functions(module))
         block = functions(module)["main"].regions[0].blocks[0]
         if as_tpus:
-            rewrite_for_tpus(block)
+            rewrite_for_tpus(block, products=False)
         replace_early(block)
         try:
             module.verify()
