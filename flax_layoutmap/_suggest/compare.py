@@ -72,7 +72,7 @@ def compared(
         limit_bytes=limit,
         trail=tuple(search.trail),
         is_complete=search.is_complete,
-        notes=(*_unused_axes(problem, chosen), *notes),
+        notes=(*_unused(problem, chosen), *notes),
         explained=functools.partial(_explained, search, chosen),
     )
 
@@ -98,25 +98,25 @@ def first_of(error: LayoutError) -> str:
     return f"{first} (and {len(more)} more)" if more else first
 
 
-def _unused_axes(problem: Problem, chosen: Candidate) -> Iterator[str]:
+def _unused(problem: Problem, chosen: Candidate) -> Iterator[str]:
     specs = [*problem.arguments(chosen).values()]
     specs += [problem.point_spec(number, chosen) for number in chosen.fixed or ()]
     used = {axis for spec in specs for axes in spec for axis in axes}
     dims = [group.shape[dim] for group in problem.groups for dim in group.dims]
-    if used.issuperset(chosen.batch) and (why := _not_split(problem, chosen.batch)):
+    # Without batch axes, what the axis of the fewest devices does not divide.
+    batch = chosen.batch or (min(problem.sizes, key=problem.sizes.__getitem__),)
+    if used.issuperset(chosen.batch) and (why := _not_split(problem, batch)):
         yield f"no data is split over the batch: {why}"
     for axis, size in problem.sizes.items():
         if axis in used:
             continue
         why = f"no batch and no dim of a large parameter divides by {size}"
-        is_for_rows = any(axis in own for own in problem.batches)
-        if is_for_rows or any(problem.divides(size, (axis,)) for size in dims):
+        fits = any(axis in own for own in problem.batches)
+        if fits or any(problem.divides(dim, (axis,)) for dim in dims):
             why = "nothing that was tried with it gains"
-        if is_for_rows:
-            why = _not_split(problem, (axis,)) or why
         yield (
             f"unused: axis {axis} of the mesh, so that its {size} devices do the same "
-            f"work; {why}"
+            f"work; {_not_split(problem, (axis,)) or why}"
         )
 
 

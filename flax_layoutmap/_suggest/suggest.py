@@ -128,7 +128,9 @@ def suggest(
             raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
         check_libtpu()
     named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
-    state = tuple(named) or tuple(_parameters(step, args, kwargs))
+    named = tuple(named)
+    by_shape = () if named else tuple(_parameters(step, args, kwargs))
+    state = named or by_shape
     given = step, args, kwargs, mesh
     notes: list[str] = []
     try:
@@ -159,7 +161,14 @@ def suggest(
     comparing = shown_progress(f"comparing rules for {name}", None, progress)
     with comparing, _unused_donations():
         found = compared(search, today, report if check else None)
-    notes += [*_taken(search.problem), *found.notes]
+    notes += _taken(search.problem)
+    if by_shape:
+        notes.append(
+            f"state by shape alone: {', '.join(by_shape)}; flm.jit and flm.pod.plan "
+            "take what no rule shards for data, unless it is placed (flm.relayout) or "
+            "named (donate_argnames)"
+        )
+    notes += found.notes
     took = time.perf_counter() - start
     return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
 

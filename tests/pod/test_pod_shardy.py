@@ -126,6 +126,12 @@ def test_operations(
     assert (text in report.report()) == (device < 8)
 
 
+def test_a_product_with_a_vector_counts() -> None:
+    given = {"w": struct(32, 64)}, struct(32)
+    report = plan(lambda p, x: x @ p["w"], *given, layout_map=rules(w=None))
+    assert report.flops_per_device == 2 * 32 * 64 // 2  # the vector is the data
+
+
 def test_rows_of_groups_without_a_shard_map() -> None:
     plain = jax.jit(lambda w, x: jax.lax.ragged_dot(x, w, jnp.full((2,), 256)))
     report = plan(plain, struct(2, 16, 4), X)

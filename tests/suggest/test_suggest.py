@@ -442,7 +442,7 @@ def test_the_verdict(small: flm.Suggestion) -> None:
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        (1 << 14, "no batch and no dim of a large parameter divides by 3"),
+        (1 << 14, "the first dim of x (16384,1024) does not divide by 3; pad or"),
         (12, "nothing that was tried with it gains"),
     ],
 )
@@ -766,6 +766,34 @@ def test_the_least_memory_is_found_from_the_start_too() -> None:
     limit = least.cost.peak_bytes
     assert not least.fits and limit is not None
     assert flm.suggest(*GIVEN, **(OPTIONS | mesh), hbm=limit).fits
+
+
+def test_the_least_memory_is_that_of_the_peak() -> None:
+    """Full sharding holds the least at rest, and more at the peak."""
+    shapes = {"up": (4096, 16384), "down": (16384, 4096)}
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+    options = OPTIONS | {"mesh": "data=8,model=4"}
+    least = flm.suggest(mlp_step, params, x, **options, hbm=10 * 2**20)
+    full = least.choices["full sharding"].cost
+    assert least.cost.at_rest_bytes > full.at_rest_bytes
+    assert not least.fits and (least.cost.peak_bytes or 0) < (full.peak_bytes or 0)
+
+
+def test_state_that_is_told_by_shape_alone() -> None:
+    note = "state by shape alone: params; flm.jit and flm.pod.plan take what no rule"
+    assert note not in told(flm.suggest(*GIVEN, **OPTIONS), 3)
+    unnamed = OPTIONS | {"donate_argnames": ()}
+    params = {**GIVEN[1], "bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    assert note in told(flm.suggest(GIVEN[0], params, GIVEN[2], **unnamed), 3)
+
+
+def test_rows_that_divide_by_no_axis() -> None:
+    x = jax.ShapeDtypeStruct((30, 1024), jnp.float32)
+    found = flm.suggest(*GIVEN[:2], x, **(OPTIONS | {"mesh": "data=8,model=4"}))
+    assert found.layout_map.freeze().batch == ()
+    note = "no data is split over the batch: the first dim of x (30,1024) does not "
+    assert f"{note}divide by 4; pad or broadcast it" in told(found, 3)
 
 
 def test_what_a_search_drops_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
