@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
+from flax_layoutmap._rules.rules_file import suffix_of
 from flax_layoutmap._rules.rules_toml import to_toml
 from flax_layoutmap._show.table import human_bytes
 
@@ -108,6 +109,8 @@ def compile(args: Namespace) -> int:
 
 
 def suggest(args: Namespace) -> int:
+    if args.output is not None:
+        suffix_of(args.output)
     step, arguments, options = _sources.step_of(args)
     check = {"plan": True, "compile": "compile", "none": False}[args.check]
     options |= {"check": check, "limit_seconds": args.limit_seconds}

@@ -22,6 +22,8 @@ from flax_layoutmap.pod._report_text import seconds_text
 # Candidate → its rules and costs; None: those of the current rules.
 _Columns = dict[Candidate | None, Choice]
 
+# Of times that differ by a smaller share, the one with less memory is suggested.
+_SAME = 1e-3
 # Parameters that are named in an error.
 _LISTED = 10
 
@@ -56,9 +58,14 @@ def compared(
     if search.is_complete and report is not None:
         columns, notes = _checked(columns, report)
     ranked = sorted(filter(None, columns), key=lambda one: rank(columns[one].cost))
-    chosen, *others = ranked
+    excess, seconds = rank(columns[ranked[0]].cost)
+    most = excess, seconds * (1 + _SAME)
+    same = [one for one in ranked if rank(columns[one].cost) <= most]
+    chosen = min(same, key=lambda one: peak_of(columns[one].cost))
+    others = [one for one in ranked if one != chosen]
     best = columns[search.best]
-    if rank(best.estimate) < rank(columns[chosen].estimate):
+    is_overruled = rank(best.estimate) < rank(columns[chosen].estimate)
+    if is_overruled and search.best not in same:
         notes.append(_overruled(best, columns[chosen]))
     names: dict[Candidate | None, str] = {chosen: "suggested"}
     for one in [one for one in others if one != full][:1]:

@@ -123,6 +123,8 @@ def suggest(
     if layout_map is not None:
         layout_map = rule_set_of(layout_map, "layout_map=")
     where = None if topology is None else topology_of(topology, slices=slices)
+    if where is None and slices is not None:
+        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     if check == "compile":
         if where is None:
             raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
@@ -165,8 +167,8 @@ def suggest(
     if by_shape:
         notes.append(
             f"state by shape alone: {', '.join(by_shape)}; flm.jit and flm.pod.plan "
-            "take what no rule shards for data, unless it is placed (flm.relayout) or "
-            "named (donate_argnames)"
+            "take what no rule shards for data, unless it is placed (flm.create, "
+            "flm.reshard) or named (donate_argnames)"
         )
     notes += found.notes
     took = time.perf_counter() - start

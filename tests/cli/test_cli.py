@@ -287,6 +287,8 @@ def test_suggest(run: Any, folder: Path) -> None:
     assert code == 1 and not data["fits"] and data["choices"]["suggested"]["rules"]
     code, _, err = run(own)
     assert code == 2 and err.startswith("flax-layoutmap suggest: a mesh is missing: ")
+    code, out, err = run(f"{own} --mesh data=8 -o rules.yaml")  # before the search
+    assert code == 2 and not out and "a file of rules ends in .toml or .json" in err
 
 
 def test_inspect(run: Any) -> None:

@@ -146,10 +146,11 @@ def test_outputs_of_several_shapes(part: Any, axes: Any) -> None:
         ({"hbm": True}, "hbm=True is no number of bytes"),
         ({"hbm": float("nan")}, "hbm=nan is no number of bytes"),
         ({"check": "nonsense"}, "check must be True, False or .*, got 'nonsense'"),
+        ({"slices": 2}, "slices of which topology"),
     ],
 )
 def test_options_that_are_refused(options: Any, error: str) -> None:
-    with pytest.raises(flm.LayoutError, match=error):
+    with pytest.raises((flm.LayoutError, flm.errors.MeshError), match=error):
         flm.suggest(jnp.sin, jnp.ones(8), mesh="data=8", **options)
 
 
@@ -778,6 +779,18 @@ def test_the_least_memory_is_that_of_the_peak() -> None:
     full = least.choices["full sharding"].cost
     assert least.cost.at_rest_bytes > full.at_rest_bytes
     assert not least.fits and (least.cost.peak_bytes or 0) < (full.peak_bytes or 0)
+
+
+def test_of_equal_times_the_least_memory_is_suggested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = OPTIONS | {"mesh": "data=8"}
+    before = flm.suggest(*GIVEN, **options)
+    monkeypatch.setattr(compare, "_SAME", 100.0)
+    found = flm.suggest(*GIVEN, **options)
+    peaks = [one.cost.peak_bytes or 0 for one in found.choices.values()]
+    assert found.cost.peak_bytes == min(peaks) < (before.cost.peak_bytes or 0)
+    assert "overruled: " not in told(found, 3)
 
 
 def test_state_that_is_told_by_shape_alone() -> None:
