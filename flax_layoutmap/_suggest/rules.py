@@ -1,5 +1,6 @@
 """The rules of a candidate, and their text as a user writes them."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,13 +69,22 @@ def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
 def _leaves(problem: Problem, rules: RuleSet) -> dict[str, ResolvedLeaf]:
     """Path → leaf of the state under some rules, with the path that rules see.
 
-    Of a container of arrays they do not see the name of the argument.
+    Without the name of the argument, which `flm.create` does not know, unless two
+    parameters have the same path within theirs.
     """
     origins = problem.lowered.layouts.origins
     flat, resolved = origins.leaves.flat, resolve_origins(origins, rules)
+    own = [flat.forms(at) for at in range(len(resolved))]
+    counts = collections.Counter(
+        forms[-1]
+        for forms, leaf in zip(own, resolved, strict=True)
+        if leaf.role != "optimizer"  # which follows its parameters
+    )
     return {
-        leaf.path: dataclasses.replace(leaf, path=flat.forms(at)[0])
-        for at, leaf in enumerate(resolved)
+        leaf.path: dataclasses.replace(
+            leaf, path=forms[-1] if counts[forms[-1]] == 1 else forms[0]
+        )
+        for forms, leaf in zip(own, resolved, strict=True)
     }
 
 

@@ -165,4 +165,7 @@ def _union(patterns: Sequence[_Pattern], at: int) -> _Pattern:
     parts = (*first.parts[:at], names, *first.parts[at + 1 :])
     # The anchors that one of them needs hold for all: each is the end of a path.
     start = max(one.start for one in patterns)
-    return _Pattern(parts, start, max(one.end for one in patterns))
+    end = max(one.end for one in patterns)
+    if len(parts) == 1:  # names such as `w`, which are in many others
+        start, end = start or "(^|/)", "$"
+    return _Pattern(parts, start, end)

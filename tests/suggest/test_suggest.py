@@ -793,6 +793,40 @@ def test_of_equal_times_the_least_memory_is_suggested(
     assert "overruled: " not in told(found, 3)
 
 
+class Flat(nnx.Module):
+    def __init__(self, dim: int) -> None:
+        self.up = nnx.Param(jnp.ones((dim, 4 * dim)))
+        self.down = nnx.Param(jnp.ones((4 * dim, dim)))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+def test_rules_without_the_names_of_arguments() -> None:
+    """As `flm.create` sees the paths."""
+
+    def step(model: Any, x: Any) -> Any:
+        return nnx.grad(lambda model: model(x).sum())(model)
+
+    model, x = nnx.eval_shape(lambda: Flat(1024)), GIVEN[2]
+    found = flm.suggest(step, model, x, mesh="data=4,tensor=2", check=False)
+    assert {*found.layout_map} == {"up", "down"}
+    layout_map = found.layout_map.on(flm.DeviceMesh("data=4,tensor=2"))
+    made = flm.create(lambda: Flat(16), layout_map)
+    up = layout_map["up"]
+    assert up is not None and (*made.up.get_value().sharding.spec,) == up.axes
+
+    def both(first: Any, second: Any, x: Any) -> Any:
+        return step(first, x[:, :1024]), step(second, x)
+
+    models = model, nnx.eval_shape(lambda: Flat(2048))
+    x = jax.ShapeDtypeStruct((1 << 14, 2048), jnp.float32)
+    options: Any = {"mesh": "data=8", "check": False, "limit_seconds": 0}
+    found = flm.suggest(both, *models, x, **options)
+    resolution = found.layout_map.resolve({"first": models[0], "second": models[1]})
+    assert all(any(leaf.layout.axes) for leaf in resolution)
+
+
 def test_state_that_is_told_by_shape_alone() -> None:
     note = "state by shape alone: params; flm.jit and flm.pod.plan take what no rule"
     assert note not in told(flm.suggest(*GIVEN, **OPTIONS), 3)
