@@ -149,13 +149,14 @@ def with_classes(
 ) -> Candidate:
     """Place an axis on all classes, each where no other has it.
 
-    With `most_last`, those of most parameters, as the model dim, come last.
+    With `most_last`, that of most parameters, as the model dim, comes last.
     """
+    counts = [len(groups_of(nodes)) for nodes in problem.classes]
 
     def is_last(number: int) -> bool:
-        return most_last and problem.has_most(problem.classes[number])
+        return most_last and counts[number] == max(counts)
 
-    for number in sorted(range(len(problem.classes)), key=is_last):
+    for number in sorted(range(len(counts)), key=is_last):
         current = with_class(problem, current, axis, number)
     return current
 

@@ -29,7 +29,7 @@ _GAIN, _SINGLE = 1e-3, 0.02
 # How far the rules may be from the layout that no rules can say.
 _CLOSE = 5e-3
 # A second choice may cost so many times the best.
-_NEAR = 1.25
+_NEAR = 1.5
 
 # The candidates that a change of one leads to.
 Move = Callable[[Candidate], Iterable[Candidate]]

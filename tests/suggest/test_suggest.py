@@ -793,6 +793,35 @@ def test_of_equal_times_the_least_memory_is_suggested(
     assert "overruled: " not in told(found, 3)
 
 
+def test_experts_beside_a_tied_table() -> None:
+    """Three large parameters, of which two make up most classes."""
+    struct = jax.ShapeDtypeStruct
+    shapes = {"table": (32000, 2048), "router": (2048, 8)}
+    shapes |= {"up": (8, 2048, 8192), "down": (8, 8192, 2048)}
+    params = {name: struct(shape, jnp.float32) for name, shape in shapes.items()}
+    tokens = struct((64, 512), jnp.int32)
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = params["table"][tokens]
+            chosen, places = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+            shares = (jax.nn.one_hot(places, 8) * chosen[..., None]).sum(-2)
+            up = jax.nn.silu(jnp.einsum("bsd,edf->ebsf", x, params["up"]))
+            down = jnp.einsum("ebsf,efd->ebsd", up, params["down"])
+            x += jnp.einsum("ebsd,bse->bsd", down, shares)
+            logits = x @ params["table"].T
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+            return losses.mean()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    mesh = "data=4,expert=8"
+    found = flm.suggest(step, params, tokens, mesh=mesh, check=False)
+    layouts = {name: own.axes for name, own in found.layout_map.items()}
+    assert layouts["(^|/)(down|up)$"] == ("expert", None, None)
+    assert layouts["table"] == ("expert", None)
+
+
 class Flat(nnx.Module):
     def __init__(self, dim: int) -> None:
         self.up = nnx.Param(jnp.ones((dim, 4 * dim)))
