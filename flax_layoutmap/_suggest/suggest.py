@@ -79,11 +79,10 @@ def suggest(
             allows on the topology.
         layout_map: the current rules, for comparison; None takes those of a function
             of `flm.jit`.
-        donate_argnames: arguments that are state, beside NNX objects, optimizer states
-            and what the step donates; none takes containers of floating-point arrays
-            that have no rows of a batch in common. If some are named, the rest is data:
-            beside adapters, name what is frozen, too. They count as donated, but for a
-            function of `jax.jit`, which has its own.
+        donate_argnames: arguments that are state, beside NNX objects, optimizer states,
+            what the step donates, and containers of floating-point arrays that have no
+            rows of a batch in common. State counts as donated, but for a function of
+            `jax.jit`, which has its own.
         check: whether XLA's partitioner plans what is compared; `"compile"`: whether
             the compiler for TPUs compiles it, which needs a topology and libtpu, as
             `flm.pod.compile` does.
@@ -131,8 +130,9 @@ def suggest(
         check_libtpu()
     named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
     named = tuple(named)
-    by_shape = () if named else tuple(_parameters(step, args, kwargs))
-    state = named or by_shape
+    shaped = _parameters(step, args, kwargs)
+    by_shape = [name for name in shaped if name not in named]
+    state = (*named, *by_shape)
     given = step, args, kwargs, mesh
     notes: list[str] = []
     try:

@@ -946,7 +946,7 @@ def test_arguments_without_state() -> None:
     assert "state: params" in str(flm.suggest(flm.jit(step), *given, **named))
 
 
-def test_what_is_named_is_the_only_container_of_state() -> None:
+def test_containers_of_state() -> None:
     def step(params: Any, batch: Any) -> Any:
         return mlp_step(params, batch["x"] * batch["scale"])
 
@@ -960,9 +960,22 @@ def test_what_is_named_is_the_only_container_of_state() -> None:
         warnings.simplefilter("error")
         found = flm.suggest(step, GIVEN[1], batch, **options)
     assert "state: params, batch; for data: none" in told(found, 3)
-    for made in step, jax.jit(step):
-        found = flm.suggest(made, GIVEN[1], batch, **options, donate_argnames="params")
-        assert "state: params; for data: batch" in told(found, 3)
+
+
+@pytest.mark.parametrize("of_jax", [False, True])
+def test_frozen_parameters_beside_those_that_are_named(of_jax: bool) -> None:
+    def step(adapters: Any, frozen: Any, x: Any) -> Any:
+        def loss(adapters: Any) -> Any:
+            both = jax.tree.map(jnp.add, frozen, adapters)
+            return (jnp.tanh(x @ both["up"]) @ both["down"]).sum()
+
+        return jax.grad(loss)(adapters)
+
+    options: Any = {"mesh": SMALL, "check": False, "limit_seconds": 0}
+    given = GIVEN[1], GIVEN[1], GIVEN[2]
+    made: Any = jax.jit(step) if of_jax else step
+    found = flm.suggest(made, *given, **options, donate_argnames="adapters")
+    assert "state: adapters, frozen; for data: x" in told(found, 3)
 
 
 @pytest.mark.parametrize("donated", [(), (0, 1)])
