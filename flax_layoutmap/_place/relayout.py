@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir.dialects import sdy
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import LayoutError
@@ -321,17 +320,15 @@ def _no_mesh(x: Any, like: Any) -> LayoutError:
 # -------------------------------------------- constraints that follow another array
 
 # Under `jit` on Auto axes a traced value has no sharding to read: the compiler chooses
-# it later. What can be expressed is that two values have the same sharding, by
-# `jax.experimental.shard_alike`: a cotangent that of the forward input, or one array
-# that of another. It is a primitive of JAX, since nothing smaller supports forward and
-# reverse mode, higher orders and `vmap`: `custom_vjp` has no forward mode, and
+# it later. What can be expressed is that two values have the same sharding, by a
+# sharding group of Shardy: a cotangent that of the forward input, or one array that of
+# another. It is a primitive of JAX, since nothing smaller supports forward and reverse
+# mode, higher orders and `vmap`: `custom_vjp` has no forward mode, and
 # `custom_derivatives.linear_call` no `vmap`.
 
 
-# JAX lowers equal calls of a primitive once, and `shard_alike` names its group when it
-# is lowered, so that all pairs of one shape would be one group. A number in the context
-# separates them.
-_NUMBERS = itertools.count()
+# A number for each lowered pair: those of one number share one sharding.
+_GROUPS = itertools.count()
 
 
 def constrained(x: Any, sharding: NamedSharding) -> Any:
@@ -358,12 +355,23 @@ def alike(x: Any, like: Any, mesh: Any) -> Any:
 
 
 def _follow(x: Any, like: Any, mesh: Any) -> Any:
-    # shard_alike is symmetric: an x in any sharding must come first. The barrier
-    # keeps that constraint from spreading to `like`.
+    # A group is symmetric: an x in any sharding must come first. The barrier keeps
+    # that constraint from spreading to `like`.
     x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-    x = jax.lax.optimization_barrier(x)
-    with set_xla_metadata(pair=next(_NUMBERS)):
-        return shard_alike(like, x)[1]
+    return _grouped.bind(jax.lax.optimization_barrier(x), like)
+
+
+def _lower_grouped(context: Any, x: Any, like: Any) -> list[Any]:
+    group = next(_GROUPS)
+    sdy.ShardingGroupOp(x, group)
+    sdy.ShardingGroupOp(like, group)
+    return [x]
+
+
+# The first operand, in one sharding with the second.
+_grouped = Primitive("share_sharding")
+_grouped.def_abstract_eval(lambda x, like: x)
+mlir.register_lowering(_grouped, _lower_grouped, cacheable=False)
 
 
 def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:

@@ -43,15 +43,23 @@ def needed_inputs(jaxpr: Jaxpr) -> set[Any]:
     return needed.intersection(jaxpr.invars)
 
 
+def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """A jaxpr and its constants, or None for any other value.
+
+    From jax 0.11 on ClosedJaxpr is Jaxpr, and `jaxpr.jaxpr` is the same jaxpr.
+    """
+    if not isinstance(value, ClosedJaxpr | Jaxpr):
+        return None
+    return getattr(value, "jaxpr", value), getattr(value, "consts", ())
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs that an equation has as parameters."""
     found = []
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr):
-                found.append(part.jaxpr)
-            elif isinstance(part, Jaxpr):
-                found.append(part)
+            if (inner := opened(part)) is not None:
+                found.append(inner[0])
     return found
 
 
@@ -145,8 +153,8 @@ def _goes_in_line(eqn: JaxprEqn) -> bool:
         return False
     made = sum(size_of(var) > SMALL for var in eqn.outvars)
     read = sum(size_of(var) > SMALL for var in eqn.invars)
-    inner = eqn.params.get("jaxpr")
-    if inner is None or (isinstance(inner, Jaxpr) and inner.constvars):
+    inner = opened(eqn.params.get("jaxpr"))
+    if inner is None or len(inner[0].constvars) != len(inner[1]):
         return False
     closes_over = any(_keeps_arrays(one) for one in _closed(eqn))
     if not closes_over and (made + read < 2 or not made):
@@ -176,9 +184,9 @@ def _in_line(
             made = [names.get(var, var) for var in eqn.outvars]
             yield eqn.replace(invars=read, outvars=made)
             continue
-        inner, consts = eqn.params["jaxpr"], []
-        if isinstance(inner, ClosedJaxpr):
-            inner, consts = inner.jaxpr, inner.consts
+        found = opened(eqn.params["jaxpr"])
+        assert found is not None  # as _goes_in_line has seen
+        inner, consts = found
         # The same jaxpr may be called several times: its variables get new names.
         own: dict[Any, Any] = dict(zip(inner.invars, read, strict=True))
         for var, value in zip(inner.constvars, consts, strict=True):
@@ -235,14 +243,12 @@ def structure(
 
 def _plain(value: Any, seen: dict[int, Any]) -> Any:
     """A value as something hashable that is equal for equal values only."""
-    if isinstance(value, ClosedJaxpr):
-        inner = _plain(value.jaxpr, seen)
-        return inner, tuple(map(Same, value.consts))
-    if isinstance(value, Jaxpr):
-        if id(value) not in seen:
-            inputs = [*value.constvars, *value.invars]
-            seen[id(value)] = structure(inputs, value.eqns, value.outvars, seen)
-        return seen[id(value)]
+    if (inner := opened(value)) is not None:
+        jaxpr, consts = inner
+        if id(jaxpr) not in seen:
+            inputs = [*jaxpr.constvars, *jaxpr.invars]
+            seen[id(jaxpr)] = structure(inputs, jaxpr.eqns, jaxpr.outvars, seen)
+        return seen[id(jaxpr)], tuple(map(Same, consts))
     if isinstance(value, tuple | list):
         return (type(value), *(_plain(part, seen) for part in value))
     if isinstance(value, dict):
@@ -303,14 +309,13 @@ def _hashes(
 
 def _hashed(value: Any, digest: Callable[[Any], str], seen: dict[int, Any]) -> Any:
     """The numbers in a parameter of an equation, those of inner jaxprs too."""
-    if isinstance(value, ClosedJaxpr):
-        return _hashed(value.jaxpr, digest, seen), _digested(value.consts, digest)
-    if isinstance(value, Jaxpr):
-        if id(value) not in seen:
-            count = len(value.constvars) + len(value.invars)
+    if (inner := opened(value)) is not None:
+        jaxpr, consts = inner
+        if id(jaxpr) not in seen:
+            count = len(jaxpr.constvars) + len(jaxpr.invars)
             given = [f"input {at}" for at in range(count)]
-            seen[id(value)] = _hashes(value, given, digest, seen)
-        return seen[id(value)]
+            seen[id(jaxpr)] = _hashes(jaxpr, given, digest, seen)
+        return seen[id(jaxpr)], _digested(consts, digest)
     if isinstance(value, tuple | list):
         return [_hashed(part, digest, seen) for part in value]
     is_number = isinstance(value, int | float | complex | np.ndarray | np.generic)

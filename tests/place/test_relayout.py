@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
@@ -417,12 +416,6 @@ def test_like_of_several_arrays_of_one_shape_under_jit() -> None:
 
     for other, y in zip(others[1:], follow([put(o) for o in others]), strict=True):
         assert_lies(y, other, MESH, X)
-
-
-def test_control_shard_alike_alone_takes_the_union() -> None:
-    x, like = put(PLACES[1]), put(PLACES[4])
-    y = jax.jit(lambda x, like: shard_alike(like, x)[1])(x, like)
-    assert not lies(y, PLACES[4], MESH)
 
 
 def test_like_of_computed_values_under_jit() -> None:
