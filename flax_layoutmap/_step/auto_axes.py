@@ -87,13 +87,6 @@ def is_inside(x: Any) -> bool:
     return bool(mesh.axis_names) and mesh.axis_types != context.axis_types
 
 
-def as_type(x: Any, aval: Any) -> Any:
-    """A value of a call that is over, on the Explicit axes that a type has."""
-    sharding = aval.sharding
-    is_typed = is_inside(x) and explicit_axes(sharding.mesh)
-    return jax.sharding.reshard(x, sharding.spec) if is_typed else x
-
-
 def _mesh_of(x: Any) -> Any:
     """The mesh in the type of an array, without axes for all else."""
     if is_object(x) or not isinstance(x, jax.Array):

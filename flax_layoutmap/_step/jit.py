@@ -76,7 +76,6 @@ def jit(
     static_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
-    offload_chunk_bytes: int | None = None,
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
@@ -123,10 +122,6 @@ def jit(
         donate_argnames: arguments whose buffers may be reused for the results. Of an
             NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
-        offload_chunk_bytes: of state that rules keep in host memory: leaves with more
-            bytes per device move in slices along their first dim, where that dim is
-            not sharded: a layer at a time in a scan, and about so many bytes together
-            in an elementwise update. None moves each leaf whole.
 
     Returns:
         A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
@@ -170,7 +165,6 @@ def jit(
             static_argnums=static_argnums,
             donate_argnames=donate_argnames,
             donate_argnums=donate_argnums,
-            offload_chunk_bytes=offload_chunk_bytes,
         )
     return Jitted(
         fun,
@@ -179,7 +173,6 @@ def jit(
         out_shardings,
         (static_argnames, static_argnums),
         (donate_argnames, donate_argnums),
-        offload_chunk_bytes,
     )
 
 
@@ -194,7 +187,6 @@ class Jitted:
         out_shardings: Any,
         static: tuple[Any, Any],
         donated: tuple[Any, Any],
-        chunk_bytes: int | None = None,
     ) -> None:
         signature = signature_of(fun)
         functools.update_wrapper(self, fun)
@@ -202,15 +194,6 @@ class Jitted:
             raise LayoutError(
                 "in_shardings is a mapping from the name of an argument to its "
                 f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
-            )
-        if chunk_bytes is not None and (
-            isinstance(chunk_bytes, bool)
-            or not isinstance(chunk_bytes, int)
-            or chunk_bytes < 1
-        ):
-            raise LayoutError(
-                "offload_chunk_bytes is a positive number of bytes, such as 64 * 2**20,"
-                f" or None for whole leaves; got {chunk_bytes!r}"
             )
         given = dict(in_shardings or {})
         if layout_map is not None:
@@ -223,7 +206,6 @@ class Jitted:
             out_shardings,
             names_of(signature, *static, "static_argnames"),
             names_of(signature, *donated, "donate_argnames"),
-            chunk_bytes,
         )
         names_of(signature, given, (), "in_shardings")
         both = sorted(job.static & (job.donated | set(given)))

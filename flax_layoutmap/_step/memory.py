@@ -1,9 +1,16 @@
-"""Move arrays between the memory of the device and that of its host."""
+"""Move arrays between the memory of the device and that of its host.
 
-from collections.abc import Callable, Sequence
+The user's function is traced as if all of its arguments were in the memory of the
+device. Its program fetches whole leaves from the host, and returns those that the rules
+keep there; XLA schedules the transfers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._step.arguments import Slot
@@ -36,6 +43,22 @@ def on_host(leaf: Any) -> Any:
 
 def _is_in(space: Any, leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space is space
+
+
+def evaluate(
+    closed: ClosedJaxpr, values: Sequence[Any], outputs: Iterable[int]
+) -> list[Any]:
+    """Evaluate a traced function on the device; `outputs` go to the host.
+
+    An output that is an input stays where it is.
+    """
+    fetched = list(map(on_device, values))
+    # Not jaxpr_as_fun, after which debug_nans checks nothing.
+    after = eval_jaxpr(closed.jaxpr, closed.consts, *fetched)
+    known = dict(zip(map(id, fetched), values, strict=True))
+    for at in outputs:
+        after[at] = on_host(known.get(id(after[at]), after[at]))
+    return after
 
 
 def call_on_device(

@@ -6,7 +6,6 @@ outputs, which are written into the caller's own objects.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
-from flax_layoutmap._step.memory import is_on_host, type_on_device
-from flax_layoutmap._step.offload import Transfers
+from flax_layoutmap._step.memory import evaluate, is_on_host, type_on_device
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
@@ -150,12 +148,8 @@ def make_program(job: Job, call: Call) -> Program:
             fingerprints = resolved.resolution.fingerprint_lines()
     places = _places(arguments, set(outcome.changed))
     outs = [*layouts[: outcome.count], *(sharding for _, sharding in pinned)]
-    transfers = Transfers(
-        {at: sharding for at, sharding in enumerate(wanted) if is_on_host(sharding)},
-        tuple(at for at, sharding in enumerate(outs) if is_on_host(sharding)),
-        job.chunk_bytes or math.inf,
-    )
-    fun = _on_inputs(traced, moved, pinned, places, transfers)
+    to_host = [at for at, sharding in enumerate(outs) if is_on_host(sharding)]
+    fun = _on_inputs(traced, moved, pinned, places, to_host)
     fun.__name__ = job.name
     result = jax.tree.unflatten(outcome.out_tree, [sharding for _, sharding in pinned])
     jitted = jax.jit(
@@ -205,12 +199,13 @@ def _on_inputs(
     moved: Sequence[int],
     pinned: Sequence[Pin],
     places: Places,
-    transfers: Transfers,
+    to_host: Sequence[int],
 ) -> Callable[..., Any]:
     """The traced function on the inputs of a program; not traced a second time.
 
     `moved` are positions of leaves that are unchanged but get another sharding, and
-    follow the changes; `pinned` says of each leaf of the result whether it is state.
+    follow the changes; `pinned` says of each leaf of the result whether it is state;
+    `to_host` are positions of outputs that the rules keep on the host.
     """
     closed, outcome = traced.closed, traced.outcome
     was_traced: list[bool] = []
@@ -238,7 +233,7 @@ def _on_inputs(
                 values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
             raise StaleProgramError
-        after = transfers.evaluate(closed, values)
+        after = evaluate(closed, values, to_host)
         new, results = after[: outcome.count], after[outcome.count :]
         results = [
             strong(value) if is_state else value

@@ -102,7 +102,6 @@ class Job:
         out_shardings: prefix tree of layouts for the result, or None.
         static: the arguments that are constants.
         donated: the arguments whose buffers may be reused.
-        chunk_bytes: bytes of offloaded state that are fetched at a time, or None.
         runs: whether its programs run; if not, no value in them can become stale.
     """
 
@@ -112,7 +111,6 @@ class Job:
     out_shardings: Any
     static: frozenset[str]
     donated: frozenset[str]
-    chunk_bytes: int | None = None
     runs: bool = True
 
     @property

@@ -355,3 +355,34 @@ def test_the_example_runs() -> None:
     # The third mesh is made only where DeviceMesh is told to split a dim.
     assert done.out.count("warning: ") == 1 and "warning" not in done.err.lower()
     assert "allow_split_physical_axes=True" in done.out
+
+
+def test_a_plan_counts_host_memory_apart() -> None:
+    struct = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    params, tx = {"up": struct, "down": struct}, optax.adamw(1e-3)
+    opt_state = jax.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    moment = 64 * 64 * 4 // 4  # bytes on one device
+    for kind in ("device", "pinned_host"):
+        layout_map = flm.LayoutMap(None, batch="data")
+        layout_map["up|down"] = (None, "fsdp")
+        layout_map.optimizer["up|down"] = flm.TensorLayout(
+            (None, "fsdp"), memory_kind=kind
+        )
+
+        @flm.jit(layout_map=layout_map, donate_argnames=("params", "opt_state"))
+        def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+            def loss(params: Any) -> jax.Array:
+                return (jnp.tanh(x @ params["up"]) @ params["down"]).sum()
+
+            updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        report = flm.pod.plan(step, params, opt_state, x, mesh="data=2,fsdp=4")
+        at_rest, on_host = report.memory.at_rest, report.memory.host_at_rest
+        assert at_rest["parameter"] == 2 * moment
+        on_device = kind == "device"
+        assert at_rest["optimizer"] == 4 + (4 * moment if on_device else 0)
+        assert on_host == ({} if on_device else {"optimizer": 4 * moment})
+        line = "at rest in host memory: 16.0 KiB per device"
+        assert (line in report.report().splitlines()) is not on_device
