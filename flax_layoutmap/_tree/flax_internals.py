@@ -50,7 +50,7 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen, nnx
@@ -272,32 +272,41 @@ def metaclass_of_objects() -> type | None:
     return meta if "__call__" in vars(meta) and meta is not type else None
 
 
-_LOCK = threading.Lock()
-_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # number of blocks, original
+class _Patch(NamedTuple):
+    plain: Any  # the original
+    blocks: set[object]  # those in force
+
+
+# Re-entrant, as the garbage collector may end an abandoned block at any point of the
+# code below, in the thread that holds the lock. Each step there leaves a record that
+# such a block can end with.
+_LOCK = threading.RLock()
+_PATCHED: dict[tuple[type, str], _Patch] = {}
 
 
 @contextlib.contextmanager
 def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace a method (or slot) of a class by `wrap` of it, in all threads.
 
-    Blocks nest, and the outermost to end restores the original, so `wrap` must not
-    depend on the block.
+    Blocks nest, and the last to end restores the original, so `wrap` must not depend
+    on the block.
     """
-    key = (owner, name)
-    with _LOCK:
-        count, plain = _PATCHED.get(key, (0, vars(owner)[name]))
-        _PATCHED[key] = count + 1, plain
-        if not count:
-            setattr(owner, name, wrap(plain))
+    key, block = (owner, name), object()
     try:
+        with _LOCK:
+            patch = _PATCHED.get(key) or _Patch(vars(owner)[name], set())
+            patch.blocks.add(block)
+            _PATCHED[key] = patch
+            setattr(owner, name, wrap(patch.plain))
         yield
     finally:
         with _LOCK:
-            count, plain = _PATCHED.pop(key)
-            if count > 1:
-                _PATCHED[key] = count - 1, plain
-            else:
-                setattr(owner, name, plain)
+            patch = _PATCHED.get(key)
+            if patch is not None:
+                patch.blocks.discard(block)
+                if not patch.blocks:
+                    setattr(owner, name, patch.plain)
+                    _PATCHED.pop(key, None)
 
 
 # Maps a Variable and its value to what reading it gives, in this context.

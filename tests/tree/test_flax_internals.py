@@ -2,7 +2,7 @@
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -193,6 +193,47 @@ def test_every_object_is_made_by_the_metaclass() -> None:
         nnx.Rngs(0)
     assert vars(meta)["__call__"] is before
     assert made == ["Tied", "Rngs", "RngStream", "Linear", "Rngs", "RngStream"]
+
+
+@pytest.mark.parametrize("name", ["run", "stop"])
+def test_a_block_may_end_while_another_begins_or_ends(name: str) -> None:
+    """As the garbage collector ends blocks that an interrupt abandoned."""
+
+    class Owner:
+        def run(self) -> str:
+            return "run"
+
+        def stop(self) -> str:
+            return "stop"
+
+    def wrap(plain: Any) -> Any:
+        abandoned.close()
+        return lambda self: "wrapped"
+
+    def block() -> Iterator[None]:
+        with internals.patched(Owner, name, lambda plain: lambda self: "abandoned"):
+            yield
+
+    class Restores(type):
+        def __setattr__(cls, key: str, value: Any) -> None:
+            abandoned.close()
+            super().__setattr__(key, value)
+
+    class OnRestore(metaclass=Restores):
+        run = Owner.run
+
+    plain = dict(vars(Owner))
+    abandoned: Any = block()
+    next(abandoned)
+    with internals.patched(Owner, "run", wrap):
+        assert Owner().run() == "wrapped" and Owner().stop() == "stop"
+    assert dict(vars(Owner)) == plain
+
+    with internals.patched(OnRestore, "run", lambda plain: lambda self: "wrapped"):
+        abandoned = block()
+        next(abandoned)
+    assert OnRestore().run() == "run" and dict(vars(Owner)) == plain
+    assert not internals._PATCHED
 
 
 def test_post_init_runs_for_every_linen_module() -> None:
