@@ -6,12 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._hlo import Program, read_program
 
 MESH = "data=2,model=4"
+
+is_estimated = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11),
+    reason="Programs of jax 0.11 and later call functions in shard_map, and move parts "
+    "of axes, in ways that the estimate by Shardy's passes does not read; plans do.",
+)
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

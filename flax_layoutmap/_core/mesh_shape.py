@@ -23,7 +23,7 @@ _SHOWN = 8
 # Kinds of devices whose physical axes jax.make_mesh splits by default.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
 # What JAX raises for devices that it cannot order: where they make no whole slice, and
-# for some sizes where it may split (20 chips along a dim, jax 0.8.1 to 0.10.2).
+# for some sizes where it may split (20 chips along a dim, up to jax 0.10.2).
 _UNORDERED = (AssertionError, TypeError, ValueError)
 
 

@@ -26,6 +26,8 @@ _PARAMETER = re.compile(r" parameter\((\d+)\)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+# An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,22 +169,54 @@ def split(text: str) -> Module:
     loose: list[Line] = []
     entry: str | None = None
     current: list[Line] | None = None
+    tuples: dict[str, str] = {}
     for number, line in enumerate(text.splitlines()):
         start = line[:1]
         if start and not start.isspace() and line.rstrip().endswith("{"):
             found = _HEADER.fullmatch(line)
             if found:
                 # A name that comes twice (a damaged text) keeps both bodies.
-                current = computations.setdefault(found[2], [])
+                current, tuples = computations.setdefault(found[2], []), {}
                 entry = found[2] if found[1] else entry
                 if " = " in line:
                     loose.append(Line(number, line))
                 continue
         if start == "}":
             current = None
-        if " = " in line:
-            (loose if current is None else current).append(Line(number, line))
+        if " = " in line and current is not None:
+            current += _with_elements(number, line, tuples)
+        elif " = " in line:
+            loose.append(Line(number, line))
     return Module(computations, entry, loose, text)
+
+
+def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]:
+    """A line, after one of get-tuple-element for each `%name#1` among its operands.
+
+    `tuples` are the lines of the computation that define tuples, by name; new elements
+    are added.
+    """
+    made: list[Line] = []
+    while found := _ELEMENT.search(text):
+        name, index = found[1], int(found[2])
+        element = f"{name}.element.{index}"
+        text = text.replace(found[0], f"%{element}")
+        if element not in tuples:
+            kind = _element_type(tuples.get(name, ""), index)
+            line = f"%{element} = {kind} get-tuple-element(%{name}), index={index}"
+            tuples[element] = line
+            made.append(Line(number, line))
+    if (at := text.find(" = (")) > 0:
+        tuples[text[:at].split()[-1].lstrip("%")] = text
+    return [*made, Line(number, text)]
+
+
+def _element_type(text: str, index: int) -> str:
+    """The type of an element of the tuple that a line defines."""
+    found = _LINE.fullmatch(text)
+    end = None if found is None else _closing(found[3], 0)
+    parts = [] if found is None or end is None else _parts(found[3][1:end])
+    return parts[index].strip() if index < len(parts) else "()"
 
 
 def read_line(text: str) -> Instruction | None:
@@ -323,6 +357,11 @@ def called_by(text: str) -> list[str]:
     ]
 
 
+def operand_names(text: str) -> list[str]:
+    """The names on a line but for its own: operands, and computations it calls."""
+    return _NAME.findall(text.partition(" = ")[2])
+
+
 def read_alone(line: Line) -> Instruction | None:
     """Read a line; None where another operation that communicates is on it too."""
     instruction, text = line.instruction, line.text
@@ -359,6 +398,11 @@ _ESCAPED = re.compile(rb"\\([\\'\"]|[0-3][0-7]{2})")
 # Frames of libraries, which are skipped.
 _LIBRARIES = re.compile(r"(?:site|dist)-packages[/\\]")
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def has_source(text: str) -> bool:
+    """Whether a line, or its attributes, says which line of Python it is from."""
+    return _FRAME.search(text) is not None or _OLD_LINE.search(text) is not None
 
 
 class Frames:

@@ -19,6 +19,8 @@ from flax_layoutmap.pod._hlo_text import (
     Line,
     Module,
     arrays_of,
+    has_source,
+    operand_names,
     rendezvous,
 )
 
@@ -429,6 +431,7 @@ class Sources:
         self.paths = paths
         self.results = results
         self.parameters = parameters
+        self.readers_of = functools.cache(self._readers_of)
         self.summed = results_of(module, list(results), new_parameters)
 
     def __call__(
@@ -437,6 +440,8 @@ class Sources:
         """The paths of the leaves that each operand is or updates; the source line."""
         paths: list[tuple[str, ...]] = []
         attributes = [own.attributes]
+        if not has_source(own.attributes):
+            attributes.append(self.reader(home, own.name))
         to = self.summed.get((home, own.name), {})
         for place, operand in enumerate(own.operands or ("",)):
             one = dataclasses.replace(own, operands=(operand,))
@@ -454,6 +459,26 @@ class Sources:
                 paths.append(tuple(dict.fromkeys(into)))
         found = (self.frames.source(text) for text in attributes)
         return paths, next((source for source in found if source is not None), None)
+
+    def reader(self, home: str, name: str) -> str:
+        """The first line that reads a value and has a source line, through copies.
+
+        The partitioner of jaxlib 0.12 gives the collectives that it inserts none.
+        """
+        for _ in range(_STEPS):
+            line = self.readers_of(home).get(name)
+            if line is None or line.name is None or has_source(line.text):
+                return "" if line is None else line.text
+            name = line.name
+        return ""
+
+    def _readers_of(self, home: str) -> Mapping[str, Line]:
+        """Name of a value of a computation → the first line that reads it."""
+        found: dict[str, Line] = {}
+        for line in self.module.computations.get(home, []):
+            for name in operand_names(line.text):
+                found.setdefault(name, line)
+        return found
 
     @functools.cached_property
     def arguments(self) -> dict[str, int]:

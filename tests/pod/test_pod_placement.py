@@ -177,11 +177,15 @@ def test_a_plan_says_how_to_make_its_mesh(
     assert str(eval(call)) == mesh
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11),
+    reason="JAX orders devices of 20 chips along a dim from 0.11 on.",
+)
 @pytest.mark.parametrize(("mesh", "slices"), [("a=10,b=32", 1), ("a=20,b=32", 2)])
 def test_where_jax_cannot_split(
     mesh: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JAX loses devices of 20 chips along a dim, in 0.8.1 and in 0.10.2."""
+    """Up to jax 0.10.2 JAX loses devices of 20 chips along a dim."""
     found = on(mesh, "v5p:4x4x20", slices)
     assert found.trouble.endswith(f'flm.DeviceMesh("{mesh}", devices=jax.devices())')
     devices = here(monkeypatch, "v5p:4x4x20", slices)

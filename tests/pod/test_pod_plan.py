@@ -22,6 +22,7 @@ from pods import (
     SQUARE,
     X,
     compiled,
+    is_estimated,
     kinds,
     loss_of,
     payload,
@@ -184,8 +185,23 @@ def test_the_compiler_agrees(name: str, mesh: flm.DeviceMesh) -> None:
     with jax.set_mesh(jax_mesh):
         wanted = payload(compiled(jitted, *args, mesh=mesh))
     assert wanted and payload(report.collectives) == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[is_estimated] if name == "shard_map" else [])
+        for name in STEPS
+    ],
+)
+def test_the_estimate_agrees(name: str, mesh: flm.DeviceMesh) -> None:
+    step, args, layouts = STEPS[name]()
+    layout_map = rules(**layouts)
+    report = flm.pod.plan(
+        step, *args, mesh=mesh, layout_map=layout_map, donate_argnames="state"
+    )
     estimate = report.with_layout(layout_map)
-    assert payload(estimate.collectives) == wanted
+    assert payload(estimate.collectives) == payload(report.collectives)
 
 
 def test_tensor_parallel_and_data_parallel() -> None:
