@@ -55,9 +55,8 @@ def arrays_of(
         traced: the trace.
         shardings: one for each computed leaf; None to skip it.
         names: names of the leaves, for the log.
-        exact: whether the values are to be those without shardings: elements that are
-            computed from several others are computed replicated, one program at a time,
-            and sliced.
+        exact: whether the values are to be those without shardings: numbers that are
+            rounded are computed replicated, one program at a time, and sliced.
 
     Returns:
         The arrays of the leaves that are not skipped, and the new state of NNX

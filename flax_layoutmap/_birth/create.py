@@ -60,18 +60,17 @@ def create(
             as usual) are inputs of the program; everything else is static. An array of
             which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
             does not read it.
-        exact: whether no bit may depend on the layout. None does with the initialisers
-            of Flax, where each element is random or the same number. Where one is
-            computed from many (a norm, a product of matrices), sums in shards may
-            round otherwise (1e-5, relative), and so may a table of sines; with `exact`
-            such an array has the bits of `jax.jit` of what makes it: it is initialized
-            replicated, one array at a time, then sliced.
+        exact: whether no bit may depend on the layout. XLA may round in shards what is
+            computed from many elements (a norm, a product of matrices: 1e-5,
+            relative), and the last bit of others (a table of sines; on CPUs with jax
+            0.12 a normal number in rows of less than 8 elements). With `exact` arrays
+            of floats are initialized replicated, one at a time, then sliced.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:
         What `make` returns, its arrays laid out by the rules. The values are those of
         `jax.jit(make)` with the same shardings, to the bit where each element is
-        computed by itself; what is computed from arrays that `make` closes over, which
+        computed by itself. What is computed from arrays that `make` closes over, which
         XLA would fold, may be rounded otherwise in the last bit. Python numbers become
         arrays. Objects that were there before and are no arguments come back as copies.
 

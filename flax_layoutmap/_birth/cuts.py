@@ -48,19 +48,13 @@ def cuts_of(
         wanted: the sharding of each output, None for any, or `SKIP`.
         mesh: where to compute small values, with Auto axes; None for anywhere.
         names: names of the first outputs, for the log.
-        exact: whether to compute replicated, then slice, what may be rounded otherwise
-            in shards.
+        exact: whether to compute numbers that are rounded replicated, then slice.
     """
     at = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
     outputs = [(number, jaxpr.outvars[number]) for number in at]
-    rounds = _rounds_by_program(jaxpr)
     eager = is_eager()
-    if jaxpr.effects or rounds or not eager:
-        _LOG.debug(
-            "one program for %d arrays: effects, inside of a trace, or rbg keys on an "
-            "old JAX",
-            len(at),
-        )
+    if jaxpr.effects or not eager:
+        _LOG.debug("one program for %d arrays: effects, or inside of a trace", len(at))
         small = _Small(jaxpr, values, None)
         cuts = {tuple(at): Cut(jaxpr, tuple(jaxpr.eqns), _vars(outputs))}
     else:
@@ -77,7 +71,7 @@ def cuts_of(
     for group, cut in cuts.items():
         shardings = tuple(wanted[number] for number in group)
         called = tuple(_name(names, number) for number in group)
-        whole = exact and eager and (rounds or not cut.is_elementwise())
+        whole = exact and eager and not all(map(_is_exact, cut.outputs))
         steps.append(_large_step(cut, group, shardings, small.values, called, whole))
     made = {number for group in cuts for number in group}
     results = [
@@ -172,18 +166,6 @@ def _is_unplaced(value: Any) -> bool:
 
 def _replicated(sharding: Any) -> Any:
     return sharding and NamedSharding(sharding.mesh, PartitionSpec())
-
-
-def _rounds_by_program(jaxpr: Jaxpr) -> bool:
-    """Whether normals may differ by one ulp between a cut and the whole.
-
-    Seen with rbg keys on jax 0.8.1; not on 0.10.2, and not with threefry.
-    """
-    if jax.__version_info__ >= (0, 10):
-        return False
-    made = [*jaxpr.constvars, *jaxpr.invars]
-    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
-    return any("rbg" in str(getattr(var.aval, "dtype", "")) for var in made)
 
 
 def _is_known(var: Any, values: Any) -> bool:

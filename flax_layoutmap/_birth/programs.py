@@ -32,8 +32,7 @@ _TRANSPARENT = {
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
 
-# Operations that make or move elements, or compute each one by itself, to the same bits
-# in any sharding.
+# Operations that make or move elements, or compute each one by itself.
 _ELEMENTWISE = frozenset(
     """
     abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
@@ -45,14 +44,6 @@ _ELEMENTWISE = frozenset(
     reduce_precision rem reshape rev rng_bit_generator round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
     squeeze stop_gradient sub tan tanh threefry2x32 transpose unstack xor
-    """.split()
-)
-
-# Those of them whose approximation may differ between backends or XLA's folding.
-_ROUNDED = frozenset(
-    """
-    cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
-    rsqrt sin sinh sqrt tan tanh
     """.split()
 )
 
@@ -97,26 +88,12 @@ class Cut:
         )
 
     def is_elementwise(self) -> bool:
-        """Whether each element is computed by itself, to the same bits in any sharding.
-
-        This excludes what rounds and has no inputs, such as a table of sines: XLA folds
-        it when it compiles, but not when it is sharded, to different bits.
-        """
-        return self._folds_nothing() and all(
+        """Whether each element is computed by itself."""
+        return all(
             eqn.primitive.name in _ELEMENTWISE
             or (eqn.primitive.name in _TRANSPARENT and inner_jaxprs(eqn))
             for eqn in every(self.eqns)
         )
-
-    def _folds_nothing(self) -> bool:
-        from_inputs = set(self.inputs)
-        for eqn in self.eqns:
-            if any(v in from_inputs for v in eqn.invars if not isinstance(v, Literal)):
-                from_inputs.update(eqn.outvars)
-            elif any(size_of(v) > 1 for v in eqn.outvars):
-                if any(e.primitive.name in _ROUNDED for e in every([eqn])):
-                    return False
-        return True
 
     def keeps_shape(self) -> bool:
         """Whether everything large in it has the shape of its only output."""
