@@ -23,12 +23,15 @@ def interrupted(call: Callable[[], Any], seconds: float) -> bool:
             armed = False
             raise KeyboardInterrupt
 
+    def loop() -> None:  # its own function: `try` does not cover the jump in 3.13
+        while armed:
+            call()
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            while armed:
-                call()
+            loop()
         finally:
             armed = False
     except KeyboardInterrupt:
