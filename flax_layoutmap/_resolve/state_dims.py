@@ -4,11 +4,9 @@
 are named by dim number. JAX's sharding-in-types then writes on every state leaf the
 parameter dims it was made from: an Adafactor row statistic of a square kernel says
 `d0`, the column statistic `d1`. Size-1 axes divide everything, so no shape can fail.
-State that is made of bare shapes carries no sharding: it is traced once more, over
-parameters whose dims all have different sizes.
+State that is made of bare shapes, `jnp.zeros(p.shape[:-1])`, carries no sharding.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,22 +27,13 @@ def tagged_dims(
 ) -> dict[str, tuple[Shape, Dims | None]]:
     """Trace `init(params)`: path of each state leaf → its shape and parameter dims.
 
-    The dims are None, or all None, where neither trace determines them.
+    The dims are None, or all None, where the trace does not determine them.
     """
     shapes = jax.tree.map(_shape_of, params)
     with without_eager_sharding():
         # A mistake in `init` raises its own error here.
         plain = flatten(jax.eval_shape(init, shapes))
         dims = _dims_by_sharding(init, shapes, plain)
-        untold = [
-            at
-            for at, (leaf, told) in enumerate(zip(plain.leaves, dims, strict=True))
-            if leaf.size > 1 and (told is None or not tells(told))
-        ]
-        if untold:
-            by_size = _dims_by_size(init, shapes, plain)
-            for at in untold:
-                dims[at] = by_size[at] or dims[at]
     return {
         path: (tuple(leaf.shape), told)
         for path, leaf, told in zip(plain.full_paths(), plain.leaves, dims, strict=True)
@@ -79,80 +68,6 @@ def _dims_by_sharding(
     return dims
 
 
-def _dims_by_size(
-    init: Callable[[Any], Any], shapes: Any, plain: Flat
-) -> list[Dims | None]:
-    """Trace over parameters whose dims all have different sizes, and read the sizes.
-
-    For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
-    (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims are made different in one
-    order and then in the other: an `init` that compares them may behave differently in
-    one.
-    """
-    dims, misled = _read_sizes(init, shapes, 1, plain)
-    if misled:
-        other, still = _read_sizes(init, shapes, -1, plain)
-        for at in misled - still:
-            dims[at] = other[at]
-    return dims
-
-
-def _read_sizes(
-    init: Callable[[Any], Any], shapes: Any, order: int, plain: Flat
-) -> tuple[list[Dims | None], set[int]]:
-    """Dims of each leaf by its sizes, and the leaves with ambiguous sizes.
-
-    Every dim must have either its size over `shapes`, or that of a dim of its parameter
-    in both traces. Otherwise the sizes changed what `init` does, and the leaves of that
-    parameter are ambiguous.
-    """
-    params = jax.tree.map(functools.partial(_all_different, order=order), shapes)
-    dims: list[Dims | None] = [None] * len(plain.leaves)
-    leaves = _try_init(init, params, plain)
-    if leaves is None:
-        return dims, set(range(len(dims)))
-    old, new = _shapes_by_path(shapes), _shapes_by_path(params)
-    owners = [owner_of(path, new) for path in plain.full_paths()]
-    misled: set[str] = set()
-    for at, owner in enumerate(owners):
-        if owner is None:
-            continue
-        before, after = tuple(plain.leaves[at].shape), tuple(leaves[at].shape)
-        try:
-            told = tuple(
-                _dim_of(*sizes, old[owner], new[owner])
-                for sizes in zip(before, after, strict=True)
-            )
-        except ValueError:
-            misled.add(owner)
-            continue
-        known = [dim for dim in told if dim is not None]
-        if known and len(set(known)) == len(known):
-            dims[at] = told
-    lost = {at for at, owner in enumerate(owners) if owner in misled}
-    return [None if at in lost else own for at, own in enumerate(dims)], lost
-
-
-def _dim_of(before: int, after: int, old: Shape, new: Shape) -> int | None:
-    """The dim of a parameter with these sizes in both traces, or None.
-
-    Raises:
-        ValueError: the size changed, but not as any dim did.
-    """
-    sizes = list(zip(old, new, strict=True))
-    if before != after or (before, after) in sizes:
-        return sizes.index((before, after))
-    return None
-
-
-def _shapes_by_path(params: Any) -> dict[str, Shape]:
-    flat = flatten(params)
-    return {
-        path: tuple(leaf.shape)
-        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
-    }
-
-
 def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
     """Leaves of `init(params)`; None where it fails or has another structure."""
     try:
@@ -179,18 +94,6 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-
-
-def _all_different(leaf: jax.ShapeDtypeStruct, order: int) -> jax.ShapeDtypeStruct:
-    """The leaf with equal dims made different by the smallest increases.
-
-    Their order is kept and none is 1, the size of placeholders. Ties are broken by
-    position, (256, 256) → (256, 257), or with order -1 the other way.
-    """
-    sizes, last = list(leaf.shape), 1
-    for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], order * dim)):
-        last = sizes[dim] = max(leaf.shape[dim], last + 1)
-    return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
 
 def tells(dims: Dims) -> bool:

@@ -87,15 +87,12 @@ def per_dim(prefix: str) -> dict[str, Axes]:
     }
 
 
-def low_rank(prefix: str) -> dict[str, Axes]:
-    """GaLore with rank 4: matrices are projected along their longer dim (or dim 0)."""
-    long = {"square": (0, None), "gate/kernel": (1, None), "up/kernel": (1, None)}
-    short = {"square": (None, 1), "gate/kernel": (0, None), "up/kernel": (0, None)}
-    moments: dict[str, Axes] = {}
-    for moment in ("mu", "nu"):
-        inner = f"{prefix}base_optimizer_state/{moment}"
-        moments |= picked(inner, short) | same(inner, OTHERS)
-    return picked(f"{prefix}projector", long) | moments
+def low_rank(prefix: str) -> tuple[dict[str, Axes], tuple[str, ...]]:
+    """GaLore projects matrices to a rank: it makes their state from bare shapes."""
+    inner = f"{prefix}base_optimizer_state"
+    places = (f"{inner}/mu", f"{inner}/nu", f"{prefix}projector")
+    listed = tuple(f"{place}/{name}" for place in places for name in sorted(MATRICES))
+    return same(f"{inner}/mu {inner}/nu", OTHERS), listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +299,13 @@ row(
     "1/trace",
     grads=two_examples,
 )
-row("contrib.galore", lambda: named("contrib.galore")(RATE, rank=4), low_rank("0/"))
+STATE, LISTED = low_rank("0/")
+row(
+    "contrib.galore",
+    lambda: named("contrib.galore")(RATE, rank=4),
+    STATE,
+    listed=LISTED,
+)
 
 # -------------------------------------------------------------------- the parts
 
@@ -370,10 +373,12 @@ row(
     extra=("value", "grad", "value_fn"),
 )
 rows("scale_by_zoom_linesearch", (3,), "grad", extra=("value", "grad", "value_fn"))
+STATE, LISTED = low_rank("")
 row(
     "contrib.scale_by_galore",
     lambda: named("contrib.scale_by_galore")(rank=4),
-    low_rank(""),
+    STATE,
+    listed=LISTED,
 )
 row(
     "contrib.scale_by_muon",

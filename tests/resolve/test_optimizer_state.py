@@ -507,15 +507,17 @@ def test_tagged_dims_of_a_square_kernel() -> None:
         p = params["w"]
         return {
             "row": {"w": jnp.sum(p, 1)},
-            "column": {"w": jnp.zeros(p.shape[1:])},
+            "column": {"w": jnp.sum(p, 0)},
+            "bare": {"w": jnp.zeros(p.shape[1:])},
             "both": {"w": jnp.zeros_like(p)},
             "turned": {"w": p.T},
-            "more": {"w": jnp.zeros((3, *p.shape))},
+            "more": {"w": jnp.stack([p] * 3)},
             "one": {"w": jnp.zeros(1)},
         }
 
     dims = {path: dims for path, (_, dims) in tagged_dims(init, {"w": param}).items()}
     assert dims == {
+        "bare/w": (None,),  # made of a shape alone
         "both/w": (0, 1),
         "column/w": (1,),
         "more/w": (None, 0, 1),
@@ -526,43 +528,21 @@ def test_tagged_dims_of_a_square_kernel() -> None:
 
 
 def test_an_init_that_sharding_cannot_follow() -> None:
+    """A product of parameters has no sharding; shapes still tell of the others."""
+
     def init(params: Any) -> Any:
         gram = params["w"] @ params["w"].T
         return {"gram": {"w": gram}, "mu": {"w": jnp.zeros(params["w"].shape)}}
 
-    dims = tagged_dims(init, {"w": struct(8, 4)})
-    assert dims["mu/w"] == ((8, 4), (0, 1))
-    assert dims["gram/w"] == ((8, 8), None)
-
-
-def test_state_that_depends_on_which_dim_is_longer() -> None:
-    """As GaLore's: of a square kernel, one order of made-up sizes misleads."""
-
-    def init(params: Any) -> Any:
-        rows, columns = params["w"].shape
-        if rows >= columns:
-            return {
-                "w": {"basis": jnp.zeros((rows, 4)), "low": jnp.zeros((4, columns))}
-            }
-        return {"w": {"basis": jnp.zeros((columns, 4)), "low": jnp.zeros((rows, 4))}}
-
-    dims = tagged_dims(init, {"w": struct(8, 8)})
-    assert dims == {"w/basis": ((8, 4), (0, None)), "w/low": ((4, 8), (None, 1))}
-    dims = tagged_dims(init, {"w": struct(6, 8)})
-    assert dims == {"w/basis": ((8, 4), (1, None)), "w/low": ((6, 4), (0, None))}
-
-
-def test_one_misled_parameter_does_not_spoil_the_others() -> None:
-    def init(params: Any) -> Any:
-        p = params["w"]
-        return {
-            "w": jnp.zeros(p.shape[:-1] if max(p.shape) > 8 else p.shape),
-            "v": jnp.zeros(params["v"].shape[1:]),
-        }
-
-    param = struct(8, 8)
-    dims = tagged_dims(init, {"w": param, "v": param})
-    assert dims == {"w": ((8, 8), (None, None)), "v": ((8,), (1,))}
+    params = {"w": struct(8, 4)}
+    assert tagged_dims(init, params)["gram/w"] == ((8, 8), None)
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["w"] = ("data", "model")
+    tx = optax.GradientTransformation(init, lambda *given: given)
+    state = jax.eval_shape(init, params)
+    resolution = layout_map.resolve(state, params=params, tx=tx)
+    assert resolution["mu/w"].layout.dims(2) == (("data",), ("model",))
+    assert resolution["gram/w"].layout.dims(2) == ((), ())
 
 
 def test_owner_of() -> None:

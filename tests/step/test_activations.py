@@ -577,7 +577,9 @@ def test_linen(
     result = jitted(layout_map.place(variables), X)
     if kind == "scan":
         text = jitted.lower(variables, X).as_text()
-        assert re.search(r'sharding_constraint .*{"data"}, {}, {"model"}.*x32xf32', text)
+        assert re.search(
+            r'sharding_constraint .*{"data"}, {}, {"model"}.*x32xf32', text
+        )
     else:
         assert_hidden(HIDDEN, mesh)
     for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(plain), strict=True):
