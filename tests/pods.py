@@ -16,8 +16,8 @@ MESH = "data=2,model=4"
 
 is_estimated = pytest.mark.skipif(
     jax.__version_info__ >= (0, 11),
-    reason="Programs of jax 0.11 and later call functions in shard_map, and move parts "
-    "of axes, in ways that the estimate by Shardy's passes does not read; plans do.",
+    reason="The estimate by Shardy's passes reads programs of jax 0.11 and later only "
+    "in part: no shard_map, no moves of parts of an axis. Plans read them.",
 )
 
 

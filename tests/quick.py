@@ -16,7 +16,7 @@ FEW_OPTIMISATIONS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 OLDER_CODE = "--xla_cpu_use_fusion_emitters=false"
 
 # XLA ends the process at an option that it does not know, so the option is set for
-# versions of jaxlib that were seen to have it (0.8.1 to 0.10.2).
+# versions of jaxlib that were seen to have it (to 0.10.2; 0.11 has none).
 _LAST_KNOWN = (0, 10)
 
 

@@ -251,14 +251,8 @@ def _varying(value: Any) -> Iterable[str]:
     """The axes of a surrounding `jax.shard_map` along which a traced value varies."""
     if not isinstance(value, Tracer):
         return ()
-    aval: Any = jax.typeof(value)
-    # The attribute up to jax 0.9, and since.
-    kind = getattr(aval, "vma", None)
-    return (
-        getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-        if kind is None
-        else kind
-    )
+    kind: Any = getattr(jax.typeof(value), "manual_axis_type", None)
+    return getattr(kind, "varying", ())
 
 
 def _check_result(result: Any, make: Any) -> None:
@@ -287,7 +281,6 @@ def _refuse_abstract(
     read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
     if not read:
         return
-    # An NNX node is a leaf in some versions of Flax.
     named = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
     for keys, leaf in named:
         if leaf is read[0]:

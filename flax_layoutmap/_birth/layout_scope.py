@@ -22,6 +22,7 @@ from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
 from flax_layoutmap._birth.scope_end import Follower, Made, fill
 from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.mesh import spread
+from flax_layoutmap._core.patches import patched
 from flax_layoutmap._place.place import is_eager, need_devices, put
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
@@ -31,7 +32,6 @@ from flax_layoutmap._tree.flax_internals import (
     nnx_state,
     no_mesh,
     objects_of,
-    patched,
     restore_eager_flag,
     without_eager_sharding,
 )
@@ -202,10 +202,10 @@ class _Scope:
         if any(isinstance(value, Tracer) for value in birth.traced.closed.consts):
             self._hidden[cls.__name__] += 1  # it closes over a value of a trace
             return make(*args, **kw)
-        together = None if self._needs_values else birth.objects()
-        if together is None:
+        if self._needs_values:
             together = birth.at_once(_mesh_of(self.rules))
         else:
+            together = birth.objects()
             self._births.append(birth)
         module = birth.settle(together, nodes)
         return self._keep(module, objects_of(module))
@@ -260,9 +260,7 @@ class _Scope:
                 "block, with flm.create_optimizer(model, tx) "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        together = birth.objects()
-        assert together is not None  # its arrays are in Variables
-        optimizer = birth.settle(together, nodes)
+        optimizer = birth.settle(birth.objects(), nodes)
         self._followers.append(Follower(optimizer, cls, args, kw, birth))
         return optimizer
 

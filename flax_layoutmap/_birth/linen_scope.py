@@ -12,12 +12,13 @@ from flax import linen
 
 from flax_layoutmap._birth.create import create, refuse_unfit
 from flax_layoutmap._core.errors import warn
+from flax_layoutmap._core.patches import patched
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import distribute, is_eager, place, with_leaves
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import no_mesh, patched, without_eager_sharding
+from flax_layoutmap._tree.flax_internals import no_mesh, without_eager_sharding
 from flax_layoutmap._tree.trace import (
     ReadsValues,
     in_constructor,

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.jax_internals import concrete_value
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 
@@ -181,7 +182,7 @@ def normal_sharding(sharding: NamedSharding) -> NamedSharding:
 def concrete(x: Any) -> Any:
     """The array, or the one that a tracer of differentiation holds; else None."""
     if isinstance(x, Tracer):
-        return x.to_concrete_value()
+        return concrete_value(x)
     return x if isinstance(x, jax.Array) else None
 
 

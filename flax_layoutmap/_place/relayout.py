@@ -25,6 +25,7 @@ from flax_layoutmap._core.fetch import (
     own_mesh,
     unboxed,
 )
+from flax_layoutmap._core.jax_internals import is_in_a_loop
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._place.place import (
@@ -38,7 +39,7 @@ from flax_layoutmap._place.place import (
     move,
     wanted_layout,
 )
-from flax_layoutmap._tree.flax_internals import is_in_a_loop, is_nnx_object
+from flax_layoutmap._tree.flax_internals import is_nnx_object
 
 _MESHES = DeviceMesh | Mesh | AbstractMesh
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import LayoutError, bullet_list
+from flax_layoutmap._core.jax_internals import memory_of
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import (
@@ -211,7 +212,7 @@ def _check(
 
 def _sharing_memory(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, str]:
     """Path of an array → that of another one, with which it shares memory."""
-    holders: dict[tuple[Any, int], tuple[str, int]] = {}
+    holders: dict[Any, tuple[str, int]] = {}
     found: dict[str, str] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
@@ -220,8 +221,9 @@ def _sharing_memory(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, st
         if is_key or not leaf.size or leaf.is_deleted():
             continue
         for shard in leaf.addressable_shards:
-            data: Any = shard.data
-            place = shard.device, data.unsafe_buffer_pointer()
+            place = memory_of(shard.data)
+            if place is None:
+                continue
             other, same = holders.setdefault(place, (path, id(leaf)))
             if same != id(leaf):
                 found |= {path: other, other: path}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.jax_internals import is_sharding_type_error
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import no_mesh, without_eager_sharding
@@ -81,8 +82,7 @@ def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
 
 def is_refusal(error: Exception) -> bool:
     """Whether `init` refused these inputs; a real mistake fails the plain trace."""
-    # JAX has no public name for ShardingTypeError, which derives from Exception.
-    return isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"
+    return isinstance(error, _REFUSALS) or is_sharding_type_error(error)
 
 
 _REFUSALS = (

@@ -22,7 +22,9 @@ import optax
 from flax import linen, nnx
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
+from flax_layoutmap._core.jax_internals import is_sharding_type_error
 from flax_layoutmap._core.layout import TensorLayout, is_offloaded
+from flax_layoutmap._core.patches import patched
 from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
@@ -47,10 +49,8 @@ from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,
     is_nnx_object,
-    is_sharding_type_error,
     named_objects_of,
     note_of,
-    patched,
     set_note,
 )
 from flax_layoutmap._tree.paths import escape, forms, join_keys

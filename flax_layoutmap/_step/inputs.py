@@ -22,6 +22,7 @@ from flax_layoutmap._core.errors import (
     warn,
 )
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
+from flax_layoutmap._core.jax_internals import memory_of
 from flax_layoutmap._core.layout import own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
@@ -377,10 +378,7 @@ def buffers_of(leaf: Any) -> set[Any]:
         leaf = jax.random.key_data(leaf)
     count = len(leaf.sharding.addressable_devices)
     parts = [leaf.addressable_data(at) for at in range(count)]
-    try:
-        return {(*part.devices(), part.unsafe_buffer_pointer()) for part in parts}
-    except (NotImplementedError, jax.errors.JaxRuntimeError):
-        return {id(leaf)}  # a backend that does not say
+    return set(map(memory_of, parts)) - {None} or {id(leaf)}
 
 
 def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.fetch import own_sharding
+from flax_layoutmap._core.jax_internals import executables_of
 from flax_layoutmap._core.processes import (
     Agreement,
     Parts,
@@ -331,7 +332,7 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(one.jitted._cache_size() for one in self._programs.values())
+        return sum(executables_of(one.jitted) for one in self._programs.values())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

@@ -117,10 +117,7 @@ def wanted_after(
         shape, dtype = every[at].shape, every[at].dtype
         given[at] = jax.ShapeDtypeStruct(shape, dtype, sharding=wanted[at])
     new = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    leaves = [
-        _array(leaf) if bare else leaf
-        for leaf, bare in zip(change.leaves(given, new), change.bare(), strict=True)
-    ]
+    leaves = change.leaves(given, new)
     nodes = iter(change.merged(leaves))
     found: dict[int, Any] = {}  # by the id of an abstract leaf
     trees: dict[str, Any] = {}
@@ -145,13 +142,6 @@ def wanted_after(
     for key, sharding in zip(ids, resolved.shardings, strict=True):
         found.setdefault(key, sharding)
     return [found[id(leaf)] for leaf in leaves], resolved
-
-
-def _array(leaf: jax.ShapeDtypeStruct) -> Any:
-    """An array of one element, broadcast: flax 0.12.4 takes no abstract array."""
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def pin_results(

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
 from flax_layoutmap._core.errors import LayoutError, StructureError, warn
+from flax_layoutmap._core.jax_internals import is_sharding_type_error
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules, trace_key
 from flax_layoutmap._step.activations import call_activated, forget_path
@@ -38,7 +39,6 @@ from flax_layoutmap._step.refusals import (
 from flax_layoutmap._tree.flax_internals import (
     check_can_write,
     is_nnx_object,
-    is_sharding_type_error,
 )
 from flax_layoutmap._tree.graph import (
     Change,

@@ -1,6 +1,4 @@
-"""Private or moved names of Flax and JAX that this package uses.
-
-Flax (0.12.4 to 0.12.8):
+"""Private or moved names of Flax that this package uses (0.12.8 and 0.12.12).
 
 - `Variable._var_metadata`, `_raw_value`: slots, read and written without a call of
   Python for each of hundreds of Variables in every step. Fallback: the public getters
@@ -27,17 +25,8 @@ Flax (0.12.4 to 0.12.8):
   transformations are made: no private names, and in no documentation. Without them, a
   Linen module cannot be called on Auto axes.
 - `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
-- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from 0.12.5): shared
-  Variables once, as the default may change.
-
-JAX (0.8.1 to 0.10.2):
-
-- the name of `ShardingTypeError`, which has no public one. Fallback: the error as JAX
-  raises it.
-- `Tracer.sharding`: replaced while a constructor is traced. Fallback: the time of a
-  trace grows with the square of its length.
-- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
-  whether it is the body of a loop. Fallback: none is.
+- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph`: shared Variables once,
+  as the default may change.
 
 `tests/tree/test_flax_internals.py` fails when one of them moves.
 """
@@ -45,21 +34,17 @@ JAX (0.8.1 to 0.10.2):
 import contextlib
 import contextvars
 import functools
-import inspect
 import itertools
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import linen, nnx
 from flax.core import lift
 from flax.errors import TraceContextError
-from jax.core import Tracer
 
-_GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
-
+from flax_layoutmap._core.patches import patched
 
 # The attribute of an NNX object with the level of tracing at which it was made.
 BOOK_KEEPING = "_pytree__state"
@@ -208,12 +193,12 @@ def is_nnx_object(node: Any) -> bool:
 
 def nnx_state(node: Any, *filters: Any) -> Any:
     """`nnx.state` with every shared Variable once."""
-    return nnx.state(node, *filters, **_GRAPH)
+    return nnx.state(node, *filters, graph=True)
 
 
 def nnx_split(node: Any) -> tuple[Any, Any]:
     """`nnx.split` with every shared Variable once: GraphDef and State."""
-    graphdef, state = nnx.split(node, **_GRAPH)
+    graphdef, state = nnx.split(node, graph=True)
     return graphdef, state
 
 
@@ -221,7 +206,7 @@ def variables_of(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables of a graph, each once, in the order of the graph."""
     return [
         value
-        for _, value in nnx.iter_graph(node, **_GRAPH)
+        for _, value in nnx.iter_graph(node, graph=True)
         if isinstance(value, nnx.Variable)
     ]
 
@@ -235,7 +220,7 @@ def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The same, each with its path."""
     return [
         (path, value)
-        for path, value in nnx.iter_graph(node, **_GRAPH)
+        for path, value in nnx.iter_graph(node, graph=True)
         if isinstance(value, nnx.Variable) or is_nnx_object(value)
     ]
 
@@ -270,43 +255,6 @@ def metaclass_of_objects() -> type | None:
     """The class whose `__call__` makes every NNX object; None if there is none."""
     meta = type(nnx.Pytree)
     return meta if "__call__" in vars(meta) and meta is not type else None
-
-
-class _Patch(NamedTuple):
-    plain: Any  # the original
-    blocks: set[object]  # those in force
-
-
-# Re-entrant, as the garbage collector may end an abandoned block at any point of the
-# code below, in the thread that holds the lock. Each step there leaves a record that
-# such a block can end with.
-_LOCK = threading.RLock()
-_PATCHED: dict[tuple[type, str], _Patch] = {}
-
-
-@contextlib.contextmanager
-def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method (or slot) of a class by `wrap` of it, in all threads.
-
-    Blocks nest, and the last to end restores the original, so `wrap` must not depend
-    on the block.
-    """
-    key, block = (owner, name), object()
-    try:
-        with _LOCK:
-            patch = _PATCHED.get(key) or _Patch(vars(owner)[name], set())
-            patch.blocks.add(block)
-            _PATCHED[key] = patch
-            setattr(owner, name, wrap(patch.plain))
-        yield
-    finally:
-        with _LOCK:
-            patch = _PATCHED.get(key)
-            if patch is not None:
-                patch.blocks.discard(block)
-                if not patch.blocks:
-                    setattr(owner, name, patch.plain)
-                    _PATCHED.pop(key, None)
 
 
 # Maps a Variable and its value to what reading it gives, in this context.
@@ -439,45 +387,3 @@ def call_linen_lifted(
 
     method = type(module).__call__
     return linen.transforms.lift_transform(transform, method)(module, *args, **kwargs)
-
-
-def is_sharding_type_error(error: BaseException) -> bool:
-    """Whether JAX raised this as a layout on Explicit axes is ambiguous."""
-    return type(error).__name__ == "ShardingTypeError"
-
-
-@contextlib.contextmanager
-def tracers_without_sharding() -> Iterator[None]:
-    """In the block, tracers have no `sharding`, without computing it.
-
-    Flax reads it for every key that an `nnx.Rngs` makes, and JAX (0.10.2) searches the
-    whole program for the text of an AttributeError that is then ignored.
-    """
-    if "sharding" not in vars(Tracer):
-        yield
-        return
-    none: Any = property(_no_sharding)
-    with patched(Tracer, "sharding", lambda _: none):
-        yield
-
-
-def _no_sharding(tracer: Tracer) -> Any:
-    raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
-
-
-# What JAX calls the bodies of loops.
-_LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
-
-
-def is_in_a_loop(x: Any) -> bool:
-    """Whether a value is traced for the body of `scan` or `while_loop`.
-
-    JAX has no public name for this.
-    """
-    trace = getattr(x, "_trace", None)
-    while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(info, "traced_for", None) in _LOOPS:
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False

@@ -133,11 +133,6 @@ class Change:
         """The leaves after the function."""
         return [(given if stays else outputs)[at] for stays, at in self.sources]
 
-    def bare(self) -> list[bool]:
-        """Per leaf after it, whether it is in no Variable."""
-        state = jax.tree.unflatten(self.treedef, range(len(self.sources)))
-        return [holder is None for holder in holders_of(state)]
-
     def merged(self, leaves: Sequence[Any]) -> list[Any]:
         """New objects of the structure after the function, with these leaves."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))

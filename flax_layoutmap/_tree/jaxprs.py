@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from flax_layoutmap._core.jax_internals import opened
 from flax_layoutmap._tree.watch import Same
 
 # Values of up to this many elements are small.
@@ -41,16 +42,6 @@ def needed_inputs(jaxpr: Jaxpr) -> set[Any]:
         if not needed.isdisjoint(eqn.outvars):
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return needed.intersection(jaxpr.invars)
-
-
-def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """A jaxpr and its constants, or None for any other value.
-
-    From jax 0.11 on ClosedJaxpr is Jaxpr, and `jaxpr.jaxpr` is the same jaxpr.
-    """
-    if not isinstance(value, ClosedJaxpr | Jaxpr):
-        return None
-    return getattr(value, "jaxpr", value), getattr(value, "consts", ())
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -37,9 +37,6 @@ from flax_layoutmap._tree.flax_internals import (
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 NO_NUMBERS = "OSUMm"
 
-# Flax's function that converts Variables: since 0.12.5, and before.
-WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
-
 # Types whose values refer to nothing that a constructor could have made.
 _ALONE = (
     str,
@@ -236,12 +233,17 @@ def refuse_references(node: Any) -> None:
     """Raise where a Variable of an NNX object is a reference to its value."""
     for variable in variables_of(node):
         if not is_plain_variable(variable):
-            kind = "hijax" if metadata_of(variable).get("hijax") else "ref"
-            raise StructureError(
-                f"a Variable with {kind}=True is a reference, which cannot be made in "
-                "shards: make the model without it, and convert it then: "
-                f"nnx.{WITH_VARS}(model, {kind}=True)"
-            )
+            is_hijax = metadata_of(variable).get("hijax")
+            raise reference_error("hijax" if is_hijax else "ref")
+
+
+def reference_error(kind: str) -> StructureError:
+    """The error for a Variable with `ref` or `hijax`."""
+    return StructureError(
+        f"a Variable with {kind}=True is a reference, which cannot be made in shards: "
+        "make the model and its optimizer without it, and convert both then: "
+        f"nnx.with_vars((model, optimizer), {kind}=True)"
+    )
 
 
 def _statics(owner: Any) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
+from flax.errors import ImmutableVariableError, TraceContextError
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._core.errors import StructureError
+from flax_layoutmap._core.jax_internals import tracers_without_sharding
 from flax_layoutmap._tree.flax_internals import (
     forget_eager_flag,
     is_nnx_object,
@@ -27,7 +28,6 @@ from flax_layoutmap._tree.flax_internals import (
     no_mesh,
     objects_of,
     restore_eager_flag,
-    tracers_without_sharding,
     variables_of,
     was_made_elsewhere,
     without_eager_sharding,
@@ -39,6 +39,7 @@ from flax_layoutmap._tree.objects import (
     has_mixed_keys,
     is_object,
     originals_of,
+    reference_error,
     refuse_left_over,
     refuse_traced,
     unfit,
@@ -241,6 +242,8 @@ def trace(
                 "nnx.Rngs that counts: make that object inside, or pass it as an "
                 f"argument ({error})"
             ) from error
+        except ImmutableVariableError as error:
+            raise reference_error("hijax") from error
         except (AttributeError, TypeError, *_READS_VALUES) as error:
             if not _is_read(error):
                 raise

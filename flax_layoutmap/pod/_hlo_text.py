@@ -392,8 +392,6 @@ def communicates(text: str, instruction: Instruction) -> bool:
 
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-# The form of older versions, without the function.
-_OLD_LINE = re.compile(r'\bsource_file="([^"]+)" source_line=(\d+)')
 _ESCAPED = re.compile(rb"\\([\\'\"]|[0-3][0-7]{2})")
 # Frames of libraries, which are skipped.
 _LIBRARIES = re.compile(r"(?:site|dist)-packages[/\\]")
@@ -402,7 +400,7 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 def has_source(text: str) -> bool:
     """Whether a line, or its attributes, says which line of Python it is from."""
-    return _FRAME.search(text) is not None or _OLD_LINE.search(text) is not None
+    return _FRAME.search(text) is not None
 
 
 class Frames:
@@ -416,9 +414,6 @@ class Frames:
 
     def source(self, attributes: str) -> str | None:
         """`"model.py:36 Attention.__call__"`: the innermost frame of the user."""
-        line = _OLD_LINE.search(attributes)
-        if line:
-            return f"{_file_name(_plain(line[1]))}:{line[2]}"
         found = _FRAME.search(attributes)
         at = int(found[1]) if found else 0
         innermost: str | None = None

@@ -313,12 +313,7 @@ def constants_of(traced: Any) -> list[tuple[tuple[int, ...], int]]:
             for part in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(part, ClosedJaxpr):
                     found |= {id(one): one for one in part.consts}
-    return [(tuple(np.shape(one)), _bytes(one)) for one in found.values()]
-
-
-def _bytes(array: Any) -> int:
-    """Bytes of an array; what jax 0.8 makes of NumPy's lacks `nbytes`."""
-    return int(np.prod(np.shape(array), dtype=int)) * int(array.dtype.itemsize)
+    return [(tuple(np.shape(one)), int(one.nbytes)) for one in found.values()]
 
 
 def notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 Nothing is compiled, and no device is needed. The names of the passes are no stable
 interface of jaxlib, so that `prepare` checks for them. Calls are inlined before: a
-program without calls is laid out faster, and in the same way (with jax 0.8.1 Shardy's
-passes stop at calls).
+program without calls is laid out faster, and in the same way.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ _PASSES = (
 )
 _NO_PASSES = (
     "flm.pod.plan needs Shardy's passes in jaxlib, and this jaxlib does not have them; "
-    "use jax 0.8.1 or later, or flm.pod.compile, which needs none"
+    "use flm.pod.compile, which needs none"
 )
 
 # Position of an argument of a program → its spec, which may have open dims

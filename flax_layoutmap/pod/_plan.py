@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
@@ -171,7 +171,7 @@ def planned(step: Planner, start: float, timeout: float) -> PodReport:
 def _with_collectives(estimate: PodReport, program: Program, start: float) -> PodReport:
     """The estimate with the collectives of a partitioned program."""
     where, sizes = estimate.topology, estimate.mesh.axis_sizes
-    found = _with_functions(program.collectives, estimate)
+    found = program.collectives
     bound = {} if where is None else seconds_bound(found, sizes, where)
     at = _moved_activations(found) if where is not None else ()
     hidden = {
@@ -189,21 +189,6 @@ def _with_collectives(estimate: PodReport, program: Program, start: float) -> Po
         unrecognised=unread | ({_MOVED: len(at)} if at else {}),
         unrecognised_at=lines | ({_MOVED: at} if at else {}),
         took_seconds=time.perf_counter() - start,
-    )
-
-
-def _with_functions(
-    collectives: Sequence[Collective], estimate: PodReport
-) -> tuple[Collective, ...]:
-    """Add the functions to source lines: with jax 0.8 XLA leaves them out."""
-    if all(" " in (one.source or " ") for one in collectives):
-        return tuple(collectives)
-    operations = estimate.values("") if estimate.values else []
-    lines = [text.partition(" ")[2] for text, _, _ in operations]
-    named = {line.partition(" ")[0]: line for line in lines}
-    return tuple(
-        dataclasses.replace(one, source=named.get(one.source or "", one.source))
-        for one in collectives
     )
 
 

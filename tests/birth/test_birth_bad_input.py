@@ -159,7 +159,7 @@ REFUSED = {
         _rank, r"other/kernel \(3,8,8\): rule 1 'kernel'"
     ),
     "a reference": Refused(
-        _reference, r"ref=True is a reference.*: nnx\.\w+\(model, r"
+        _reference, r"ref=True is a reference.*: nnx\.\w+\(\(model, optimizer\), r"
     ),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from shards import assert_lies, plain
@@ -233,29 +234,35 @@ def test_a_scanned_model_runs(mesh: flm.DeviceMesh) -> None:
 # ----------------------------------------------------------------------- references
 
 
-CONVERT: Any = getattr(nnx, "with_vars", None) or nnx.vars_as
-# Those of flax 0.12.4 do not work with the JAX that it is tested with here.
-REFERENCES = ["ref", "hijax"] if hasattr(nnx, "with_vars") else ["ref"]
-
-
-@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
 @pytest.mark.parametrize("way", ["scope", "create"])
 def test_references_are_made_afterwards(
     mesh: flm.DeviceMesh, way: str, kind: str
 ) -> None:
     options: Any = {kind: True}
 
-    def make(rngs: nnx.Rngs) -> Any:
+    def make(rngs: nnx.Rngs | None) -> Any:
         defaults: Any = nnx.var_defaults
         with defaults(**options):
-            return layer(rngs)
+            return layer(rngs or nnx.Rngs(0))
 
-    with pytest.raises(
-        flm.errors.StructureError, match=rf"{kind}=True is a reference"
-    ) as told:
-        born(way, make, mesh, nnx.Rngs(0))
-    assert f"nnx.{CONVERT.__name__}(model, {kind}=True)" in str(told.value)
-    model = CONVERT(born(way, layer, mesh, nnx.Rngs(0)), **options)
-    assert model.kernel.get_metadata()[kind]
+    for rngs in (nnx.Rngs(0), None):  # an Rngs of its own counts with such Variables
+        with pytest.raises(
+            flm.errors.StructureError, match=rf"{kind}=True is a reference"
+        ) as told:
+            born(way, make, mesh, rngs)
+        advice = f"nnx.with_vars((model, optimizer), {kind}=True)"
+        assert advice in str(told.value)
+    model = born(way, layer, mesh, nnx.Rngs(0))
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3))
+    both = {"model": model, "optimizer": optimizer, "nnx": nnx, kind: True}
+    model, optimizer = eval(advice, both)
+    mu = optimizer.opt_state[0].mu.kernel
+    assert model.kernel.get_metadata()[kind] and mu.get_metadata()[kind]
     assert_lies(model.kernel.get_value(), ((), ("model",)), mesh)
+    assert_lies(mu.get_value(), ((), ("model",)), mesh)
     np.testing.assert_allclose(model(X), layer(nnx.Rngs(0))(X), rtol=1e-5)
+    with pytest.raises(flm.errors.StructureError, match=f"{kind}=True is a reference"):
+        flm.create_optimizer(
+            model, optax.adam(1e-3), layout_map=flm.LayoutMap(mesh, strict=False)
+        )

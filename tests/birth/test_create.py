@@ -20,6 +20,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._birth import arrays as _arrays
 from flax_layoutmap._birth import create as _create
 from flax_layoutmap._birth import programs as _programs
+from flax_layoutmap._core.jax_internals import memory_of
 from flax_layoutmap._resolve import resolve as _resolve
 from flax_layoutmap._tree import trace as _trace
 
@@ -571,7 +572,7 @@ def new_bytes(before: list[Any]) -> dict[Any, int]:
         if id(array) in old or is_key or array.is_deleted():
             continue
         for shard in array.addressable_shards:
-            where = (shard.device, shard.data.unsafe_buffer_pointer())
+            where = (shard.device, memory_of(shard.data))
             buffers[where] = shard.data.nbytes
     found = {device: 0 for device in jax.devices()}
     for (device, _), count in buffers.items():
@@ -592,11 +593,11 @@ def test_live_arrays_are_shards(kind: str) -> None:
         assert_lies(layer.kernel[...], BOTH, mesh)
     # The optimizer: two moments, and no copy of the model.
     before = jax.live_arrays()
-    pointers = [s.data.unsafe_buffer_pointer() for s in first_shards(model)]
+    pointers = [memory_of(s.data) for s in first_shards(model)]
     optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     for count in new_bytes(before).values():
         assert 2 * shards <= count < 2 * shards + 4096
-    assert pointers == [s.data.unsafe_buffer_pointer() for s in first_shards(model)]
+    assert pointers == [memory_of(s.data) for s in first_shards(model)]
     del optimizer
 
 

@@ -989,21 +989,9 @@ def test_a_value_of_the_block_as_an_attribute(mesh: flm.DeviceMesh) -> None:
             model[0].copy = model[0]["part"].kernel.get_raw_value()
 
     model: list[Any] = []
-    if _sees_shapes():
-        build()
-        np.testing.assert_array_equal(model[0].copy, model[0]["part"].kernel[...])
-        assert_lies(model[0].copy, (("model",), ()))
-    else:
-        with pytest.raises(
-            flm.errors.StructureError, match="Dict.copy was set to a value"
-        ):
-            build()
-
-
-def _sees_shapes() -> bool:
-    """Whether Flax takes a shape in an attribute for an array: not 0.12.4."""
-    node: Any = nnx.Dict(a=nnx.data(jax.ShapeDtypeStruct((1,), "float32")))
-    return bool(jax.tree.leaves(nnx.state(node)))
+    build()
+    np.testing.assert_array_equal(model[0].copy, model[0]["part"].kernel[...])
+    assert_lies(model[0].copy, (("model",), ()))
 
 
 # ------------------------------------------------------------------- blocks in blocks

@@ -80,11 +80,6 @@ class Ran(NamedTuple):
 @functools.cache
 def ran(page: str) -> Ran:
     """Runs the code of a page from top to bottom, in a new folder with its files."""
-    if page == "tutorials/pod" and jax.__version_info__ < (0, 9):
-        pytest.skip(
-            "With jax 0.8 the source of a collective is Flax's line, and the page "
-            "shows that of the model, which later versions name."
-        )
     if page == "jit" and not can_offload():
         pytest.skip(WHY_NOT)
     folder = Path(tempfile.mkdtemp())

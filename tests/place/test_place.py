@@ -174,10 +174,6 @@ def test_a_memory_that_the_devices_lack(wrap: Any) -> None:
     )
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10),
-    reason="jax 0.8.1's CPU compiler ignores or refuses memory kinds inside jit.",
-)
 def test_memory_kind_inside_jit(mesh_in_context: flm.DeviceMesh) -> None:
     mesh = mesh_in_context
     layout = flm.TensorLayout(("data", "model"), mesh, memory_kind="pinned_host")

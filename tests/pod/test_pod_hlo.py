@@ -110,16 +110,20 @@ def test_source_lines() -> None:
     }
     assert "llama.py:36 Attn.__call__" in sources
     assert not any("site-packages" in source for source in sources if source)
-    # As older versions write them, with no table.
-    metadata = 'metadata={op_name="x" source_file="/a/b/model.py" source_line=36}'
-    assert only(entry(f"{REDUCED}{WHOLE}, {metadata}")).source == "model.py:36"
+    lines = 'FileNames\n1 "/a/b/mod\\303\\250le.py"\n\nFileLocations\n'
+    lines += "1 {file_name_id=1 line=36}\n\nStackFrames\n1 {file_location_id=1}\n"
+    metadata = 'metadata={op_name="x" stack_frame_id=1}'
     # What is not ASCII stands there byte by byte.
-    other = metadata.replace("model", r"mod\303\250le")
-    assert only(entry(f"{REDUCED}{WHOLE}, {other}")).source == "modèle.py:36"
+    own = entry(f"{REDUCED}{WHOLE}, {metadata}", before=lines)
+    assert only(own).source == "mod\u00e8le.py:36"
     # Where a collective has none, the nearest on the way back.
     line = f"%q = f32[8,4] negate(%p), {metadata}"
     below = f"{REDUCED}{WHOLE}".replace("%p", "%q")
-    assert only(entry(line, below)).source == "model.py:36"
+    assert only(entry(line, below, before=lines)).source == "mod\u00e8le.py:36"
+    # Before that, what reads it first, through copies.
+    after = ("%c = f32[8,4] copy(%r)", f"%s = f32[8,4] negate(%c), {metadata}")
+    above = entry(f"{REDUCED}{WHOLE}", *after, before=lines)
+    assert only(above).source == "mod\u00e8le.py:36"
 
 
 def test_a_mesh_of_another_size_is_said() -> None:

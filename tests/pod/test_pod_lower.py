@@ -80,10 +80,8 @@ def test_modules_as_with_jit() -> None:
     assert found["reduce-scatter", ("data",), "model/up/kernel"] == 1
     assert report.drift == ()
     (source,) = {one.source for one in report.collectives if one.axes == ("model",)}
-    # The line is the user's, where Flax makes the product; with jax 0.8 Flax's.
-    named = r"test_pod_lower.py:\d+ Net.__call__"
-    with_jax_0_8 = jax.__version_info__ < (0, 9)
-    assert re.fullmatch(r"linear.py:\d+" if with_jax_0_8 else named, source or "")
+    # The line is the user's, where Flax makes the product.
+    assert re.fullmatch(r"test_pod_lower.py:\d+ Net.__call__", source or "")
 
 
 @pytest.mark.parametrize("jit", [flm.jit, nnx.jit])

@@ -281,7 +281,7 @@ def test_lines_of_functions_of_jax_that_are_jitted(mesh: flm.DeviceMesh) -> None
     name = "test_lines_of_functions_of_jax_that_are_jitted.step"
     assert sources == {f"test_pod_plan.py:{line} {name}"}
     assert {one.value for one in report.reshards} >= {"sort"}
-    # The compiler's word names the line in the same way, with jax 0.8.1 without a name.
+    # The compiler's word names the line in the same way.
     jitted = flm.jit(step, layout_map=layout_map.on(mesh))
     found = compiled(jitted, SQUARE, X, mesh=mesh)
     named = {one.source for one in found} & {*sources, f"{__name__}.py:{line}"}

@@ -726,7 +726,7 @@ def test_a_jaxlib_without_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON))
     assert str(caught.value) == (
         "flm.pod.plan needs Shardy's passes in jaxlib, and this jaxlib does not have "
-        "them; use jax 0.8.1 or later, or flm.pod.compile, which needs none"
+        "them; use flm.pod.compile, which needs none"
     )
 
 

@@ -145,6 +145,25 @@ def test_no_private_folder_of_another_library_is_used(folder: str) -> None:
     assert [use for path in sources for use in private_uses(path, sources[path])] == []
 
 
+# What `_core/jax_internals.py` lists, and what tests once read.
+PRIVATE_NAMES_OF_JAX = {
+    *("to_concrete_value", "unsafe_buffer_pointer", "parent_trace", "traced_for"),
+    *("_trace", "_npartitions", "_value", "_eqns", "_consts", "_outvars", "_src"),
+}
+
+
+@pytest.mark.parametrize("folder", ["flax_layoutmap", "tests", "benchmarks"])
+def test_private_names_of_jax_are_in_one_file(folder: str) -> None:
+    sources = read(ROOT / folder)
+    assert sources.pop("_core/jax_internals.py", "") or folder != "flax_layoutmap"
+    assert [
+        f"{path}: {ast.unparse(node)}"
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_NAMES_OF_JAX
+    ] == []
+
+
 def test_contributing_has_the_same_table() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+?) \|", text, re.MULTILINE)

@@ -27,7 +27,7 @@ from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
-from flax_layoutmap._tree.objects import WITH_VARS, LeftByTrace
+from flax_layoutmap._tree.objects import LeftByTrace
 from flax_layoutmap._tree.trace import ReadsValues, trace
 
 P = PartitionSpec
@@ -1086,7 +1086,8 @@ CASES: dict[str, Case] = {
         lambda: trace(lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))),
         flm.errors.StructureError,
         "a Variable with ref=True is a reference, which cannot be made in shards: make "
-        f"the model without it, and convert it then: nnx.{WITH_VARS}(model, ref=True)",
+        "the model and its optimizer without it, and convert both then: "
+        "nnx.with_vars((model, optimizer), ref=True)",
     ),
     "trace: a tuple of values": Case(
         lambda: trace(lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))),

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import flax.core.spmd
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +68,8 @@ SPELLINGS: dict[str, Callable[[Any], Callable[[], nnx.Module]]] = {
         kernel_init=nnx.with_metadata(INIT, out_sharding=NAMES)
     ),
     "kernel_metadata": lambda _: linear(kernel_metadata={"out_sharding": NAMES}),
+    "NamedSharding": lambda mesh: param(out_sharding=NamedSharding(mesh, P(*NAMES))),
 }
-if hasattr(flax.core.spmd, "map_sharding"):  # Flax 0.12.4 takes no NamedSharding there
-    SPELLINGS["NamedSharding"] = lambda mesh: param(
-        out_sharding=NamedSharding(mesh, P(*NAMES))
-    )
 
 
 def spelled(name: str) -> Callable[[], nnx.Module]:

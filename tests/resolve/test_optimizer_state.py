@@ -538,7 +538,7 @@ def test_an_init_that_sharding_cannot_follow() -> None:
     assert tagged_dims(init, params)["gram/w"] == ((8, 8), None)
     layout_map = flm.LayoutMap("data=2,model=4", strict=False)
     layout_map["w"] = ("data", "model")
-    tx = optax.GradientTransformation(init, lambda *given: given)
+    tx = optax.GradientTransformation(init, optax.identity().update)
     state = jax.eval_shape(init, params)
     resolution = layout_map.resolve(state, params=params, tx=tx)
     assert resolution["mu/w"].layout.dims(2) == (("data",), ("model",))

@@ -789,8 +789,6 @@ def test_muon_by_layer_computes_the_same() -> None:
 
 @pytest.mark.parametrize("axes", [None, ("data", "fsdp")])
 def test_explicit_axes_with_sharded_parameters(axes: Any) -> None:
-    if jax.__version_info__ < (0, 9):
-        pytest.skip("JAX 0.8 refuses a dim on a manual and an Explicit axis.")
     mesh = flm.DeviceMesh("data=4,fsdp=2", axis_types="explicit")
     layout_map = rules(mesh, w=(None, "fsdp"))
 

@@ -204,9 +204,8 @@ OTHERS: dict[str, Any] = {
     "nnx.jit, donated": by_nnx_jit(donate_argnums=(0, 1)),
     "cached_partial": lambda *nodes: nnx.cached_partial(nnx.jit(train), *nodes),
     "eager": lambda *nodes: functools.partial(train, *nodes),
+    "jit_partial": lambda *nodes: nnx.jit_partial(train, *nodes, graph=False),
 }
-if hasattr(nnx, "jit_partial"):  # from flax 0.12.5
-    OTHERS["jit_partial"] = lambda *nodes: nnx.jit_partial(train, *nodes, graph=False)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

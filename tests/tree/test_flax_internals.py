@@ -1,8 +1,7 @@
 """Private or moved names of Flax: each still behaves as expected."""
 
-import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from flax_layoutmap._core.patches import patched
 from flax_layoutmap._tree import flax_internals as internals
 
 
@@ -51,12 +51,6 @@ def test_shared_variables_once() -> None:
     assert len(variables) == len({id(v) for v in variables}) == 2
     again = nnx.merge(*internals.nnx_split(model))
     assert again.b is again.a
-
-
-def test_graph_is_passed_wherever_flax_knows_it() -> None:
-    for function in (nnx.split, nnx.state, nnx.iter_graph):
-        known = "graph" in inspect.signature(function).parameters
-        assert known is bool(internals._GRAPH), function
 
 
 def test_filters() -> None:
@@ -187,53 +181,12 @@ def test_every_object_is_made_by_the_metaclass() -> None:
     meta = internals.metaclass_of_objects()
     assert meta is not None
     before = vars(meta)["__call__"]
-    with internals.patched(meta, "__call__", wrap):
-        with internals.patched(meta, "__call__", wrap):
+    with patched(meta, "__call__", wrap):
+        with patched(meta, "__call__", wrap):
             Tied()
         nnx.Rngs(0)
     assert vars(meta)["__call__"] is before
     assert made == ["Tied", "Rngs", "RngStream", "Linear", "Rngs", "RngStream"]
-
-
-@pytest.mark.parametrize("name", ["run", "stop"])
-def test_a_block_may_end_while_another_begins_or_ends(name: str) -> None:
-    """As the garbage collector ends blocks that an interrupt abandoned."""
-
-    class Owner:
-        def run(self) -> str:
-            return "run"
-
-        def stop(self) -> str:
-            return "stop"
-
-    def wrap(plain: Any) -> Any:
-        abandoned.close()
-        return lambda self: "wrapped"
-
-    def block() -> Iterator[None]:
-        with internals.patched(Owner, name, lambda plain: lambda self: "abandoned"):
-            yield
-
-    class Restores(type):
-        def __setattr__(cls, key: str, value: Any) -> None:
-            abandoned.close()
-            super().__setattr__(key, value)
-
-    class OnRestore(metaclass=Restores):
-        run = Owner.run
-
-    plain = dict(vars(Owner))
-    abandoned: Any = block()
-    next(abandoned)
-    with internals.patched(Owner, "run", wrap):
-        assert Owner().run() == "wrapped" and Owner().stop() == "stop"
-    assert dict(vars(Owner)) == plain
-
-    with internals.patched(OnRestore, "run", lambda plain: lambda self: "wrapped"):
-        abandoned = block()
-        next(abandoned)
-    assert OnRestore().run() == "run" and dict(vars(Owner)) == plain
-    assert not internals._PATCHED
 
 
 def test_post_init_runs_for_every_linen_module() -> None:
@@ -246,7 +199,7 @@ def test_post_init_runs_for_every_linen_module() -> None:
 
         return post_init
 
-    with internals.patched(linen.Module, "__post_init__", wrap):
+    with patched(linen.Module, "__post_init__", wrap):
         linen.Dense(3)
     linen.Dense(3)
     assert made == ["Dense"]
@@ -385,30 +338,3 @@ def test_a_linen_module_is_called_on_other_values() -> None:
     wanted, _ = call(jax.tree.map(lambda v: 2 * v, variables))
     assert all(map(np.array_equal, found, wanted)) and len(seen[0]) == 1
     assert changed["counts"]["n"] == 2 * variables["counts"]["n"] + 1 + 10
-
-
-def test_the_error_of_ambiguous_layouts_has_its_name() -> None:
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P(None, "x")))
-    with jax.set_mesh(mesh), pytest.raises(Exception, match="out_sharding") as caught:
-        jax.jit(lambda x: x @ x.T)(x)
-    assert internals.is_sharding_type_error(caught.value)
-    assert not internals.is_sharding_type_error(ValueError())
-
-
-def test_values_of_a_loop_are_told() -> None:
-    found: list[bool] = []
-
-    def body(carry: Any, _: Any = None) -> Any:
-        found.append(internals.is_in_a_loop(carry))
-        return carry
-
-    def in_loops(x: Any) -> Any:
-        found.append(internals.is_in_a_loop(x))
-        x = jax.lax.scan(lambda c, _: (body(c), None), x, None, length=2)[0]
-        x = jax.lax.fori_loop(0, 2, lambda _, c: body(c), x)
-        return jax.lax.while_loop(lambda c: body(c) < 3, jax.jit(body), x)
-
-    jax.make_jaxpr(in_loops)(1.0)
-    assert found[0] is False and len(found) >= 5 and all(found[1:])
-    assert not internals.is_in_a_loop(jnp.ones(2))

@@ -1,0 +1,102 @@
+"""Private or moved names of JAX that this package uses.
+
+Seen in jax 0.10.2, 0.11.2 and 0.12.0:
+
+- `jax.extend.core.ClosedJaxpr`: from jax 0.11 on it is `Jaxpr`, and `jaxpr.jaxpr` is
+  the same jaxpr. Both are told apart here alone.
+- `Tracer.to_concrete_value`: the array that a tracer of differentiation holds.
+  Fallback: none, so that it counts as traced.
+- the name of `ShardingTypeError`, which has no public one. Fallback: the error as JAX
+  raises it.
+- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
+  whether it is the body of a loop. Fallback: none is.
+- `unsafe_buffer_pointer` of an array of one device: whether two share memory. Fallback:
+  unknown.
+- `_cache_size` of what `jax.jit` returns: how many executables there are, for tests.
+- `Tracer.sharding`, with jax 0.10 alone: replaced while a constructor is traced.
+  Fallback: the time of a trace grows with the square of its length.
+
+`tests/core/test_jax_internals.py` fails when one of them moves.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from flax_layoutmap._core.patches import patched
+
+
+def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """A jaxpr and its constants, or None for any other value.
+
+    From jax 0.11 on ClosedJaxpr is Jaxpr, and `jaxpr.jaxpr` is the same jaxpr.
+    """
+    if not isinstance(value, ClosedJaxpr | Jaxpr):
+        return None
+    jaxpr: Any = getattr(value, "jaxpr", value)
+    return jaxpr, getattr(value, "consts", ())
+
+
+def concrete_value(tracer: Tracer) -> Any:
+    """The array that a tracer of differentiation holds; None for other tracers."""
+    read = getattr(tracer, "to_concrete_value", None)
+    return None if read is None else read()
+
+
+def executables_of(jitted: Any) -> int:
+    """How many executables a function of `jax.jit` has."""
+    return jitted._cache_size()
+
+
+def memory_of(array: jax.Array) -> Any:
+    """Where an array of one device is in its memory, to compare; None if unknown."""
+    try:
+        return (*array.devices(), array.unsafe_buffer_pointer())
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def is_sharding_type_error(error: BaseException) -> bool:
+    """Whether JAX raised this as a layout on Explicit axes is ambiguous."""
+    return type(error).__name__ == "ShardingTypeError"
+
+
+@contextlib.contextmanager
+def tracers_without_sharding() -> Iterator[None]:
+    """In the block, tracers of jax 0.10 have no `sharding`, without computing it.
+
+    Flax reads it for every key that an `nnx.Rngs` makes, and JAX searches the whole
+    program for the text of an AttributeError that is then ignored.
+    """
+    if ClosedJaxpr is Jaxpr or "sharding" not in vars(Tracer):
+        yield
+        return
+    none: Any = property(_no_sharding)
+    with patched(Tracer, "sharding", lambda _: none):
+        yield
+
+
+def _no_sharding(tracer: Tracer) -> Any:
+    raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
+
+
+# What JAX calls the bodies of loops.
+_LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
+
+
+def is_in_a_loop(x: Any) -> bool:
+    """Whether a value is traced for the body of `scan` or `while_loop`.
+
+    JAX has no public name for this.
+    """
+    trace = getattr(x, "_trace", None)
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(info, "traced_for", None) in _LOOPS:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
