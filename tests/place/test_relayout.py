@@ -342,6 +342,56 @@ def test_every_transformation(gradient: Any, way: Any) -> None:
         np.testing.assert_allclose(found[name], wanted, err_msg=name)
 
 
+# From PLACES[1] to PLACES[4], by transformation: the dims of the result.
+TABLE: dict[str, Dims] = {
+    "jit": PLACES[4],
+    "grad": PLACES[1],
+    "hvp": PLACES[1],
+    "vmap": PLACES[5],
+    "vmap of grad": PLACES[1],
+    "hessian": (("x",), (), (), ()),
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("by", ["layout", "array", "argument"])
+def test_the_same_layouts_with_every_version_of_jax(kind: str, by: str) -> None:
+    mesh = grid(kind)
+    x, like = put(PLACES[1], mesh), put(PLACES[4], mesh, X + 1)
+    row = put((("y",),), mesh, X[0])
+
+    def transformed(x: Any, like_x: Any, like_row: Any) -> dict[str, Any]:
+        def move(x: Any) -> Any:
+            if by == "layout":
+                dims = PLACES[4] if x.ndim == 2 else (("y",),)
+                return flm.relayout(x, lay(dims, mesh))
+            if by == "array":
+                return flm.relayout_like(x, like if x.ndim == 2 else row)
+            return flm.relayout_like(x, like_x if x.ndim == 2 else like_row)
+
+        def loss(x: Any) -> Any:
+            return jnp.sum(move(x) ** 2)
+
+        return {
+            "jit": move(x),
+            "grad": jax.grad(loss)(x),
+            "hvp": jax.jvp(jax.grad(loss), (x,), (x,))[1],
+            "vmap": jax.vmap(move, spmd_axis_name="x" if kind == "auto" else None)(x),
+            "vmap of grad": jax.vmap(jax.grad(loss))(x),
+            "hessian": jax.hessian(loss)(x),
+        }
+
+    with jax.set_mesh(bare(mesh)):
+        found = jax.jit(transformed)(x, like, row)
+    eye = 2 * np.eye(64, dtype=np.float32).reshape(8, 8, 8, 8)
+    values = {"jit": X, "vmap": X, "hessian": eye}
+    # Mapped rows follow a traced row as if it were broadcast: dim 0 is replicated.
+    other = {"vmap": PLACES[4]} if (kind, by) == ("auto", "argument") else {}
+    for name, dims in (TABLE | other).items():
+        np.testing.assert_array_equal(found[name], values.get(name, 2 * X), name)
+        assert lies(found[name], dims, mesh), (name, found[name].sharding)
+
+
 def test_the_transpose_of_a_relayout_alone() -> None:
     move = functools.partial(flm.relayout, layout=lay(PLACES[4]))
     back = jax.linear_transpose(move, put(PLACES[1]))(put(PLACES[4]))
