@@ -367,7 +367,8 @@ def of_parallax(row: Row) -> flm.LayoutMap:
     tokens = row.args[-1]
     inputs = jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), tokens.dtype)
     mesh = flm.DeviceMesh.abstract(row.mesh)
-    axes = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
+    types = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
+    axes = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names, axis_types=types)
     with jax.sharding.use_abstract_mesh(axes):
         (specs, *_), _ = auto_shard.get_shardings(
             lambda state, x: nnx.merge(graph, state)(x),

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._rules.records import Shape
 
@@ -163,9 +163,10 @@ def _factored(mesh: AnyMesh) -> AnyMesh:
         factors += _primes(size)
     factors = factors or [1]  # a mesh without axes is none
     names = tuple(f"part{at}" for at in range(len(factors)))
+    types = (AxisType.Auto,) * len(factors)
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices.reshape(factors), names)
-    return AbstractMesh(tuple(factors), names)
+        return Mesh(mesh.devices.reshape(factors), names, axis_types=types)
+    return AbstractMesh(tuple(factors), names, axis_types=types)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap.checkpoint._reads import (
     aligned_sharding,
@@ -126,6 +126,8 @@ def test_rows_are_read_once_where_columns_are_wanted() -> None:
     direct = extent_of((64, 64), (8, 64), columns, 2)
     assert direct.needed.tolist() == [1024] * 4 and direct.read.tolist() == [4096] * 4
     aligned = aligned_sharding((64, 64), (8, 64), mesh)
+    # Where types are left out, Explicit ones are the default from jax 0.11.1 on.
+    assert {*aligned.mesh.axis_types} == {AxisType.Auto}
     assert extent_of((64, 64), (8, 64), aligned, 2).read.tolist() == [1024] * 4
 
 
