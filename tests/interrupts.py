@@ -70,6 +70,7 @@ def interrupted_at(call: Callable[[], Any], codes: Set[types.CodeType], at: int)
         if frame.f_code not in codes:
             return None
         frame.f_trace_opcodes = True
+        sys.settrace(trace)  # Python 3.12.1 takes notice of it only then
         return local
 
     before = sys.gettrace()

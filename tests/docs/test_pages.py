@@ -29,7 +29,6 @@ import without_meaning
 from flax import linen as nn
 from flax import nnx
 from helpers import ROOT, run_python
-from memory_kinds import WHY_NOT, can_offload
 
 import flax_layoutmap as flm
 from flax_layoutmap._core import errors
@@ -80,8 +79,6 @@ class Ran(NamedTuple):
 @functools.cache
 def ran(page: str) -> Ran:
     """Runs the code of a page from top to bottom, in a new folder with its files."""
-    if page == "jit" and not can_offload():
-        pytest.skip(WHY_NOT)
     folder = Path(tempfile.mkdtemp())
     done = Ran(dict(IMPORTED.get(page, {})), [], "", folder)
     with (

@@ -196,7 +196,7 @@ def test_changes_between_calls(
     assert placed is model
     for _ in range(3):
         result, expected = ours(model, X), theirs(other, X)
-        np.testing.assert_allclose(result, expected, atol=1e-4)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
         assert_same([model], [other])
 
 

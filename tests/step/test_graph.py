@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import needs_donation_after_reads
 from interrupts import interrupted
 from jax.core import Tracer
 from jax.sharding import AxisType
@@ -281,6 +282,7 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
+@needs_donation_after_reads
 def test_own_modules_as_results(layout_map: flm.LayoutMap) -> None:
     """Returned beside values that change: no change of structure, so donated."""
     model = placed(layout_map)

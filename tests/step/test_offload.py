@@ -13,14 +13,10 @@ from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
-from memory_kinds import needs_host_memory
 
 import flax_layoutmap as flm
 
 MESH = flm.DeviceMesh("data=2,fsdp=4")
-
-
-pytestmark = needs_host_memory
 
 
 class Model(nnx.Module):
@@ -357,7 +353,6 @@ def test_activations_by_name(of: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@needs_host_memory
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_result_that_the_step_moves_to_the_host(kind: Any) -> None:
     mesh = flm.DeviceMesh(jax.make_mesh((8,), ("data",), axis_types=(kind,)))
