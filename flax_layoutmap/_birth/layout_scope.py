@@ -202,10 +202,10 @@ class _Scope:
         if any(isinstance(value, Tracer) for value in birth.traced.closed.consts):
             self._hidden[cls.__name__] += 1  # it closes over a value of a trace
             return make(*args, **kw)
-        if self._needs_values:
+        together = None if self._needs_values else birth.objects()
+        if together is None:
             together = birth.at_once(_mesh_of(self.rules))
         else:
-            together = birth.objects()
             self._births.append(birth)
         module = birth.settle(together, nodes)
         return self._keep(module, objects_of(module))
@@ -260,7 +260,9 @@ class _Scope:
                 "block, with flm.create_optimizer(model, tx) "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        optimizer = birth.settle(birth.objects(), nodes)
+        together = birth.objects()
+        assert together is not None  # its arrays are in Variables
+        optimizer = birth.settle(together, nodes)
         self._followers.append(Follower(optimizer, cls, args, kw, birth))
         return optimizer
 

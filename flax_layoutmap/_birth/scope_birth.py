@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.mesh import spread
-from flax_layoutmap._tree.flax_internals import is_nnx_object, objects_of
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
 from flax_layoutmap._tree.objects import objects_in
 from flax_layoutmap._tree.trace import is_of_arrays, trace
 
@@ -145,9 +145,15 @@ class Birth:
         shapes = traced.values_of(jax.tree.leaves(traced.abstract))
         self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, block) for leaf in shapes]
 
-    def objects(self) -> Together:
-        """The new object and the arguments, with placeholders."""
-        return self.traced.rebuild(self.traced.leaves_of(self.leaves))
+    def objects(self) -> Together | None:
+        """The new object and the arguments, with placeholders.
+
+        None if they do not hold all of them: a dict of arrays that is no Variable, as
+        in `nnx.WeightNorm`, is not data for Flax while it has shapes.
+        """
+        together = self.traced.rebuild(self.traced.leaves_of(self.leaves))
+        seen = set(map(id, jax.tree.leaves(nnx_state(together))))
+        return together if all(id(leaf) in seen for leaf in self.leaves) else None
 
     def at_once(self, mesh: Mesh) -> Together:
         """The new object and the arguments, with their values, sharded over a mesh."""

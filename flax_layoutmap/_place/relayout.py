@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxlib.mlir.dialects import sdy
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import LayoutError

@@ -118,7 +118,7 @@ def check_can_write(nodes: Iterable[Any]) -> None:
         if isinstance(node, nnx.Variable):
             node.set_raw_value(node.get_raw_value())
         else:
-            own = (name for name in vars(node) if not name.startswith("_pytree__"))
+            own = (name for name in vars(node) if not is_bookkeeping(name))
             for name in itertools.islice(own, 1):
                 nnx.Pytree.__setattr__(node, name, vars(node)[name])
 
@@ -127,6 +127,11 @@ def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
     """Whether a Variable holds its value itself, not in a reference to it."""
     metadata = metadata_of(variable)
     return not (metadata.get("hijax") or metadata.get("ref"))
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Whether an attribute of an NNX object is NNX's own."""
+    return name.startswith("_pytree__")
 
 
 def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -142,7 +147,7 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     data: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for name, value in vars(node).items():
-        if not name.startswith("_pytree__"):
+        if not is_bookkeeping(name):
             (data if is_data.get(name) else static)[name] = value
     return data, static
 

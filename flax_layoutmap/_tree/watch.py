@@ -22,6 +22,7 @@ from flax import nnx
 from flax_layoutmap._tree.flax_internals import (
     BOOK_KEEPING,
     attributes_of,
+    is_bookkeeping,
     is_nnx_object,
     is_plain_variable,
     metadata_of,
@@ -168,7 +169,7 @@ def _is_node(name: str, value: Any) -> bool:
     return (
         not isinstance(value, _ATOMS)
         and type(value).__eq__ is not object.__eq__
-        and not name.startswith("_pytree__")
+        and not is_bookkeeping(name)
     )
 
 

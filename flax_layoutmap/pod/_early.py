@@ -71,7 +71,7 @@ def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
     A function of JAX is lowered once for all calls, without a source line. `known` maps
     the locations of operations to those that they get.
     """
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
 
     for one in operations:
         op = one.operation
@@ -96,7 +96,7 @@ def replace_early(block: Any) -> None:
     only adds dims of one element becomes a reshape, through which Shardy keeps
     shardings.
     """
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
 
     for op in list(block.operations):
         operation = op.operation
@@ -126,8 +126,8 @@ def replace_early(block: Any) -> None:
 
 def _replace_broadcast(op: Any) -> None:
     """Replace a broadcast that repeats nothing and keeps the order by a reshape."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
 
     given, wanted = op.operands[0].type, op.results[0].type
     dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
@@ -142,7 +142,7 @@ def _replace_broadcast(op: Any) -> None:
 
 def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
     """Name, operands and attributes of one with the same layout; "" without one."""
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
 
     operands = list(op.operands)
     if op.name == "chlo.top_k":
@@ -197,7 +197,7 @@ def _adds_rows(op: Any) -> bool:
     A scatter of elements, such as a gradient of `jnp.take_along_axis`, is no scatter
     any more when XLA looks for these.
     """
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     if getattr(op, "name", "") != "stablehlo.scatter" or len(op.results) > 1:
         return False
@@ -212,8 +212,8 @@ def _adds_rows(op: Any) -> bool:
 
 def _index_rows(op: Any) -> None:
     """Replace the batch dims of a scatter of elements by iota indices."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
 
     name = "scatter_dimension_numbers"
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes[name])
@@ -241,8 +241,8 @@ def _index_rows(op: Any) -> None:
 
 def _sort_all(op: Any) -> None:
     """Replace `top_k` by a sort and a slice of it."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
 
     operand = op.operands[0]
     shape, last = list(operand.type.shape), len(operand.type.shape) - 1
@@ -273,7 +273,7 @@ _DIMS = "dot_dimension_numbers"
 
 def _write_product(op: Any) -> None:
     """Swap the operands of a matrix product; write out one with a vector."""
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     numbers = stablehlo.DotDimensionNumbers(op.attributes[_DIMS])
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
@@ -290,7 +290,7 @@ def _write_product(op: Any) -> None:
 
 def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
     """Swap the operands of a product whose only use is its transpose."""
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     users = [use.owner.operation for use in op.results[0].uses]
     if len(users) != 1 or users[0].name != "stablehlo.transpose":
@@ -313,8 +313,8 @@ def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
 
 def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
     """Replace a product by a multiplication of broadcast operands and a sum."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
 
     result, shape = op.results[0], list(op.operands[0].type.shape)
     count, end = len(batch[0]), result.type.rank
@@ -353,8 +353,8 @@ def _transposed(
     `done` has the values that were transposed in this order; `left` is the number of
     operations that it may still go back.
     """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
 
     if value.type.rank < len(order) or order == sorted(order):
         return value
@@ -383,9 +383,9 @@ def _transposed(
 
 
 def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
     from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
 
     scalar = ir.RankedTensorType.get([], kind.element_type)
     zero = stablehlo.convert(scalar, mlir.ir_constant(np.int32(0)))

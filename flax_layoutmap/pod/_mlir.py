@@ -124,8 +124,8 @@ def mesh_of(module: Any) -> tuple[str, dict[str, int]]:
 
 def meshes(module: Any) -> list[tuple[str, dict[str, int]]]:
     """Name and axes of every mesh of a module."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import sdy
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import sdy
 
     found = []
     for op in module.regions[0].blocks[0].operations:
@@ -185,13 +185,13 @@ class Attributes:
 
     def _of(self, attribute: Any) -> Dims:
         """The axes of each dim, from one sharding."""
-        from jaxlib.mlir.dialects import sdy
+        from jax.extend.mlir.dialects import sdy
 
         dims = sdy.TensorShardingAttr(attribute).dimension_shardings
         return tuple(map(self.axes_in, dims))
 
     def _of_values(self, attribute: Any) -> Sequence[Dims]:
-        from jaxlib.mlir.dialects import sdy
+        from jax.extend.mlir.dialects import sdy
 
         return [*map(self.of, sdy.TensorShardingPerValueAttr(attribute).shardings)]
 

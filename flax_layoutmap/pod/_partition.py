@@ -245,8 +245,8 @@ def code_to_partition(lowered: Any, *, as_tpus: bool) -> Code:
 
 def on_mesh(bytecode: bytes, sizes: Mapping[str, int]) -> bytes:
     """The same program on a mesh of other sizes."""
+    from jax.extend.mlir import ir
     from jax.interpreters import mlir
-    from jaxlib.mlir import ir
 
     written = ", ".join(f'"{name}"={size}' for name, size in sizes.items())
     count, made = math.prod(sizes.values()), io.BytesIO()

@@ -241,8 +241,8 @@ def _mark_operands(module: Any, ir: Any) -> dict[int, tuple[int, int]]:
 
 def _bindings() -> tuple[Any, Any]:
     try:
-        from jaxlib.mlir import ir, passmanager
-        from jaxlib.mlir.dialects import sdy as sdy
+        from jax.extend.mlir import ir, passmanager
+        from jax.extend.mlir.dialects import sdy as sdy
     except ImportError as error:
         raise LayoutError(_NO_PASSES) from error
     return ir, passmanager

@@ -120,7 +120,7 @@ def looked_up(op: Any, before: Dims, after: Dims) -> Any:
 
     None otherwise. XLA may look up parts of rows and move these.
     """
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     uses = list(op.results[0].uses)
     user = uses[0].owner.operation if len(uses) == 1 else None
@@ -136,7 +136,7 @@ def added_up(op: Any, result: Array, of: Callable[[Any], Array]) -> Any:
 
     None otherwise; `of` gives the array of a value. XLA may move the rows first.
     """
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     source = maker_of(op.operands[0])
     if source is None or source.name != "stablehlo.scatter" or len(source.operands) > 3:
@@ -189,7 +189,7 @@ def multiplications(op: Any, of: Callable[[Any], Array]) -> tuple[int, int]:
     The second counts work that several devices repeat once. `of` gives the array of an
     operand or a result.
     """
-    from jaxlib.mlir.dialects import stablehlo
+    from jax.extend.mlir.dialects import stablehlo
 
     if op.name == "stablehlo.dot_general":
         left, result = of(op.operands[0]), of(op.results[0])
@@ -214,7 +214,7 @@ def _rows_of(op: Any, ndim: int) -> Sequence[int]:
 
     Every row of the first operand is in one group.
     """
-    from jaxlib.mlir.dialects import chlo
+    from jax.extend.mlir.dialects import chlo
 
     numbers = chlo.RaggedDotDimensionNumbers(
         op.attributes["ragged_dot_dimension_numbers"]
@@ -280,7 +280,7 @@ def constant_of(value: Any) -> int | None:
     maker = maker_of(value)
     if getattr(maker, "name", None) not in _CONSTANTS:
         return None
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
 
     numbers = maker.attributes["value"]
     if not isinstance(numbers, ir.DenseIntElementsAttr) or len(numbers) != 1:
@@ -360,7 +360,7 @@ def manual_collective(
 
 
 def _numbers(attribute: Any) -> np.ndarray | None:
-    from jaxlib.mlir import ir
+    from jax.extend.mlir import ir
 
     try:
         return np.array(ir.DenseIntElementsAttr(attribute))

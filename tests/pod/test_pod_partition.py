@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 from pods import (
     MESH,
     ROWS,

@@ -732,7 +732,7 @@ def test_a_jaxlib_without_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_shardy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(functions: Any) -> set[str]:
-        from jaxlib.mlir import ir
+        from jax.extend.mlir import ir
 
         kind = ir.FunctionType.get([], [])
         functions["main"].attributes["function_type"] = ir.TypeAttr.get(kind)
