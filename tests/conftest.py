@@ -18,6 +18,7 @@ os.environ.setdefault("XLA_FLAGS", quick.xla_flags())
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 from multiprocess import launch
 
@@ -72,6 +73,21 @@ def optimisations(request: pytest.FixtureRequest) -> None:
         jax.config.update("jax_disable_most_optimizations", wanted)
         jax.clear_caches()  # of what was compiled otherwise
         _programs._PROGRAMS.clear()
+
+
+@pytest.fixture(scope="session")
+def donation_after_reads() -> None:
+    """Skip where what NumPy has read does not count as deleted once donated."""
+    devices = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    where = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("x"))
+    array = jax.device_put(np.ones(devices.size, np.float32), where)
+    np.asarray(array)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    if not array.is_deleted():
+        pytest.skip(
+            "With this version of JAX (0.11.2, on CPUs) is_deleted() stays False for a "
+            "donated array that NumPy has read before, as this test reads it."
+        )
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 import quick
 
@@ -18,23 +16,6 @@ _without_libtpu = pytest.mark.skipif(
     "libtpu" not in {one.name for one in importlib.metadata.distributions()},
     reason="libtpu is not installed, and only it compiles for TPUs; pip install "
     "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
-
-
-def _donates_what_numpy_read() -> bool:
-    """Whether an array of several devices is deleted by a donation after a read."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    array = jax.device_put(np.ones(mesh.size, np.float32), where)
-    np.asarray(array)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    return array.is_deleted()
-
-
-needs_donation_after_reads = pytest.mark.skipif(
-    not _donates_what_numpy_read(),
-    reason="This version of JAX (0.11.2, on CPUs) does not call an array deleted that "
-    "NumPy had read before it was donated, as this test reads it.",
 )
 
 

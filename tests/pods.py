@@ -14,7 +14,7 @@ from flax_layoutmap.pod._hlo import Program, read_program
 
 MESH = "data=2,model=4"
 
-is_estimated = pytest.mark.skipif(
+needs_the_estimate = pytest.mark.skipif(
     jax.__version_info__ >= (0, 11),
     reason="The estimate by Shardy's passes reads programs of jax 0.11 and later only "
     "in part: no shard_map, no moves of parts of an axis. Plans read them.",

@@ -27,6 +27,7 @@ from flax_layoutmap._birth.programs import (
     temporary_bytes,
 )
 from flax_layoutmap._core.errors import warn
+from flax_layoutmap._core.jax_internals import settings_of
 from flax_layoutmap._core.mesh import retyped, spread
 from flax_layoutmap._place.place import is_eager, put
 from flax_layoutmap._show.progress import shown_progress
@@ -157,8 +158,7 @@ def _warn_of_keys(jaxpr: Jaxpr, wanted: Sequence[Any]) -> None:
 
 
 def _is_partitionable(eqn: JaxprEqn) -> bool:
-    config: Any = jax.config
-    return getattr(eqn.ctx, "threefry_partitionable", config.jax_threefry_partitionable)
+    return bool(settings_of(eqn)["threefry_partitionable"])
 
 
 def _warn_once(text: str) -> None:

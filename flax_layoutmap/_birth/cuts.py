@@ -71,7 +71,7 @@ def cuts_of(
     for group, cut in cuts.items():
         shardings = tuple(wanted[number] for number in group)
         called = tuple(_name(names, number) for number in group)
-        whole = exact and eager and not all(map(_is_exact, cut.outputs))
+        whole = exact and eager and cut.rounds()
         steps.append(_large_step(cut, group, shardings, small.values, called, whole))
     made = {number for group in cuts for number in group}
     results = [
@@ -273,7 +273,6 @@ _ON_HOST: dict[str, Callable[..., Any]] = {
 
 def _on_host(eqn: JaxprEqn, values: Mapping[Any, Any]) -> np.ndarray | None:
     """The result of integers on the host; None if that needs a program."""
-    # The value of a literal has its own type in some versions of JAX.
     read = [
         np.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars
     ]

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.jax_internals import part_of
 from flax_layoutmap._place.place import is_eager, put
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.jaxprs import (
@@ -79,12 +81,15 @@ class Cut:
 
     def jaxpr(self) -> Jaxpr:
         """The cut as a jaxpr of its own."""
-        return self.of.replace(
-            constvars=[],
-            invars=list(self.inputs),
-            outvars=list(self.outputs),
-            eqns=list(self.eqns),
-            debug_info=self.of.debug_info.with_unknown_names(),
+        return part_of(self.of, self.inputs, self.eqns, self.outputs)
+
+    def rounds(self) -> bool:
+        """Whether any number in it is rounded: a quantised matrix is made of others."""
+        made = (var for eqn in every(self.eqns) for var in eqn.outvars)
+        dtypes = (getattr(var.aval, "dtype", None) for var in (*self.inputs, *made))
+        return any(
+            dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+            for dtype in dtypes
         )
 
     def is_elementwise(self) -> bool:

@@ -3,20 +3,25 @@
 Seen in jax 0.10.2, 0.11.2 and 0.12.0:
 
 - `jax.extend.core.ClosedJaxpr`: from jax 0.11 on it is `Jaxpr`, and `jaxpr.jaxpr` is
-  the same jaxpr. Both are told apart here alone.
+  the same jaxpr.
+- `JaxprEqn.ctx`: the settings under which an equation was traced.
+- `Jaxpr.debug_info.with_unknown_names`: for a jaxpr that is a part of another one.
+- the name of `UnspecifiedValue`: a sharding that a call of `jax.jit` does not give.
 - `Tracer.to_concrete_value`: the array that a tracer of differentiation holds.
   Fallback: none, so that it counts as traced.
 - the name of `ShardingTypeError`, which has no public one. Fallback: the error as JAX
   raises it.
-- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
-  whether it is the body of a loop. Fallback: none is.
+- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for`: whether a value is
+  traced for the body of a loop. Fallback: it is not.
 - `unsafe_buffer_pointer` of an array of one device: whether two share memory. Fallback:
   unknown.
-- `_cache_size` of what `jax.jit` returns: how many executables there are, for tests.
+- `_cache_size` of what `jax.jit` returns: how many executables there are. Tests read it
+  through `flm.jit`.
 - `Tracer.sharding`, with jax 0.10 alone: replaced while a constructor is traced.
   Fallback: the time of a trace grows with the square of its length.
 
-`tests/core/test_jax_internals.py` fails when one of them moves.
+`tests/core/test_jax_internals.py` fails when one of them moves. `jaxlib.xla_client` is
+used by `pod/_child.py` alone, in a process of its own that does not import JAX.
 """
 
 import contextlib
@@ -25,7 +30,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from flax_layoutmap._core.patches import patched
 
@@ -39,6 +44,36 @@ def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
         return None
     jaxpr: Any = getattr(value, "jaxpr", value)
     return jaxpr, getattr(value, "consts", ())
+
+
+def with_eqns(value: Any, eqns: Sequence[Any], consts: Sequence[Any]) -> Any:
+    """What `opened` takes apart, with other equations and constants."""
+    jaxpr = getattr(value, "jaxpr", value).replace(eqns=eqns)
+    return ClosedJaxpr(jaxpr, list(consts)) if hasattr(value, "consts") else jaxpr
+
+
+def part_of(
+    jaxpr: Jaxpr, inputs: Sequence[Any], eqns: Sequence[Any], outputs: Sequence[Any]
+) -> Jaxpr:
+    """A jaxpr of some equations of another one."""
+    return jaxpr.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(eqns),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def settings_of(eqn: JaxprEqn) -> dict[str, Any]:
+    """The settings that an equation was traced under, and its result depends on."""
+    names = ("compute_type", "threefry_partitionable", "xla_metadata")
+    return {name: getattr(eqn.ctx, name, None) for name in names}
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether it is what `jax.jit` has for a sharding that was not given."""
+    return type(sharding).__name__ == "UnspecifiedValue"
 
 
 def concrete_value(tracer: Tracer) -> Any:

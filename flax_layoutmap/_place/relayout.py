@@ -328,8 +328,9 @@ def _no_mesh(x: Any, like: Any) -> LayoutError:
 # `custom_derivatives.linear_call` no `vmap`.
 
 
-# A number for each lowered pair: those of one number share one sharding.
-_GROUPS = itertools.count()
+# A number for each lowered pair: those of one number share one sharding. JAX itself
+# counts from 0 (`jax.experimental.shard_alike`, up to 0.11.1).
+_GROUPS = itertools.count(2**32)
 
 
 def constrained(x: Any, sharding: NamedSharding) -> Any:
@@ -350,8 +351,6 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
 
 def alike(x: Any, like: Any, mesh: Any) -> Any:
     """`x` in the sharding of `like` on Auto axes; its cotangent in that of `x`."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return _follow(x, like, mesh)
     return _constraint.bind(x, like, x, there=None, back=None, mesh=mesh)
 
 
@@ -393,6 +392,8 @@ def _compiled(**params: Any) -> Any:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     x, *leaders = primals
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return _constraint.bind(x, *leaders, **params), tangents[0]
     tangent = ad.instantiate_zeros(tangents[0])
     moved = [_constraint.bind(value, *leaders, **params) for value in (x, tangent)]
     return moved[0], moved[1]

@@ -10,7 +10,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from flax_layoutmap._core.jax_internals import opened
+from flax_layoutmap._core.jax_internals import (
+    is_unspecified,
+    opened,
+    settings_of,
+    with_eqns,
+)
 from flax_layoutmap._tree.watch import Same
 
 # Values of up to this many elements are small.
@@ -85,7 +90,7 @@ def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
     return found
 
 
-def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
+def with_own_arrays(program: ClosedJaxpr) -> ClosedJaxpr:
     """The same with copies of its NumPy arrays, which their owners may change.
 
     While a jaxpr holds JAX's version of an array, later traces reuse that, even if the
@@ -104,16 +109,16 @@ def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
             params = {name: own(value) for name, value in part.params.items()}
             same = all(map(operator.is_, params.values(), part.params.values()))
             return part if same else part.replace(params=params)
-        if not isinstance(part, ClosedJaxpr):
+        if (inner := opened(part)) is None:
             return part
         if id(part) not in known:
-            eqns, consts = own(part.jaxpr.eqns), own(part.consts)
-            same = eqns is part.jaxpr.eqns and consts is part.consts
-            jaxpr = part.jaxpr.replace(eqns=eqns)
-            known[id(part)] = part if same else ClosedJaxpr(jaxpr, consts)
+            jaxpr, consts = inner
+            eqns, copies = own(jaxpr.eqns), own(consts)
+            same = eqns is jaxpr.eqns and copies is consts
+            known[id(part)] = part if same else with_eqns(part, eqns, copies)
         return known[id(part)]
 
-    return own(closed)
+    return own(program)
 
 
 # ---------------------------------------------------------------- inlined calls
@@ -147,23 +152,18 @@ def _goes_in_line(eqn: JaxprEqn) -> bool:
     inner = opened(eqn.params.get("jaxpr"))
     if inner is None or len(inner[0].constvars) != len(inner[1]):
         return False
-    closes_over = any(_keeps_arrays(one) for one in _closed(eqn))
+    closes_over = _keeps_arrays([eqn])
     if not closes_over and (made + read < 2 or not made):
         return False
     asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in asked)
+    return all(map(is_unspecified, asked))
 
 
-def _closed(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    return [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
-
-
-def _keeps_arrays(closed: ClosedJaxpr) -> bool:
-    """Whether it, or a call in it, closes over arrays."""
-    if closed.consts:
-        return True
-    calls = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in CALLS)
-    return any(_keeps_arrays(inner) for eqn in calls for inner in _closed(eqn))
+def _keeps_arrays(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether calls among equations, or calls in them, close over arrays."""
+    calls = (eqn for eqn in eqns if eqn.primitive.name in CALLS)
+    called = filter(None, (opened(v) for eqn in calls for v in eqn.params.values()))
+    return any(consts or _keeps_arrays(jaxpr.eqns) for jaxpr, consts in called)
 
 
 def _in_line(
@@ -207,7 +207,7 @@ def structure(
 
     def atom(var: Any) -> Any:
         if isinstance(var, Literal):
-            host = np.asarray(var.val)  # some versions of JAX have their own type
+            host = np.asarray(var.val)
             return "literal", str(host.dtype), host.tobytes(), var.aval
         return numbers[var]
 
@@ -222,10 +222,7 @@ def structure(
             for name, value in sorted(eqn.params.items())
             if name not in left_out
         )
-        context = tuple(
-            _plain(getattr(eqn.ctx, name, None), seen)
-            for name in ("compute_type", "threefry_partitionable", "xla_metadata")
-        )
+        context = tuple(_plain(value, seen) for value in settings_of(eqn).values())
         avals = tuple(var.aval for var in eqn.outvars)
         lines.append((eqn.primitive, read, params, context, avals))
     given = tuple(var.aval for var in inputs)
@@ -273,7 +270,6 @@ def hashes_of_outputs(
 
 
 def _digested(consts: Iterable[Any], digest: Callable[[Any], str]) -> list[str]:
-    # Some versions of JAX have their own type for host arrays.
     return [digest(x if isinstance(x, jax.Array) else np.asarray(x)) for x in consts]
 
 

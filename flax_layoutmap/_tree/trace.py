@@ -41,6 +41,7 @@ from flax_layoutmap._tree.objects import (
     originals_of,
     reference_error,
     refuse_left_over,
+    refuse_references,
     refuse_traced,
     unfit,
 )
@@ -208,6 +209,8 @@ def trace(
     cache.
     """
     given = _Inputs.of(args, kwargs or {})
+    for node in given.nodes:
+        refuse_references(node)
     eager = nnx.using_eager_sharding()
     seen: dict[str, Any] = {}
 

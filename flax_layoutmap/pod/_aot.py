@@ -41,11 +41,7 @@ _ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "1",
 }
 _SIZE = r"([\d.]+)([KMGT]?)"
-_TOO_LARGE = (
-    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    # libtpu 0.0.30.
-    re.compile(rf"Used {_SIZE} of {_SIZE} hbm\. Exceeded hbm capacity"),
-)
+_TOO_LARGE = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 _ROOM = "make room, or set TMPDIR to a folder with more"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REMATERIALISED = re.compile(
@@ -395,13 +391,12 @@ def rematerialised(log: str) -> list[tuple[str, str]]:
 
 
 def _too_large(error: str) -> tuple[int, int] | None:
-    for form in _TOO_LARGE:
-        found = form.search(error)
-        if found:
-            needed = float(found[1]) * _UNITS[found[2]]
-            there = float(found[3]) * _UNITS[found[4]]
-            return round(needed), round(there)
-    return None
+    found = _TOO_LARGE.search(error)
+    if found is None:
+        return None
+    needed = float(found[1]) * _UNITS[found[2]]
+    there = float(found[3]) * _UNITS[found[4]]
+    return round(needed), round(there)
 
 
 def _with_last_lines(text: str, log: str, warning: str | None) -> str:

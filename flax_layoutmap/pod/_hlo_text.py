@@ -197,15 +197,19 @@ def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]
     are added.
     """
     made: list[Line] = []
-    while found := _ELEMENT.search(text):
+
+    def named(found: re.Match[str]) -> str:
         name, index = found[1], int(found[2])
         element = f"{name}.element.{index}"
-        text = text.replace(found[0], f"%{element}")
         if element not in tuples:
             kind = _element_type(tuples.get(name, ""), index)
             line = f"%{element} = {kind} get-tuple-element(%{name}), index={index}"
             tuples[element] = line
             made.append(Line(number, line))
+        return f"%{element}"
+
+    while _ELEMENT.search(text):  # `%name#1#0` in two turns
+        text = _ELEMENT.sub(named, text)
     if (at := text.find(" = (")) > 0:
         tuples[text[:at].split()[-1].lstrip("%")] = text
     return [*made, Line(number, text)]

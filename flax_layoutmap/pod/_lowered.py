@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.jax_internals import opened
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.lay import fits
@@ -311,8 +311,8 @@ def constants_of(traced: Any) -> list[tuple[tuple[int, ...], int]]:
     for eqn in every(traced.jaxpr.eqns):
         for value in eqn.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(part, ClosedJaxpr):
-                    found |= {id(one): one for one in part.consts}
+                _, consts = opened(part) or (None, ())
+                found |= {id(one): one for one in consts}
     return [(tuple(np.shape(one)), int(one.nbytes)) for one in found.values()]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
+from flax_layoutmap._core.jax_internals import opened
 from flax_layoutmap._step.arguments import Argument
 
 Flow = frozenset[int]
@@ -84,10 +85,10 @@ def _inner(eqn: Any) -> Iterator[Jaxpr]:
     for value in eqn.params.values():
         parts: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
         for part in parts:
-            one = part.jaxpr if isinstance(part, ClosedJaxpr) else part
-            if isinstance(one, Jaxpr) and len(one.outvars) == len(eqn.outvars):
-                if len(one.invars) <= len(eqn.invars):
-                    yield one
+            inner = opened(part)
+            if inner is not None and len(inner[0].outvars) == len(eqn.outvars):
+                if len(inner[0].invars) <= len(eqn.invars):
+                    yield inner[0]
 
 
 def _shape(var: Any) -> Any:

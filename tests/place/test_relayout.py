@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
+from flax_layoutmap._place import relayout as relayout_module
 
 P = PartitionSpec
 KINDS: dict[str, Any] = {
@@ -466,6 +467,42 @@ def test_like_of_several_arrays_of_one_shape_under_jit() -> None:
 
     for other, y in zip(others[1:], follow([put(o) for o in others]), strict=True):
         assert_lies(y, other, MESH, X)
+
+
+def test_control_a_group_alone_takes_the_union() -> None:
+    x, like = put(PLACES[1]), put(PLACES[4])
+    y = jax.jit(lambda x, like: relayout_module._grouped.bind(x, like))(x, like)
+    assert not lies(y, PLACES[4], MESH)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
+def test_like_of_what_has_no_gradient(dtype: str) -> None:
+    """A mask that is laid out like an activation, mapped and differentiated."""
+    if dtype == "key":
+        x = jax.random.split(jax.random.key(0), 64).reshape(8, 8)
+        like = jax.random.split(jax.random.key(1), 64).reshape(8, 8)
+        x, like = (
+            jax.device_put(keys, NamedSharding(bare(MESH), P(*spec)))
+            for keys, spec in ((x, ("x", None)), (like, (None, "y")))
+        )
+        wanted = jax.random.key_data(x)
+    else:
+        x, like = put(PLACES[1], value=X.astype(dtype)), put(PLACES[4])
+        wanted = X.astype(dtype)
+    rows = jax.jit(jax.vmap(flm.relayout_like))(x, like)
+    np.testing.assert_array_equal(plain_of(rows), wanted)
+
+    def loss(weight: Any) -> Any:
+        other = like if dtype == "key" else weight
+        mask = flm.relayout_like(x, other)
+        return jnp.sum(weight * (1.0 if dtype == "key" else mask))
+
+    gradient = jax.jit(jax.grad(loss))(put(PLACES[4]))
+    np.testing.assert_array_equal(gradient, 1.0 if dtype == "key" else wanted)
+
+
+def plain_of(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def test_like_of_computed_values_under_jit() -> None:

@@ -22,9 +22,9 @@ from pods import (
     SQUARE,
     X,
     compiled,
-    is_estimated,
     kinds,
     loss_of,
+    needs_the_estimate,
     payload,
     plan,
     rules,
@@ -190,7 +190,7 @@ def test_the_compiler_agrees(name: str, mesh: flm.DeviceMesh) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[is_estimated] if name == "shard_map" else [])
+        pytest.param(name, marks=[needs_the_estimate] if name == "shard_map" else [])
         for name in STEPS
     ],
 )

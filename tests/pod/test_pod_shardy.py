@@ -17,9 +17,9 @@ from pods import (
     SQUARE,
     X,
     compiled,
-    is_estimated,
     kinds,
     loss_of,
+    needs_the_estimate,
     payload,
     plan,
     rules,
@@ -172,7 +172,7 @@ def both(step: Any, *args: Any, layout_map: Any, **options: Any) -> Any:
     return report, report.with_layout(layout_map)
 
 
-@is_estimated
+@needs_the_estimate
 def test_a_shard_map_says_its_collectives_itself() -> None:
     def inside(x: Any) -> Any:
         x = jax.lax.ppermute(x, "model", [(at, (at + 1) % 4) for at in range(4)])
@@ -270,7 +270,7 @@ def test_moves_are_over_all_axes_that_tell_their_devices_apart(
         assert found == {(kind, axes)}
 
 
-@is_estimated
+@needs_the_estimate
 def test_a_move_of_a_part_of_an_axis() -> None:
     """After the reshape the axis is split, 4 by 2, and the 2 move to the first dim."""
     layout_map = rules(w=("data", None))

@@ -1,5 +1,6 @@
 """`flm.accumulate`: values, gradients, what changes, and the collectives of a step."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -740,11 +741,13 @@ def train_step_of(steps: int) -> Any:
 
 
 def of_newton_schulz(report: Any) -> list[Any]:
-    """Gathers of no leaf, which other steps do not have."""
+    """Collectives of no leaf over fsdp, outside of the model and of the loss."""
     return [
         (one.kind, one.source)
         for one in report.collectives
-        if one.path is None and one.kind == "all-gather"
+        if one.path is None
+        and "fsdp" in one.axes
+        and not re.search(r"Mlp\.|loss_of", one.source or "")
     ]
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import needs_donation_after_reads
 from interrupts import interrupted
 from jax.core import Tracer
 from jax.sharding import AxisType
@@ -282,7 +281,7 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-@needs_donation_after_reads
+@pytest.mark.usefixtures("donation_after_reads")
 def test_own_modules_as_results(layout_map: flm.LayoutMap) -> None:
     """Returned beside values that change: no change of structure, so donated."""
     model = placed(layout_map)
@@ -657,10 +656,7 @@ def test_variables_that_are_references(option: str, mesh: flm.DeviceMesh) -> Non
         def __init__(self) -> None:
             self.w = nnx.Param(jnp.ones(4), **{option: True})
 
-    try:
-        holder = Holder()
-    except AttributeError:
-        pytest.skip("This version of Flax cannot make a hijax Variable with this JAX.")
+    holder = Holder()
     for layout_map in (None, rules(mesh)):
         step = flm.jit(lambda holder: holder.w[...].sum(), layout_map=layout_map)
         with pytest.raises(flm.errors.StructureError) as caught:

@@ -19,7 +19,6 @@ import pytest
 import steps
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import needs_donation_after_reads
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import KINDS, assert_lies, bare, grid, leaves_of
 from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
@@ -596,7 +595,7 @@ def test_a_mesh_of_one_device() -> None:
 # ------------------------------------------------------------------------- donation
 
 
-@needs_donation_after_reads
+@pytest.mark.usefixtures("donation_after_reads")
 def test_donation(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     one, two = (flm.create(make, layout_map) for _ in range(2))

@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import needs_donation_after_reads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, leaves_of, lies, plain
 from steps import DIMS, X, Y, counting, make, rules
@@ -440,7 +439,7 @@ def test_copies_train_apart(
     assert long_ways == []
 
 
-@needs_donation_after_reads
+@pytest.mark.usefixtures("donation_after_reads")
 def test_a_clone_that_shares_its_arrays(ours: Ours, reference: Reference) -> None:
     """`nnx.clone` copies no array: what one of the two gives away is gone for both."""
     nodes = ours.pair()
@@ -472,7 +471,7 @@ class Trainer:
         nnx.update(self._nodes, self._state)
 
 
-@needs_donation_after_reads
+@pytest.mark.usefixtures("donation_after_reads")
 def test_a_trainer_of_others(
     ours: Ours, reference: Reference, long_ways: list[str]
 ) -> None:

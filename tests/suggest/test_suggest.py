@@ -20,7 +20,7 @@ from flax import nnx
 from helpers import needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pods import is_estimated
+from pods import needs_the_estimate
 from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
@@ -576,7 +576,7 @@ def test_an_equal_time_is_called_equal(small: flm.Suggestion) -> None:
     assert f" a step instead of {time} (+" in texts[1]
 
 
-@is_estimated
+@needs_the_estimate
 def test_another_order_of_axes_is_no_other_layout() -> None:
     found = flm.suggest(*GIVEN, **OPTIONS, hbm=1000)
     first, second = found.explain("up").split("\n", 1)
