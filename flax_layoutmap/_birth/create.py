@@ -60,11 +60,13 @@ def create(
             as usual) are inputs of the program; everything else is static. An array of
             which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
             does not read it.
-        exact: whether no bit may depend on the layout. XLA may round in shards what is
-            computed from many elements (a norm, a product of matrices: 1e-5,
-            relative), and the last bit of others (a table of sines; on CPUs with jax
-            0.12 a normal number in rows of less than 8 elements). With `exact` arrays
-            of floats are initialized replicated, one at a time, then sliced.
+        exact: whether the values must not depend on the layout, to the bit. In shards,
+            XLA rounds differently what is computed from many elements (a norm, a
+            product of matrices: 1e-5, relative), and the last bit of some others (a
+            table of sines; with jax 0.12 on CPUs, normally distributed numbers where
+            the rows of a shard have fewer than 8 elements). With `exact`, what is
+            computed from floats is initialized replicated, one array at a time, then
+            sliced.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:

@@ -11,9 +11,8 @@ class _Patch(NamedTuple):
     blocks: set[object]  # those in force
 
 
-# Re-entrant, as the garbage collector may end an abandoned block at any point of the
-# code below, in the thread that holds the lock. Each step there leaves a record that
-# such a block can end with.
+# Re-entrant: the garbage collector may end an abandoned block at any point of the code
+# below, in the thread that holds the lock. The record is right at each of these points.
 _LOCK = threading.RLock()
 _PATCHED: dict[tuple[type, str], _Patch] = {}
 

@@ -26,6 +26,7 @@ from pods import SLICES, WHOLE, computation, entry, read
 
 from flax_layoutmap.pod._hlo import Program, read_program
 from flax_layoutmap.pod._hlo_groups import groups_of, pairs_of
+from flax_layoutmap.pod._hlo_text import split
 from flax_layoutmap.pod._records import Collective
 
 SAMPLES = Path(__file__).parents[1] / "golden" / "hlo"
@@ -102,6 +103,29 @@ def test_branches_are_noted() -> None:
         "counted",
     )
     assert program("8b_v5e").notes == ()
+
+
+def test_elements_of_tuples_as_operands() -> None:
+    """As jaxlib 0.12 writes them, `%w#1` for get-tuple-element; nested ones too."""
+    kinds = ", ".join(f"f32[{size}]{{0}}" for size in range(1, 13))
+    order = (1, 10, 0, 11)
+    operands = ", ".join(f"%w.2#{at}" for at in order)
+    made = split(
+        f"ENTRY %main (w: ({kinds})) -> f32[2] {{\n"
+        f"  %w.2 = ({kinds}) parameter(0)\n"
+        f"  %n = (({kinds}), s32[]) custom-call({operands})\n"
+        "  ROOT %r = f32[2]{0} add(%n#0#1, %w.2#1)\n}\n"
+    )
+    lines: dict[Any, Any] = {
+        line.name: line.instruction for line in made.computations["main"]
+    }
+    for line in lines.values():
+        assert line is not None and set(line.operands) <= lines.keys(), line
+    for at, name in zip(order, lines["n"].operands, strict=True):
+        element = lines[name]
+        assert element.type.shape == (at + 1,) and element.operands == ("w.2",)
+        assert element.attributes == f", index={at}"
+    assert lines[lines["r"].operands[0]].type.shape == (2,)
 
 
 def test_source_lines() -> None:
