@@ -13,7 +13,7 @@ from flax_layoutmap._core.errors import visible
 from flax_layoutmap._show.table import Grid
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
 # By the position of an axis in its mesh. The first two are distinct for all readers
@@ -145,6 +145,40 @@ def as_html(lines: "Iterable[RenderableType]") -> str:
     frame = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
     theme = TerminalTheme(_GREY, _GREY, [_GREY, *_ON_ANY_PAGE], None)
     return console.export_html(theme=theme, code_format=frame, inline_styles=True)
+
+
+class Shown:
+    """Printing of a report, from its lines alone.
+
+    A subclass gives `_lines(width)`: the lines in colour, for a width in characters,
+    or for None (as long as they get).
+    """
+
+    def _lines(self, width: int | None) -> "Iterable[Text]":
+        raise NotImplementedError
+
+    def report(self, *, width: int | None = None) -> str:
+        """The report as plain text.
+
+        Args:
+            width: wrap at that many characters; None: lines as long as they get.
+        """
+        return "\n".join(line.plain for line in self._lines(width))
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print the report: in colour on a terminal, in a notebook as a cell.
+
+        In a job of several processes process 0 prints, unless there is a `file`.
+        """
+        show(self._lines, lambda width: self.report(width=width), file)
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[RenderableType]":
+        yield from self._lines(options.max_width)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._lines(NOTEBOOK_WIDTH))
 
 
 def _cell(
