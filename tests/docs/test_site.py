@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
+from browser import chromium, why_no_browser
 from helpers import ROOT
-from pictures import chromium, why_no_browser
 
 REASON = why_no_browser()
 needs_browser = pytest.mark.skipif(REASON is not None, reason=str(REASON))

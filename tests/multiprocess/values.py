@@ -297,7 +297,7 @@ def looked_at(shared: Path) -> dict[str, bool]:
             for device in MESH.devices.flat
         ),
     }
-    for name in ("a.html", "a.txt", "a.json", "layouts.json", "rules.toml"):
+    for name in ("a.html", "a.svg", "layouts.json", "rules.toml"):
         path = shared / name
         if name == "layouts.json":
             flm.testing.dump(resolution, path)

@@ -246,7 +246,6 @@ HTML: dict[str, Callable[[str], str]] = {
     "array": lambda name: drawn(name).html(),
     "array in a notebook": lambda name: drawn(name)._repr_html_(),
     "mesh": lambda name: flm.draw.mesh(resolved(name).mesh).html(),
-    "compare": lambda name: flm.draw.compare(resolved(name), resolved("w")).html(),
     "mesh in a notebook": lambda name: flm.DeviceMesh.abstract(
         (2,), (name,)
     )._repr_html_(),

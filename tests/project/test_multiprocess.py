@@ -84,7 +84,7 @@ def test_host_values_become_global_arrays(job_part: launch.Part) -> None:
         assert not wrong, f"process {process}\n{one}"
     assert sum(len(checks) for checks in ended[0].answer.values()) == 57
     # Nothing that was written beside a file is left.
-    names = ["a.html", "a.json", "a.txt", "layouts.json", "rules.toml"]
+    names = ["a.html", "a.svg", "layouts.json", "rules.toml"]
     assert sorted(path.name for path in job_part.folder.iterdir()) == names
 
 

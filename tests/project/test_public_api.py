@@ -64,7 +64,7 @@ NAMESPACES = {
         "save_safetensors",
         "verify",
     ],
-    "draw": ["Drawing", "array", "compare", "mesh", "model"],
+    "draw": ["Drawing", "array", "mesh", "model"],
     "dtensor": [
         "call_with_layout",
         "check_layout",
