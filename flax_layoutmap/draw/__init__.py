@@ -1,4 +1,8 @@
-"""Pictures of meshes, arrays and models as text, SVG and HTML, without devices."""
+"""Pictures of meshes, of arrays on them, and of whole models.
+
+Each function returns a `Drawing`. Abstract meshes are enough: a picture of 4,096 chips
+needs no devices.
+"""
 
 import dataclasses
 import functools
@@ -126,7 +130,7 @@ def model(resolution: ResolvedTable) -> Drawing:
 
     As SVG and HTML it is a tree-map: areas are bytes per device, colours are layouts,
     a tooltip says why a leaf has its layout; leaves that no rule matches have a broken
-    red outline. As text it is a bar for each large module. Repeated layers are one.
+    red outline. As text it is a bar for each large module. Repeated layers are joined.
 
     Args:
         resolution: a `Resolution` of a model; of a train state or of `{"model": …,

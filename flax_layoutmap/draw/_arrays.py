@@ -72,8 +72,8 @@ def _panels(
     panels = []
     for lead in itertools.islice(np.ndindex(shape[:-2]), _PANELS):
         place = zip(names, labels, lead, strict=False)
-        said = [f"{name} {texts[index]}" for name, texts, index in place]
-        title = f"{what}: {', '.join(said + axes)}"
+        words = [f"{name} {texts[index]}" for name, texts, index in place]
+        title = f"{what}: {', '.join(words + axes)}"
         rows = [[cells[number] for number in row] for row in shown[lead]]
         panels.append(Panel(title, labels[-2][:_SHOWN], labels[-1][:_SHOWN], rows))
     return panels
@@ -188,13 +188,13 @@ def _groups(mesh: DeviceMesh, shard: Shape, dims: Dims) -> list[list[Panel]]:
         for dim, some in enumerate(dims)
     ]
     labels = [
-        [f"{at * step}:{(at + 1) * step}" for at in range(count)]
+        [f"{index * step}:{(index + 1) * step}" for index in range(count)]
         for count, step in zip(parts, shard, strict=True)
     ]
     slices = list(map(_slice, itertools.count(), itertools.product(*labels)))
     if len(slices) == 1:
         slices = [slices[0]._replace(colour=GREY)]
-    numbers = [index_of(at, parts) for at in shard_offsets(mesh.shape, axes)]
+    numbers = [index_of(offset, parts) for offset in shard_offsets(mesh.shape, axes)]
     holders: list[list[str]] = [[] for _ in slices]
     for number, device in zip(numbers, _ids(mesh), strict=True):
         holders[number].append(device)

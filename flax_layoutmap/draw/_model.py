@@ -69,12 +69,13 @@ def tree(table: ResolvedTable) -> Tree:
 
 def _leaf(fold: Fold, columns: Columns, table: ResolvedTable) -> Node:
     """A leaf, or those of repeated layers, with its whole path and no colour yet."""
-    at, many = fold.members[0], len(fold.members)
-    row, leaf = columns.rows[at], table.leaf(at)
+    first, many = fold.members[0], len(fold.members)
+    row, leaf = columns.rows[first], table.leaf(first)
     is_unmatched = row.reason in UNMATCHED
     layout = f"{show_spec(row.spec)} {row.memory_kind or ''}".rstrip()
     size = leaf.bytes_per_device * many
-    why = f"{leaf.path} {UNMATCHED.get(row.reason)}"  # the closest rule takes long
+    # Of an unmatched leaf, `explain` looks for the closest rule, which takes long.
+    why = f"{leaf.path} {UNMATCHED.get(row.reason)}"
     why = why if is_unmatched else explain(leaf, row, table.rules)
     about = f"{path_cell(fold)}: {human_bytes(size)} per device\n{why}"
     return Node(fold.text, size, about, _NO_RULE if is_unmatched else layout)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from flax_layoutmap._core.errors import visible
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import wrapped
 from flax_layoutmap.draw._arrays import Cell, Grids, Panel
@@ -45,7 +44,7 @@ _PAGE = """\
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark }}
-body {{ max-width: 1040px; margin: 12px auto; font: 15px system-ui, sans-serif }}
+body {{ max-width: 1040px; margin: auto; padding: 12px; font: 15px sans-serif }}
 </style>
 {body}
 </html>
@@ -54,7 +53,7 @@ body {{ max-width: 1040px; margin: 12px auto; font: 15px system-ui, sans-serif }
 
 def page(picture: Grids | Tree) -> str:
     """The picture as a page of its own."""
-    return _PAGE.format(title=_escaped(picture.title), body=fragment(picture))
+    return _PAGE.format(title=html.escape(picture.title), body=fragment(picture))
 
 
 def fragment(picture: Grids | Tree) -> str:
@@ -64,7 +63,8 @@ def fragment(picture: Grids | Tree) -> str:
         return drawn
     return (
         f'{drawn}<details><summary style="cursor:pointer">Every leaf</summary>'
-        f'<pre style="overflow-x:auto">{html.escape(picture.report)}</pre></details>'
+        f'<pre style="overflow-x:auto;font-size:13px">{html.escape(picture.report)}'
+        "</pre></details>"
     )
 
 
@@ -82,7 +82,7 @@ def svg(picture: Grids | Tree) -> str:
     content = _flow(blocks, 0, 14)
     sides = content.width + 2 * _MARGIN, content.height + 2 * _MARGIN
     body = _moved(content, _MARGIN, _MARGIN)
-    return _SVG.format(*sides, title=_escaped(picture.title), body=body)
+    return _SVG.format(*sides, title=html.escape(picture.title), body=body)
 
 
 class _Block(NamedTuple):
@@ -120,12 +120,8 @@ def _label(
     """A line of text whose upper edge is at y; the kind `ink` is for a coloured box."""
     return (
         f'<text class="flm-{kind}" x="{x:.1f}" y="{y + _LINE / 2:.1f}" dy="0.35em" '
-        f'text-anchor="{anchor}">{_escaped(text)}</text>'
+        f'text-anchor="{anchor}">{html.escape(text)}</text>'
     )
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text, "\n"))
 
 
 def _box(about: str, space: Rectangle, colour: Colour | None, *labels: str) -> str:
@@ -136,8 +132,9 @@ def _box(about: str, space: Rectangle, colour: Colour | None, *labels: str) -> s
     if colour is not None and colour.is_warning:
         look += ' stroke="#b3261e" stroke-width="3" stroke-dasharray="4 3"'
     return (
-        f'<g><title>{_escaped(about)}</title><rect x="{x + gap:.1f}" y="{y + gap:.1f}" '
-        f'width="{width - 2 * gap:.1f}" height="{height - 2 * gap:.1f}" rx="2" {look}/>'
+        f"<g><title>{html.escape(about)}</title>"
+        f'<rect x="{x + gap:.1f}" y="{y + gap:.1f}" width="{width - 2 * gap:.1f}" '
+        f'height="{height - 2 * gap:.1f}" rx="2" {look}/>'
         f"{''.join(labels)}</g>"
     )
 
@@ -149,12 +146,13 @@ def _panel(panel: Panel) -> _Block:
     height = len(cells[0].lines) * _LINE + 14
     left, top = max(map(cell_len, panel.rows)) * _LETTER + 8, 2 * _LINE + 6
     body = [_label(panel.title, 0, 0)]
-    for at, text in enumerate(panel.columns):
-        body.append(_label(text, left + (at + 0.5) * width, _LINE + 2, "middle"))
+    for column, text in enumerate(panel.columns):
+        middle = left + (column + 0.5) * width
+        body.append(_label(text, middle, _LINE + 2, "middle"))
     for text, row in zip(panel.rows, panel.cells, strict=True):
         body.append(_label(text, left - 8, top + (height - _LINE) / 2, "end"))
-        for at, cell in enumerate(row):
-            body.append(_cell(cell, (left + at * width, top, width, height)))
+        for column, cell in enumerate(row):
+            body.append(_cell(cell, (left + column * width, top, width, height)))
         top += height
     across = max(left + len(panel.columns) * width, cell_len(panel.title) * _LETTER)
     return _Block(across, top, "".join(body))
@@ -166,8 +164,8 @@ def _cell(cell: Cell, space: Rectangle) -> str:
     lines = cell.lines[: max(0, int((height - 4) / _LINE))]
     top = y + (height - len(lines) * _LINE) / 2
     labels = [
-        _label(text, x + width / 2, top + at * _LINE, "middle", "ink")
-        for at, text in enumerate(lines)
+        _label(text, x + width / 2, top + number * _LINE, "middle", "ink")
+        for number, text in enumerate(lines)
     ]
     return _box(cell.about, space, cell.colour, *labels)
 
