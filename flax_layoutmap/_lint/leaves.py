@@ -1,179 +1,137 @@
-"""Checks of the leaves of a model: replicated, padded, or unfit for their rule.
+"""Checks of the leaves of a model, unfit or replicated, and of the axes of its mesh."""
 
-A check takes a `Model` and yields findings; the table in `lint` has their texts.
-"""
-
-import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._lint.matches import NUMBER, Group, Model, groups
-from flax_layoutmap._lint.rules import Finding, Numbered, axis_users, nth
-from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.automata import difference
-from flax_layoutmap._rules.records import (
-    Decision,
-    closest_rule,
-    leaf_bytes,
-    show_shape,
+from flax_layoutmap._lint.issue import (
+    Group,
+    LintIssue,
+    Numbered,
+    Severity,
+    as_code,
+    issue,
+    key_for,
+    numbered,
 )
+from flax_layoutmap._lint.matches import DECIDED, Model, groups
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.matching import Matcher
+from flax_layoutmap._rules.records import closest_rule
 from flax_layoutmap._show.remarks import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
 
 # A rule None for less than this share of the bytes is taken to be on purpose.
 _LARGE_ON_PURPOSE = 0.1
+# No model has this path: a rule that matches it is a catch-all.
+_ANY_PATH = "~/~"
 
 _VOCABULARY = re.compile(r"embed|vocab|wte|lm_head|unembed|logits|output_proj", re.I)
 _HEADS = re.compile(r"(?:^|[/_.])(?:k|v|kv|key|value|key_value|wk|wv)(?:[/_.]|$)", re.I)
 
-# A TPU's registers hold 8 rows of 128 lanes of 4 bytes; smaller types pack more rows.
-# https://docs.jax.dev/en/latest/pallas/tpu/details.html
-_TPU_ROWS, _TPU_LANES = 8, 128
-# Padding below this factor is what the array has without sharding, or next to nothing.
-_WORSE = 1.25
 
-# Leaves that are listed where too much is replicated.
-_LARGEST = 5
-
-
-def _share(resolution: Resolution, size: int) -> float:
-    """Share of the bytes of all leaves."""
-    return size / (resolution.total_bytes or 1)
-
-
-def _rule_of(row: Decision, resolution: Resolution) -> Numbered | None:
-    """The rule that decided."""
-    if row.rule is None:
-        return None
-    section = "optimizer" if row.reason == "optimizer rule" else "rules"
-    return nth(resolution.rules, row.rule, section)
-
-
-def unfit(model: Model) -> Iterator[Finding]:
-    """Leaves for which resolving raised; see `ResolveError.resolution`."""
+def unfit(model: Model) -> Iterator[LintIssue]:
+    """LM114: leaves for which resolving raised; see `ResolveError.resolution`."""
     for leaf in groups(model.resolution, lambda row: row.problem is not None):
         clash, _, fix = (leaf.row.problem or "").rpartition("; ")
-        mend = fix if clash else "change the rule, or the leaf"
-        yield Finding("LM114", leaf=leaf, clash=clash or fix, mend=mend)
+        if not clash:
+            clash, fix = fix, "change the rule, or the leaf"
+        yield issue("LM114", "error", f"{leaf}: {clash}", fix, leaf)
 
 
-def unmatched(model: Model) -> Iterator[Finding]:
-    """Large parameters that no rule matches."""
-    resolution = model.resolution
-    rules, total = resolution.rules.rules, resolution.total_bytes
-    held = resolution.bytes_per_device or 1
-    found = groups(
-        resolution,
-        lambda row: row.reason == "no rule" and row.problem is None,
-        "parameter",
-    )
-    if not rules and found:
-        size, leaves = sum(one.bytes for one in found), sum(one.leaves for one in found)
-        every = dataclasses.replace(found[0], leaves=leaves, bytes=size)
-        are = "1 leaf is" if leaves == 1 else f"{leaves} leaves are"
-        words = {"are": are, "share": _share(resolution, size)}
-        mend = suggested(resolution, every.path, every.shape)
-        yield Finding("LM102, no rules", leaf=every, mend=mend, **words)
-        return
-    for leaf in found:
-        if not is_large(leaf.bytes, total, held):
-            continue
-        share = f"{_share(resolution, leaf.bytes):.1%} of the bytes"
-        if leaf.bytes <= LARGE_SHARE * total:  # but much on each of many devices
-            share += f", {leaf.bytes / held:.1%} of what each device holds"
-        near = closest_rule(leaf.path, rules)
-        hint = f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
-        mend = suggested(resolution, leaf.path, leaf.shape)
-        yield Finding("LM102", leaf=leaf, share=share, hint=hint, mend=mend)
-
-
-def indivisible(model: Model) -> Iterator[Finding]:
-    """Dims that do not divide by their axes."""
-    resolution = model.resolution
-    for leaf in groups(
-        resolution, lambda row: bool(row.fallback) and row.rule is not None
-    ):
+def indivisible(model: Model) -> Iterator[LintIssue]:
+    """LM103, LM104, LM108: dims that do not divide by their axes."""
+    for leaf in model.groups(lambda row: bool(row.fallback) and row.rule is not None):
         if leaf.row.reason == "optimizer rule":
             continue  # about the dims of its parameter; the fallback covers it
-        one = _rule_of(leaf.row, resolution)
-        assert one is not None
-        large = _share(resolution, leaf.bytes) >= LARGE_SHARE
-        for dim, axes in enumerate(one.rule.layout.dims(len(leaf.shape))):
+        rule = leaf.rule
+        assert rule is not None
+        severity: Severity = "info" if leaf.share < LARGE_SHARE else "warning"
+        for dim, axes in enumerate(rule.rule.layout.dims(len(leaf.shape))):
             if axes and not leaf.row.dims[dim]:
-                code, words = _clash(leaf, one, dim, axes)
-                words["severity"] = "warning" if large else "info"
-                yield Finding(code, one, leaf, **words)
+                code, text, fix = _clash(leaf, rule, dim, axes)
+                yield issue(code, severity, text, fix, leaf)
 
 
 def _clash(
-    leaf: Group, one: Numbered, dim: int, axes: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
-    """The code, and the words of its texts."""
+    leaf: Group, rule: Numbered, dim: int, axes: tuple[str, ...]
+) -> tuple[str, str, str]:
+    """The code, the message and the fix."""
     assert leaf.row.mesh is not None
     shape, sizes = leaf.shape, leaf.row.mesh.axis_sizes
     size, ways = shape[dim], math.prod(sizes[axis] for axis in axes)
     padded, tiled = -(-size // ways) * ways, 128 * ways
-    without = tuple(
-        None if at == dim else names[0] if len(names) == 1 else names or None
-        for at, names in enumerate(one.rule.layout.dims(len(shape)))
+    listed = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
+    text = (
+        f"{leaf}: {rule}: dim {dim} of size {size} does not divide by {listed}, so it "
+        "is replicated"
     )
-    key = "/".join(leaf.path.split("/")[-2:])
-    words = {
-        "dim": dim,
-        "size": size,
-        "listed": " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes),
-        "own": f'layout_map["{key}"] = {without if any(without) else None}',
-        "padded": padded,
-        "more": padded - size,
-        "wide": -(-size // tiled) * tiled,
-    }
+    dims = list(rule.rule.layout.dims(len(shape)))
+    dims[dim] = ()
+    narrower = f"{key_for(leaf.path)} = {as_code(dims)}"
     if size < ways and _HEADS.search(leaf.path):
-        return "LM108", words
+        text += f"; {size} heads cannot be split over {ways} devices"
+        where = f"in a rule in front of {rule.pattern!r}, or a smaller axis"
+        return "LM108", text, f"{narrower}  # {where}"
     if size > ways and size == max(shape) and _VOCABULARY.search(leaf.path):
-        return "LM104", words
-    return "LM103", words
+        text += f"; {padded - size} more rows would do, {padded}"
+        wide = f"or to {-(-size // tiled) * tiled} for tiles of 128 on each device"
+        return "LM104", text, f"pad the vocabulary from {size} to {padded}, {wide}"
+    return "LM103", text, f"{narrower}, or a size of {padded}"
 
 
-def replicated(model: Model) -> Iterator[Finding]:
-    """Large parameters that a rule or an annotation replicates."""
+def unmatched(model: Model) -> Iterator[LintIssue]:
+    """LM102: large parameters that no rule matches."""
+    resolution = model.resolution
+    rules, total = resolution.rules.rules, resolution.total_bytes
+    held = resolution.bytes_per_device or 1
+    for leaf in model.groups(
+        lambda row: row.reason == "no rule" and row.problem is None, "parameter"
+    ):
+        if not is_large(leaf.bytes, total, held):
+            continue
+        text, near = f"{leaf}: matched by no rule", closest_rule(leaf.path, rules)
+        text += f", so that {leaf.in_full}"
+        if leaf.share <= LARGE_SHARE:  # but much on each of many devices
+            text += f", {leaf.bytes / held:.1%} of what each device holds"
+        if near:
+            text += f"; the closest is rule {near[0]} {near[1].pattern!r}"
+        fix = suggested(resolution, leaf.path, leaf.shape)
+        yield issue("LM102", "warning" if rules else "info", text, fix, leaf)
+
+
+def replicated(model: Model) -> Iterator[LintIssue]:
+    """LM105: large parameters that a rule or an annotation replicates."""
     resolution = model.resolution
     rules = resolution.rules
     shards = any(not rule.layout.is_replicated for rule in rules.rules)
-    for leaf in groups(
-        resolution,
-        lambda row: (
-            row.reason in ("rule", "exact key", "flax metadata") and not any(row.dims)
-        ),
+    for leaf in model.groups(
+        lambda row: row.reason in (*DECIDED, "flax metadata") and not any(row.dims),
         "parameter",
     ):
-        share, why = _share(resolution, leaf.bytes), leaf.row.fallback
-        one = _rule_of(leaf.row, resolution)
-        if share < LARGE_SHARE or (one is None) != bool(why):
+        rule, why, severity = leaf.rule, leaf.row.fallback, "warning"
+        if leaf.share < LARGE_SHARE or (rule is None) != bool(why):
             continue  # a rule that does not divide is LM103; its absence, LM102
-        if one is None:
-            code = "LM105, annotation"
-        elif not one.rule.layout.is_replicated or not shards:
+        if rule is None:
+            by = f"its annotation shards nothing: {why}"
+        elif not rule.rule.layout.is_replicated or not shards:
             continue
-        elif difference(".*", "search", one.pattern, rules.match) == "":
-            code = "LM105"
-        elif share >= _LARGE_ON_PURPOSE:
-            code = "LM105, on purpose"
+        elif Matcher((rule.rule,), rules.match).matching(_ANY_PATH):
+            by = f"replicated by the catch-all {rule}"
+        elif leaf.share >= _LARGE_ON_PURPOSE:
+            by, severity = f"replicated by {rule}", "info"
         else:
             continue
-        mend = suggested(resolution, leaf.path, leaf.shape)
-        yield Finding(code, one, leaf, share=share, why=why, mend=mend)
+        text = f"{leaf}: {by}; {leaf.in_full}"
+        fix = suggested(resolution, leaf.path, leaf.shape)
+        yield issue("LM105", severity, text, fix, leaf)
 
 
-def replicated_state(model: Model) -> Iterator[Finding]:
-    """Optimizer state that is replicated, of sharded parameters."""
+def replicated_state(model: Model) -> Iterator[LintIssue]:
+    """LM106: optimizer state that is replicated, of sharded parameters."""
     resolution = model.resolution
-    found = groups(
-        resolution,
+    leaves = model.groups(
         lambda row: (
             row.reason in ("unknown optimizer state", "optimizer rule")
             and not any(row.dims)
@@ -181,60 +139,50 @@ def replicated_state(model: Model) -> Iterator[Finding]:
         ),
         "optimizer",
     )
-    if not found:
-        return
     rows, keys = resolution._rows, parameter_keys(resolution._flat)
-    sharded = {key for at, key in keys.items() if any(rows[at].dims)}
-    for leaf in found:
-        row, share = leaf.row, _share(resolution, leaf.bytes)
+    sharded = {key for position, key in keys.items() if any(rows[position].dims)}
+    for leaf in leaves:
+        row, rule = leaf.row, leaf.rule
         owned = row.owner in sharded if row.owner else bool(sharded)
-        if share < LARGE_SHARE or not owned:
+        if leaf.share < LARGE_SHARE or not owned:
             continue
-        yield Finding(
-            "LM106, unknown" if row.rule is None else "LM106",
-            _rule_of(row, resolution),
-            leaf,
-            section="optimizer",
-            of=f" of the sharded parameter {row.owner!r}" if row.owner else "",
-            why=f" ({row.fallback})" if row.fallback else "",
-            share=share,
-        )
+        of = f" of the sharded parameter {row.owner!r}" if row.owner else ""
+        if rule is None:
+            why = f" ({row.fallback})" if row.fallback else ""
+            by = f"optimizer state of an unknown kind{why}"
+            fix = "flm.resolve(state, layout_map, params=params, tx=tx)"
+        else:
+            by = f"{rule} replicates it"
+            fix = f"del {rule.key}  # it follows the parameter"
+        text = f"{leaf}{of}: {by}; {leaf.in_full}"
+        yield issue("LM106", "warning", text, fix, leaf)
 
 
-def too_much_replicated(model: Model) -> Iterator[Finding]:
-    """More bytes in full on every device than are allowed."""
+def too_much_replicated(model: Model) -> Iterator[LintIssue]:
+    """LM115: more bytes in full on every device than are allowed."""
     resolution, most = model.resolution, model.max_replicated
     if most is None:
         return
-    found = [
+    leaves = [
         leaf
-        for leaf in groups(resolution, lambda row: True)
+        for leaf in model.groups(lambda row: True)
         if leaf.row.shard_shape in (None, leaf.shape)
-        if not model.is_ignored(leaf.path)
+        if leaf.bytes and not model.is_ignored(leaf.path)
     ]
-    share = _share(resolution, sum(leaf.bytes for leaf in found))
+    share = sum(leaf.share for leaf in leaves)
     if share > most:
-        largest = sorted(found, key=lambda leaf: -leaf.bytes)[:_LARGEST]
-        lines = [
-            f"\n    {leaf}: {_share(resolution, leaf.bytes):.1%}, {leaf.row.reason}"
-            for leaf in largest
-            if leaf.bytes
-        ]
-        yield Finding(
-            "LM115",
-            mesh=resolution.mesh,
-            share=share,
-            most=most,
-            lines="".join(lines),
-            mend=suggested(resolution, largest[0].path, largest[0].shape),
+        most_bytes = sorted(leaves, key=lambda leaf: -leaf.bytes)[:5]
+        lines = [f"\n    {g}: {g.share:.1%}, {g.row.reason}" for g in most_bytes]
+        text = (
+            f"every device of mesh {resolution.mesh} holds {share:.1%} of the bytes in "
+            f"full, more than max_replicated={most:.1%}; the largest:{''.join(lines)}"
         )
+        fix = suggested(resolution, most_bytes[0].path, most_bytes[0].shape)
+        yield issue("LM115", "error", text, fix)
 
 
 def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
     """A rule for a leaf, as code: its largest dim that divides, on an axis."""
-    parts = NUMBER.sub(r"\\d+", path).split("/")
-    quote = "r" if "\\" in "/".join(parts[-2:]) else ""
-    key = f'layout_map[{quote}"{"/".join(parts[-2:]) or ".*"}"]'
     sizes = {} if resolution.mesh is None else resolution.mesh.axis_sizes
     names = [n for n in sizes if sizes[n] > 1 and n not in resolution.rules.batch]
     for axis in names or [n for n in sizes if sizes[n] > 1]:
@@ -242,98 +190,23 @@ def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
         if fitting:
             best = max(fitting, key=lambda dim: (shape[dim], dim))
             axes = tuple(axis if dim == best else None for dim in range(len(shape)))
-            return f"{key} = {axes}  # or None: replicated, on purpose"
-    return f"{key} = None  # replicated, on purpose"
+            return f"{key_for(path)} = {axes}  # or None: replicated, on purpose"
+    return f"{key_for(path)} = None  # replicated, on purpose"
 
 
-# -------------------------------------------------------------- the mesh, the hardware
-
-
-def mesh_axes(model: Model) -> Iterator[Finding]:
-    """Mesh axes that shard nothing, or have one device."""
-    resolution = model.resolution
-    rules, mesh = resolution.rules, resolution.mesh
-    assert mesh is not None
-    users = axis_users(rules)
-    used = {a for row in resolution._distinct.values() for dim in row.dims for a in dim}
-    used |= {*rules.batch, *users}
-    has_parameters = "parameter" in resolution._roles
-    for axis, size in mesh.axis_sizes.items():
-        if size == 1 and axis in users:
-            first, more = users[axis][0], len(users[axis]) - 1
-            who = f"{first} and {more} more shard" if more else f"{first} shards"
-            yield Finding("LM107", axis=axis, who=who)
-        elif size == 1 or axis in used or rules.strict is False:
-            continue
-        elif rules.rules and has_parameters:
-            held = human_bytes(resolution.bytes_per_device)
-            batch = (*rules.batch, axis)
-            yield Finding("LM112", axis=axis, size=size, batch=batch, held=held)
-
-
-def padded(model: Model) -> Iterator[Finding]:
-    """Leaves that sharding cuts below the tile, so that memory goes into padding."""
-    resolution, tile = model.resolution, _tile(model)
-    if tile is None:
+def idle_axes(model: Model) -> Iterator[LintIssue]:
+    """LM112: mesh axes that neither a rule nor the batch uses."""
+    resolution, rules = model.resolution, model.resolution.rules
+    if not rules.rules or rules.strict is False or "parameter" not in resolution._roles:
         return
-    for leaf in groups(
-        resolution, lambda row: len(row.dims) > 1 and any(row.dims), by_path=False
-    ):
-        rows, columns = tile
-        if model.tile in (None, "tpu"):
-            rows *= max(1, 4 // leaf.dtype.itemsize)
-        shard = leaf.row.shard_shape or leaf.shape
-        factor = _padding(shard, rows, columns)
-        if factor < _WORSE * _padding(leaf.shape, rows, columns):
-            continue
-        wasted = leaf_bytes(shard, leaf.dtype) * leaf.leaves * (factor - 1)
-        if wasted < LARGE_SHARE * (resolution.bytes_per_device or 1):
-            continue
-        one = _rule_of(leaf.row, resolution)
-        yield Finding(
-            "LM109",
-            one,
-            leaf,
-            shard=show_shape(shard),
-            because=f" ({one.name})" if one else "",
-            rows=rows,
-            columns=columns,
-            factor=factor,
-            wasted=human_bytes(wasted),
+    used = {a for row in resolution._distinct.values() for dim in row.dims for a in dim}
+    used.update(rules.batch, *(r.rule.layout.axis_names for r in numbered(rules)))
+    for axis in (name for name in model.sizes if name not in used):
+        size, held = model.sizes[axis], human_bytes(resolution.bytes_per_device)
+        text = (
+            f"mesh axis {axis!r} of size {size} is used by neither a rule nor the "
+            f"batch: its {size} devices do the same work on the same {held}"
         )
-
-
-def _tile(model: Model) -> tuple[int, int] | None:
-    """Rows and columns of the tile for types of 4 bytes; None where there is none.
-
-    Raises:
-        LayoutError: `tile` is invalid.
-    """
-    tile, mesh = model.tile, model.resolution.mesh
-    if tile is None:
-        assert mesh is not None
-        is_tpu = not mesh.is_abstract and mesh.devices.flat[0].platform == "tpu"
-        tile = "tpu" if is_tpu else None
-    if tile is None or tile == "tpu":
-        return tile and (_TPU_ROWS, _TPU_LANES)
-    if (
-        isinstance(tile, tuple)
-        and len(tile) == 2
-        and all(isinstance(size, int) and size > 0 for size in tile)
-    ):
-        return tile
-    raise LayoutError(
-        f'tile must be (rows, columns), such as (8, 128), or "tpu", got {tile!r}'
-    )
-
-
-def _padding(shape: tuple[int, ...], rows: int, columns: int) -> float:
-    """Padded elements per element, for the two dims that XLA can tile best."""
-    if not all(shape):
-        return 1.0
-    return min(
-        math.prod(
-            -(-n // t) * t / n for n, t in zip(pair, (rows, columns), strict=True)
-        )
-        for pair in itertools.permutations(shape, 2)
-    )
+        batch = (*rules.batch, axis)
+        fix = f"name {axis!r} in a rule, or in LayoutMap(mesh, batch={batch})"
+        yield issue("LM112", "warning", text, fix)

@@ -1456,11 +1456,6 @@ CASES: dict[str, Case] = {
         "lint(x) needs a LayoutMap or a RuleSet, got 3; make one of a list of pairs "
         "with flm.LayoutMap.from_rules(pairs, mesh)",
     ),
-    "lint: no tile": Case(
-        lambda: flm.lint(fit({"w": None}, {"w": struct(8, 8)}), tile=(8, 0)),
-        flm.LayoutError,
-        'tile must be (rows, columns), such as (8, 128), or "tpu", got (8, 0)',
-    ),
     "lint: no Resolution": Case(
         lambda: flm.lint(mapped(), max_replicated=0.02),
         flm.errors.RuleError,
@@ -1483,7 +1478,7 @@ CASES: dict[str, Case] = {
     "lint: no code": Case(
         lambda: flm.lint(mapped(), ignore=["LM999"]),
         flm.errors.RuleError,
-        "there is no code LM999; did you mean 'LM109'?",
+        "there is no code LM999",
     ),
     "lint: no share": Case(
         lambda: flm.lint(fit({}, {"w": struct(8)}), max_replicated=-1),
