@@ -259,9 +259,3 @@ def _reaches_the_end(rule: Rule, match: Match, path: str) -> bool:
     return rule.pattern == path or any(
         rule._compiled.fullmatch(path, start) for start in starts
     )
-
-
-def first_match(rule: Rule, match: Match, path: str) -> tuple[int, int] | None:
-    """Where in a path its pattern begins and ends to match; None if it does not."""
-    found = getattr(rule._compiled, match)(path)
-    return None if found is None else found.span()

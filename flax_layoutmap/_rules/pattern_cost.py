@@ -224,11 +224,8 @@ class _Tries(Automaton):
     as bits, the next states and how often each.
     """
 
-    most_states = 4_000
-    characters = ANY
-
     def __init__(self, node: Node) -> None:
-        super().__init__(node, "fullmatch")
+        super().__init__(node)
         order = self._in_order()
         self.turns = len(order) < len(self.free)
         self.after: dict[int, tuple[int, list[_Kind]]] = {}
