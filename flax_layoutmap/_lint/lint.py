@@ -184,6 +184,6 @@ class Ignored:
 
     def is_about(self, resolution: Resolution, path: str) -> bool:
         """Whether a pattern matches a leaf, as rules do: in any form of its path."""
-        at = resolution._positions().get(path)
-        forms = (path,) if at is None else resolution._flat.forms(at)
+        position = resolution._positions().get(path)
+        forms = (path,) if position is None else resolution._flat.forms(position)
         return bool(self._matcher.matching_forms(forms))

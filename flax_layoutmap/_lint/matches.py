@@ -249,8 +249,8 @@ def inside_names(model: Model) -> Iterator[LintIssue]:
         what = "number" if pattern[-1].isdigit() else "name"
         text = f"{rule} matches {whole!r}, and {inside[0]!r} too, inside a {what}"
         severity: Severity = "warning" if what == "number" else "info"
-        found = issue("LM113", severity, text, fix, rule)
-        yield dataclasses.replace(found, path=inside[0], leaves=len(inside))
+        about_rule = issue("LM113", severity, text, fix, rule)
+        yield dataclasses.replace(about_rule, path=inside[0], leaves=len(inside))
 
 
 def _cut_ends(pattern: str, match: Match, path: str) -> tuple[bool, bool]:

@@ -72,9 +72,9 @@ def swapped(model: Model) -> Iterator[LintIssue]:
         if sum(row.rule == number for row in rows) > count:
             fix = f"{key_for(leaf.path)} = {axes}  # in front of {leaf.rule.pattern!r}"
         text = (
-            f"{leaf}: {leaf.rule} looks swapped: {axis!r} shards its model dim, "
-            f"{kernel.model_dim}, but features in {other.leaf.path!r}, by "
-            f"{other.leaf.rule}"
+            f"{leaf}: {leaf.rule} looks swapped: it has {axis!r} on dim "
+            f"{kernel.model_dim}, the model dim, where {other.leaf.rule} has it on "
+            f"features, those of {other.leaf.path!r}"
         )
         yield issue("LM110", "warning", text, fix, leaf)
 

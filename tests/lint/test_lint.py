@@ -220,8 +220,8 @@ CASES: dict[str, Case] = {
             ],
         ),
         "LM110 warning: down/kernel (256,64): rule 1 '(gate|up|down)$|down/' → (None, "
-        "'model') looks swapped: 'model' shards its model dim, 1, but features in "
-        "'gate/kernel', by rule 2 '(gate|up)/k' → (None, 'model')\n"
+        "'model') looks swapped: it has 'model' on dim 1, the model dim, where rule 2 "
+        "'(gate|up)/k' → (None, 'model') has it on features, those of 'gate/kernel'\n"
         "  fix: layout_map.replace('(gate|up|down)$|down/', ('model', None))",
         lambda: on(
             {"gate": kernel(64, 256), **MLP}, [*MLP_RULES, ("g", (None, "model"))]
@@ -233,9 +233,9 @@ CASES: dict[str, Case] = {
             [("(q|k)/", (None, "model")), ("v/", ("model", None))],
         ),
         "LM110 warning: v/kernel (64,64): rule 2 'v/' → ('model', None) looks swapped: "
-        "'model' shards its model dim, 0, but features in 'k/kernel', by rule 1 "
-        "'(q|k)/' → (None, 'model')\n  fix: layout_map.replace('v/', (None, "
-        "'model'))",
+        "it has 'model' on dim 0, the model dim, where rule 1 '(q|k)/' → (None, "
+        "'model') has it on features, those of 'k/kernel'\n"
+        "  fix: layout_map.replace('v/', (None, 'model'))",
         lambda: on(
             {name: kernel(64, 64) for name in "qkvo"},
             [("(q|k|v)/", (None, "model")), ("o/", ("model", None))],
@@ -248,8 +248,8 @@ CASES: dict[str, Case] = {
             overlap="last",
         ),
         "LM110 warning: down/kernel (3,8,256,64): rule 1 'kernel' → (..., 'model') "
-        "looks swapped: 'model' shards its model dim, 3, but features in 'up/kernel', "
-        "by rule 2 'up' → (..., 'model')\n"
+        "looks swapped: it has 'model' on dim 3, the model dim, where rule 2 'up' → "
+        "(..., 'model') has it on features, those of 'up/kernel'\n"
         "  fix: layout_map.replace('kernel', (None, None, 'model', None))",
         lambda: on(
             {"up": kernel(3, 8, 64, 256), "down": kernel(3, 8, 256, 64)},
