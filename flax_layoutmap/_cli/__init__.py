@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flax_layoutmap._cli._parser import parser
+from flax_layoutmap._cli._parser import make_parser
 from flax_layoutmap._core.errors import LayoutError, visible
 
 # The exit codes of a command that failed, and of one whose output was closed
@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None for those of the program.
 
     Returns:
-        0: done, and nothing is wrong. 1: done, and something was found (a finding of
+        0: done, and nothing is wrong. 1: done, and the check failed (an error of
         `lint`, a difference, a damaged checkpoint). 2: it failed; the reason is on
         stderr. 141: the output was closed (`| head`).
     """
-    args = parser().parse_args(argv)
+    args = make_parser().parse(sys.argv[1:] if argv is None else argv)
     # Nothing here computes on an accelerator, which a training run may hold.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     here = os.getcwd()
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flax_layoutmap._cli import _commands
     from flax_layoutmap._cli._sources import UsageError
 
-    _any_encoding()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII has no arrows
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = int(getattr(_commands, args.command)(args))
         sys.stdout.flush()
@@ -63,12 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(command: str, text: str) -> int:
     print(visible(f"flax-layoutmap {command}: {text}", "\n"), file=sys.stderr)
     return FAILED
-
-
-def _any_encoding() -> None:
-    """Escape what the encoding of the output lacks (ASCII has no arrows)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def run() -> None:

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import os
+import re
+import shlex
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -14,216 +15,206 @@ from jax.sharding import PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
+from flax_layoutmap._core.errors import visible
 from flax_layoutmap._rules.rules_file import suffix_of
 from flax_layoutmap._rules.rules_toml import to_toml
-from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._tree.paths import fold
 
-_DONE, _FOUND = 0, 1
+_DONE, _FAILED_CHECK = 0, 1
 
 
 def report(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
-    _show(resolution, args, fold=not args.no_fold)
+    if args.markdown:
+        print(resolution.report("markdown", fold=not args.no_fold))
+    else:
+        _show(resolution, args, fold=not args.no_fold)
     return _DONE
 
 
 def lint(args: Namespace) -> int:
-    has_model = args.model is not None or args.checkpoint is not None
-    if args.max_replicated is not None and not has_model:
-        raise UsageError("--max-replicated needs --model or --checkpoint")
-    found: Any
-    share, most = 0.0, args.max_replicated
-    if has_model:
+    subject = _linted(args)
+    issues = flm.lint(subject, max_replicated=args.max_replicated, ignore=args.ignore)
+    if args.json:
+        share = getattr(subject, "replicated_share", None)
+        _print_json({"issues": list(issues), "replicated_share": share})
+    else:
+        print(issues)
+    is_bad = issues.problems("warning" if args.strict else "error")
+    return _FAILED_CHECK if is_bad else _DONE
+
+
+def _linted(args: Namespace) -> flm.Resolution | flm.LayoutMap:
+    """A Resolution, also of rules that leaves do not fit; or rules alone."""
+    if args.model is not None or args.checkpoint is not None:
         try:
-            found = _sources.resolution_of(args)
-            share = found.replicated_share
+            return _sources.resolution_of(args)
         except flm.errors.ResolveError as error:
             if error.resolution is None:
                 raise
-            # The share of the leaves that fit would say little.
-            found, share, most = error.resolution, None, None
-    else:
-        mesh = _sources.mesh_of(args.mesh)
-        found = _sources.rules_of(args.rules, args.variant, mesh)
-        if found is None:
-            raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
-    issues = flm.lint(found, max_replicated=most, ignore=args.ignore)
-    if args.json:
-        found_json = [dataclasses.asdict(issue) for issue in issues]
-        _print_json({"issues": found_json, "replicated_share": share})
-    else:
-        print(issues)
-    return _FOUND if issues.problems("warning" if args.strict else "error") else _DONE
+            args.max_replicated = None  # the share of the leaves that fit says little
+            return error.resolution
+    if args.max_replicated is not None:
+        raise UsageError("--max-replicated needs --model or --checkpoint")
+    rules = _sources.rules_of(args.rules, args.variant, _sources.mesh_of(args.mesh))
+    if rules is None:
+        raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
+    return rules
 
 
 def explain(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
-    leaf = _sources.leaf_of(resolution, args.path)
-    text = resolution.explain(args.path)
+    paths = _paths(resolution, args.path)
+    texts = [resolution.explain(path) for path in paths]
     if args.json:
-        _print_json({"path": leaf.path, "reason": leaf.reason, "text": text})
-    else:
-        print(text)
+        leaves = [{"path": p, "text": t} for p, t in zip(paths, texts, strict=True)]
+        _print_json({"leaves": leaves})
+        return _DONE
+    # Leaves that differ in the numbers of their paths alone are explained once.
+    alike = [t.replace(visible(p), "\0") for p, t in zip(paths, texts, strict=True)]
+    for row in fold(paths, alike):
+        count = f" ×{len(row.members)}" if len(row.members) > 1 else ""
+        print(alike[row.members[0]].replace("\0", visible(row.text) + count))
     return _DONE
+
+
+def _paths(resolution: flm.Resolution, text: str) -> list[str]:
+    """The paths that a path, the end of one, or a pattern stands for."""
+    if text in resolution:
+        return [text]
+    paths = [leaf.path for leaf in resolution if leaf.path.endswith(f"/{text}")]
+    if not paths:
+        try:
+            paths = [leaf.path for leaf in resolution if re.search(text, leaf.path)]
+        except re.error as error:
+            raise UsageError(f"{text!r} is not a path or a pattern: {error}") from error
+    if not paths:
+        try:
+            resolution[text]
+        except KeyError as error:  # it lists the closest
+            raise UsageError(error.args[0]) from None
+    return paths
 
 
 def diff(args: Namespace) -> int:
     before = _sources.resolution_of(args)
-    after = _sources.resolution_of(args, "_after")
-    difference = before.diff(after)
+    difference = before.diff(_sources.resolution_of(_sources.after(args)))
     _show(difference, args)
-    return _DONE if difference.is_empty else _FOUND
-
-
-def draw(args: Namespace) -> int:
-    resolution = _sources.resolution_of(args)
-    if args.leaf is None:
-        drawing = flm.draw.model(resolution)
-    else:
-        leaf = _sources.leaf_of(resolution, args.leaf)
-        drawing = flm.draw.array(leaf.layout, leaf.shape)
-    if args.json:
-        _print_json(dataclasses.asdict(drawing.scene))
-    elif args.output is None:
-        from rich.console import Console
-
-        try:
-            Console().print(drawing)
-        except SystemExit as ended:  # how rich ends where the pipe is closed
-            raise BrokenPipeError from ended
-    else:
-        drawing.save(args.output)
-        print(f"wrote {args.output}, {human_bytes(os.path.getsize(args.output))}")
-    return _DONE
+    return _DONE if difference.is_empty else _FAILED_CHECK
 
 
 def plan(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    return _shown(flm.pod.plan(step, *arguments, **options), args)
+    if args.engine is not None:
+        options["engine"] = args.engine
+    return _fits(flm.pod.plan(step, *arguments, **options), args)
 
 
 def compile(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    options |= {"timeout": args.timeout, "exact_memory": args.exact_memory}
-    return _shown(flm.pod.compile(step, *arguments, **options), args)
+    if args.topology is None:
+        raise UsageError("compile needs TPUs: --topology v5p:4x4x4")
+    if args.timeout is not None:
+        options["timeout"] = args.timeout
+    return _fits(flm.pod.compile(step, *arguments, **options), args)
 
 
 def suggest(args: Namespace) -> int:
     if args.output is not None:
-        suffix_of(args.output)
+        suffix_of(args.output)  # before the search
     step, arguments, options = _sources.step_of(args)
-    check = {"plan": True, "compile": "compile", "none": False}[args.check]
-    options |= {"check": check, "limit_seconds": args.limit_seconds}
-    options["hbm"] = None if args.hbm is None else args.hbm * 2**30
-    found = flm.suggest(step, *arguments, **options)
-    code = _shown(found, args)
-    if args.output is not None and found.is_today_better:
-        print(
-            f"not written: {args.output}; the current rules are better",
-            file=sys.stderr,
-        )
-    elif args.output is not None:
-        found.layout_map.to_file(args.output)
+    if args.hbm is not None:
+        options["hbm"] = int(args.hbm * 2**30)
+    suggestion = flm.suggest(step, *arguments, **options)
+    code = _fits(suggestion, args)
+    if args.output is not None:
+        suggestion.layout_map.to_file(args.output)
         print(f"wrote {args.output}", file=sys.stderr)
     return code
 
 
-def _shown(report: Any, args: Namespace) -> int:
+def _fits(report: Any, args: Namespace) -> int:
     _show(report, args)
-    return _FOUND if report.fits is False else _DONE
+    return _FAILED_CHECK if report.fits is False else _DONE
 
 
 def inspect(args: Namespace) -> int:
     info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
-    if not args.json:
+    if args.json:
+        _print_json({**_plain(info), "total_bytes": info.total_bytes})
+    else:
         print(info)
-        return _DONE
-    leaves = [_plain(leaf) for leaf in info.leaves]
-    own = {**_plain(info), "leaves": leaves, "total_bytes": info.total_bytes}
-    own["mesh"] = None if info.mesh is None else dict(info.mesh.axis_sizes)
-    _print_json(own)
     return _DONE
 
 
 def verify(args: Namespace) -> int:
-    where = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
-    if "flax_layoutmap" not in where.kind:
+    info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
+    if "flax_layoutmap" not in info.kind:
         raise UsageError(
-            f"{where.path} has no checksums to compare with: it is of the kind "
-            f"{where.kind}, not saved by flax_layoutmap"
+            f"{info.path} has no checksums to compare with: it is of the kind "
+            f"{info.kind}, not saved by flax_layoutmap"
         )
     try:
-        found = flm.checkpoint.verify(where.path, item=args.item)
+        result = flm.checkpoint.verify(info.path, item=args.item)
     except flm.errors.CheckpointError as error:
-        problems = error.problems or [str(error)]
         if args.json:
-            _print_json({"path": where.path, "problems": problems})
+            problems = error.problems or [str(error)]
+            _print_json({"path": info.path, "problems": problems})
         print(error, file=sys.stderr)
-        return _FOUND
+        return _FAILED_CHECK
     if args.json:
-        _print_json({"path": where.path, "problems": [], **_plain(found)})
+        _print_json({"path": info.path, "problems": [], **_plain(result)})
     else:
-        print(found)
-    return _DONE
-
-
-def restore(args: Namespace) -> int:
-    chosen: dict[str, Any] = {
-        name: getattr(args, name) or None for name in ("item", "include", "exclude")
-    }
-    if os.path.lexists(args.to) and not args.dry_run:
-        raise UsageError(f"{args.to} exists; write to another path, with --to")
-    path = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item).path
-    mesh = _sources.mesh_of(args.mesh)
-    rules = _sources.rules_of(args.rules, args.variant, mesh)
-    resolution = flm.checkpoint.resolve(path, layout_map=rules, mesh=mesh, **chosen)
-    layout_map = flm.LayoutMap.from_rule_set(resolution.rules)
-    plan = flm.checkpoint.plan(path, layout_map=layout_map, **chosen)
-    plan_json = {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
-    done = {"to": args.to, "plan": plan_json, "written": not args.dry_run}
-    if args.dry_run:
-        _print_json(done) if args.json else print(plan)
-        return _DONE
-    held = resolution.total_bytes
-    if held > plan.host_available:
-        raise UsageError(
-            f"the arrays take {human_bytes(held)}, and this machine has "
-            f"{human_bytes(plan.host_available)} of memory free; do it in parts, with "
-            "--include"
-        )
-    _check_folder(args.to)
-    layout_map = layout_map.on(_on_cpu(resolution.mesh))
-    flm.checkpoint.reshard(path, args.to, layout_map=layout_map, **chosen)
-    if args.json:
-        _print_json(done)
-    else:
-        print(f"wrote {args.to}: {len(plan.leaves)} leaves, {human_bytes(held)}")
+        print(result)
     return _DONE
 
 
 def preset(args: Namespace) -> int:
-    mesh = _sources.mesh_of(args.mesh)
-    axes = _sources.axes_of(args.axis)
-    rules = flm.presets.load(args.family, mesh, variant=args.variant, axes=axes)
+    mesh, axes = _sources.mesh_of(args.mesh), dict(args.axis)
+    if args.family is not None and mesh is None:
+        raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
+    if args.family not in (None, "fsdp"):
+        rules = flm.presets.load(args.family, mesh, variant=args.variant, axes=axes)
+        return _print_rules(rules)
+    if args.model is None and args.checkpoint is None:
+        known = ", ".join(flm.presets.names())
+        raise UsageError(f"name a family ({known}), --model or --checkpoint")
+    _sources.check_model(args)
+    place: dict[str, Any] = {"step": args.step, "item": args.item}
+    model = args.checkpoint or _sources.factory(args.model, args.arg, "--model")
+    if mesh is None:
+        return _print_family(args, model, place)
+    if args.family == "fsdp":
+        return _print_rules(flm.presets.fsdp(model, mesh, axis=axes.get("fsdp")))
+    rules = flm.presets.detect(model, mesh, variant=args.variant, axes=axes, **place)
+    return _print_rules(rules)
+
+
+def _print_rules(rules: flm.LayoutMap) -> int:
     print(to_toml(rules.freeze()), end="")
     return _DONE
 
 
-def detect(args: Namespace) -> int:
-    _sources.check_used(args)
-    model = args.checkpoint or _sources.factory(args.model, args.arg, "--model")
-    found = flm.presets.recognise(model, step=args.step, item=args.item)
-    if args.json:
-        _print_json(_plain(found))
-    else:
-        print(found)
-    return _DONE if found.families and found.agree else _FOUND
+def _print_family(args: Namespace, model: Any, place: dict[str, Any]) -> int:
+    """Print the family of a model, and the command that writes its rules."""
+    words, code = args.words[1:], _DONE
+    try:
+        print(f"{flm.presets.family_of(model, **place)}: its rules fit every matrix")
+    except flm.errors.RuleError as error:
+        print(error)
+        source = words if args.model else ["--model", "MODULE:FACTORY"]
+        words, code = ["fsdp", *source], _FAILED_CHECK
+    command = shlex.join(["flax-layoutmap", "preset", *words, "--mesh", "fsdp=8"])
+    print(f"{command} > rules.toml")
+    return code
 
 
 def convert(args: Namespace) -> int:
-    rules = _sources.converted(args)
     if os.path.exists(args.output) and not args.overwrite:
         raise UsageError(f"{args.output} exists; replace it with --overwrite")
+    mesh = _sources.mesh_of(args.mesh)
+    rules = _sources.rules_of(args.source, args.variant, mesh)
+    assert rules is not None
     rules.to_file(args.output)
     if args.json:
         _print_json({"output": args.output, "rules": len(rules)})
@@ -232,65 +223,27 @@ def convert(args: Namespace) -> int:
     return _DONE
 
 
-# ----------------------------------------------------------------------- details
-
-
-def _check_folder(path: str) -> None:
-    """Raise UsageError if a checkpoint cannot be written to a path.
-
-    Orbax's threads would wait for minutes for a folder that cannot be made.
-    """
-    if "://" in path:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"nothing can be written to {folder}: {error.strerror}; choose another "
-            "path, with --to"
-        ) from error
+# ------------------------------------------------------------------------- output
 
 
 def _show(thing: Any, args: Namespace, **options: Any) -> None:
     """Print a report: in colours on a terminal, else as plain text."""
-    format = "json" if args.json else args.format
-    if format != "text":
-        print(thing.report(format, **options))
+    if args.json:
+        _print_json(thing.to_json())
     else:
         thing.show(**options)
 
 
 def _print_json(values: Mapping[str, Any]) -> None:
-    print(json.dumps({"schema": 1, **values}, indent=1, default=str))
+    print(json.dumps({"schema": 1, **values}, indent=1, default=_plain))
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a record, one level deep."""
-    return {
-        field.name: _simple(getattr(record, field.name))
-        for field in dataclasses.fields(record)
-    }
-
-
-def _simple(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """A value of ours as values of JSON."""
+    if isinstance(value, flm.DeviceMesh):
+        return dict(value.axis_sizes)
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _simple(each) for key, each in value.items()}
-    if isinstance(value, PartitionSpec):
-        return [list(entry) if isinstance(entry, tuple) else entry for entry in value]
-    return value
-
-
-def _on_cpu(mesh: flm.DeviceMesh | None) -> flm.DeviceMesh:
-    """The same mesh, on CPU devices that are made for it."""
-    assert mesh is not None
-    if mesh.size > _sources.MOST_DEVICES:
-        raise UsageError(
-            f"the mesh {mesh} has {mesh.size} devices, more than the "
-            f"{_sources.MOST_DEVICES} that one machine can stand in for"
-        )
-    devices = _sources.cpu_devices(mesh.size)
-    return flm.DeviceMesh(mesh.shape, mesh.axis_names, devices=devices)
+        return {str(key): each for key, each in value.items()}
+    return list(value) if isinstance(value, PartitionSpec) else str(value)

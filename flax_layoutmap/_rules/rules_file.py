@@ -129,10 +129,23 @@ def load(path: str) -> Source:
     except RecursionError as error:
         raise RuleError(f"{path}: nested too deeply") from error
     except ValueError as error:
-        raise RuleError(f"{path}: is no {kind[1:].upper()}: {error}") from error
+        fix = _fix_of_line(str(error), raw) if kind == ".toml" else ""
+        raise RuleError(f"{path}: is no {kind[1:].upper()}: {error}{fix}") from error
     if not isinstance(data, dict):
         raise RuleError(f"{path}: holds a {type(data).__name__}, not a table")
     return Source(path, text, data)
+
+
+def _fix_of_line(error: str, raw: bytes) -> str:
+    """What a line that tomllib cannot read should be: quotes, or "-" for None."""
+    place = re.search(r"at line (\d+)", error)
+    line = raw.split(b"\n")[int(place[1]) - 1].decode() if place else ""
+    key, _, value = line.partition(" = " if " = " in line else "=")
+    key = key.strip()
+    if value and not re.fullmatch(r"""[\w.-]+|'.*'|"[^\\]*\"""", key):
+        pattern = key.strip("\"'")
+        return f"; write the pattern in single quotes: '{pattern}' = …"
+    return '; a dim that is not sharded is "-", not None' if "None" in value else ""
 
 
 def _check_dots(text: str) -> None:
