@@ -5,8 +5,9 @@ package nor JAX before the fixture is called.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,14 +15,6 @@ if TYPE_CHECKING:
     from flax_layoutmap._resolve.resolution import Resolution
 
 _WRITTEN = "layouts written"
-
-
-class LayoutGolden(Protocol):
-    """What the fixture `layout_golden` is."""
-
-    def __call__(
-        self, resolution: "Resolution", path: str | Path | None = None
-    ) -> None: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
+def layout_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Compare a Resolution with a file beside the test, or write it.
 
     `layout_golden(resolution)` fails where the layouts are not those of
@@ -44,24 +37,24 @@ def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
     calls = 0
 
     def check(resolution: "Resolution", path: str | Path | None = None) -> None:
-        from flax_layoutmap.testing import compare, dump
+        from flax_layoutmap.testing import assert_golden, write_golden
 
         nonlocal calls
         calls += 1
         if path is None:
             if calls > 1:
                 raise ValueError(
-                    "layout_golden is called twice in one test: give each call a file "
-                    'of its own, such as layout_golden(resolution, "layouts/pod.json")'
+                    "layout_golden is called twice in one test: name the file of each "
+                    'call, such as layout_golden(resolution, "layouts/pod.json")'
                 )
             name = re.sub(r"[^\w.=,-]+", "_", request.node.name).strip("_")
             path = Path("layouts", request.path.stem, f"{name}.json")
         path = request.path.parent / path
         if not request.config.getoption("--update-layouts"):
-            compare(resolution, path)
+            assert_golden(resolution, path)
             return
         before = path.read_bytes() if path.exists() else None
-        dump(resolution, path)
+        write_golden(resolution, path)
         if path.read_bytes() != before:
             request.node.user_properties.append((_WRITTEN, str(path)))
 
@@ -70,11 +63,10 @@ def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """List the files that were written, also by tests of other processes."""
-    reports = terminalreporter.stats.values()
     written = {
         value
-        for found in reports
-        for report in found
+        for reports in terminalreporter.stats.values()
+        for report in reports
         for name, value in getattr(report, "user_properties", ())
         if name == _WRITTEN
     }

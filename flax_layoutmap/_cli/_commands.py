@@ -33,33 +33,23 @@ def report(args: Namespace) -> int:
 
 
 def lint(args: Namespace) -> int:
-    subject = _linted(args)
-    issues = flm.lint(subject, max_replicated=args.max_replicated, ignore=args.ignore)
+    try:
+        resolution = _sources.resolution_of(args)
+    except flm.errors.ResolveError as error:
+        if error.resolution is None:
+            raise
+        resolution = error.resolution
+        args.max_replicated = None  # the share of the leaves that fit says little
+    issues = flm.lint(
+        resolution, max_replicated=args.max_replicated, ignore=args.ignore
+    )
     if args.json:
-        share = getattr(subject, "replicated_share", None)
+        share = resolution.replicated_share
         _print_json({"issues": list(issues), "replicated_share": share})
     else:
         print(issues)
     is_bad = issues.problems("warning" if args.strict else "error")
     return _FAILED_CHECK if is_bad else _DONE
-
-
-def _linted(args: Namespace) -> flm.Resolution | flm.LayoutMap:
-    """A Resolution, also of rules that leaves do not fit; or rules alone."""
-    if args.model is not None or args.checkpoint is not None:
-        try:
-            return _sources.resolution_of(args)
-        except flm.errors.ResolveError as error:
-            if error.resolution is None:
-                raise
-            args.max_replicated = None  # the share of the leaves that fit says little
-            return error.resolution
-    if args.max_replicated is not None:
-        raise UsageError("--max-replicated needs --model or --checkpoint")
-    rules = _sources.rules_of(args.rules, args.variant, _sources.mesh_of(args.mesh))
-    if rules is None:
-        raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
-    return rules
 
 
 def explain(args: Namespace) -> int:
@@ -105,18 +95,7 @@ def diff(args: Namespace) -> int:
 
 def plan(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    if args.engine is not None:
-        options["engine"] = args.engine
     return _fits(flm.pod.plan(step, *arguments, **options), args)
-
-
-def compile(args: Namespace) -> int:
-    step, arguments, options = _sources.step_of(args)
-    if args.topology is None:
-        raise UsageError("compile needs TPUs: --topology v5p:4x4x4")
-    if args.timeout is not None:
-        options["timeout"] = args.timeout
-    return _fits(flm.pod.compile(step, *arguments, **options), args)
 
 
 def suggest(args: Namespace) -> int:

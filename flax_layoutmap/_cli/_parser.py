@@ -19,8 +19,8 @@ devices need not exist."""
 
 ENDS = """exit codes:
   0  done, and nothing failed
-  1  done, and the check failed: an error of lint (with --strict a warning), rules
-     that do not fit the model, a difference, damage, no preset, too little memory
+  1  done, and the check failed: an error of lint (with --strict a warning), a
+     difference, damage, no preset that matches, a step that does not fit
   2  it failed; the reason is on stderr"""
 
 # Parameters in Python that have another name here.
@@ -139,7 +139,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "ARGUMENT": _REPEATED,
     "COUNT": {"type": int},
     "SHARE": {"type": float},
-    "SECONDS": {"type": float},
     "GIB": {"type": float},
     "ENGINE": {"choices": ("libtpu", "partitioner")},
 }
@@ -168,7 +167,6 @@ _OPTIONS = {
     "--slices": ("COUNT", "of the topology; default: 1"),
     "--step": ("N", "a step of a directory of steps; default: the latest"),
     "--strict": ("", "exit with 1 for warnings too"),
-    "--timeout": ("SECONDS", "the time limit of the compiler"),
     "--topology": ("NAME", "TPUs, such as v5p:4x4x4"),
     "--traceback": ("", "print the Python traceback of an error"),
     "--variant": ("NAME", "a variant of the rules"),
@@ -219,15 +217,10 @@ _COMMANDS = {
         f"{_MY_STEP} --rules rules.toml --mesh data=16,model=16",
         "function rules --engine --json",
     ),
-    "compile": (
-        "Compiles a step for TPUs with libtpu: whether it fits, and its collectives.",
-        f"{_MY_STEP} --rules rules.toml --topology v5e:2x4 --mesh data=2,model=4",
-        "function rules --timeout --json",
-    ),
     "suggest": (
         "Suggests rules for a step on a mesh or a topology.",
         f"{_MY_STEP} --mesh data=4,model=2",
-        "function rules --hbm -o|--output --json",
+        "function rules --engine --hbm -o|--output --json",
     ),
     "inspect": (
         "Describes a checkpoint of Orbax, of this library, or of safetensors.",

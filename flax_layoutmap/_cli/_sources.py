@@ -81,6 +81,8 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         "slices": args.slices,
         "donate_argnames": args.donate,
     }
+    if args.engine is not None:
+        options["engine"] = args.engine
     return step, tuple(arguments), options
 
 
@@ -109,16 +111,16 @@ def _rules_in(text: str) -> flm.LayoutMap:
     if callable(value) and not isinstance(value, flm.LayoutMap):
         with _users_code(f"--rules {text}"):
             value = value()
-    if isinstance(value, flm.LayoutMap):
-        return value
     if isinstance(value, flm.RuleSet):
         return flm.LayoutMap.from_rule_set(value)
-    if isinstance(value, Mapping | list | tuple):
+    if isinstance(value, list | tuple | dict):
         return flm.LayoutMap.from_rules(value)
-    raise UsageError(
-        f"--rules {text}: is a {type(value).__name__}; it must be a LayoutMap, a "
-        "RuleSet, (pattern, layout) pairs, or a function that makes one"
-    )
+    if not isinstance(value, flm.LayoutMap):
+        raise UsageError(
+            f"--rules {text}: is a {type(value).__name__}; it must be a LayoutMap, a "
+            "RuleSet, (pattern, layout) pairs, or a function that makes one"
+        )
+    return value
 
 
 def mesh_of(text: str | None) -> flm.DeviceMesh | None:
@@ -140,7 +142,9 @@ def factory(
     if not callable(value):
         if arguments:
             kind = type(value).__name__
-            raise UsageError(f"--arg is for a function, but {flag} {text} is a {kind}")
+            raise UsageError(
+                f"--arg is for a function, but {flag} {text} is of type {kind}"
+            )
         return lambda: value
     given = dict(arguments)
     try:

@@ -4,5 +4,5 @@ The fixture `layout_golden` and the flag `--update-layouts` come with the packag
 """
 
 from flax_layoutmap.testing._covers import assert_covers as assert_covers
-from flax_layoutmap.testing._golden import compare as compare
-from flax_layoutmap.testing._golden import dump as dump
+from flax_layoutmap.testing._golden import assert_golden as assert_golden
+from flax_layoutmap.testing._golden import write_golden as write_golden

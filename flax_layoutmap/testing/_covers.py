@@ -1,20 +1,17 @@
 """`assert_covers`: assert that rules fit a model on every mesh."""
 
-import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._lint.leaves import suggested
-from flax_layoutmap._lint.lint import Ignored, lint
-from flax_layoutmap._lint.matches import NUMBER, groups
+from flax_layoutmap._lint.lint import lint
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-
-# Codes of lint that name the sizes that would fit, for leaves of a ResolveError.
-_HINTS = ("LM103", "LM104", "LM108")
+from flax_layoutmap._tree.paths import fold
 
 
 def assert_covers(
@@ -42,7 +39,7 @@ def assert_covers(
 
     Raises:
         AssertionError: something is wrong; the message lists all of it, by mesh.
-        MeshError: one of `meshes` is none, or there are none.
+        LayoutError: an entry of `meshes` is not a mesh, or the list is empty.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -57,91 +54,60 @@ def assert_covers(
     if not given:
         raise LayoutError('assert_covers needs meshes, such as ["data=16,model=16"]')
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
-    tree = abstract_tree(model)
-    wrong: dict[str, list[str]] = {}
-    for mesh in map(_abstract, given):
-        found = list(_problems_on(mesh, tree, rules, max_replicated, ignored))
-        for text in found:
-            wrong.setdefault(text, []).append(str(mesh))
+    tree, wrong = abstract_tree(model), list[str]()
+    for mesh in map(_mesh, given):
+        problems = list(_problems_on(mesh, tree, rules, max_replicated, ignored))
+        if problems:
+            wrong.append(f"on mesh {mesh}:\n{bullet_list(problems)}")
     if wrong:
-        raise AssertionError(_listed(wrong, len(given)))
+        text = "\n".join(wrong)
+        raise AssertionError(f"the layout does not cover the model\n{text}")
 
 
-def _abstract(mesh: Any) -> DeviceMesh:
-    if isinstance(mesh, str | dict):
-        return DeviceMesh.abstract(mesh)
-    made = as_mesh(mesh)
-    if made is None:
-        raise LayoutError("assert_covers: None is no mesh")
-    return made
+def _mesh(given: Any) -> DeviceMesh:
+    if isinstance(given, str | dict):
+        return DeviceMesh.abstract(given)
+    mesh = as_mesh(given)
+    if mesh is None:
+        raise LayoutError("assert_covers got None in meshes")
+    return mesh
 
 
 def _problems_on(
     mesh: DeviceMesh, tree: Any, rules: RuleSet, most: float, ignore: list[str]
 ) -> Iterator[str]:
     try:
-        rules = rules.on(mesh)
-        resolution = resolve(tree, rules)
+        resolution = resolve(tree, rules.on(mesh))
     except ResolveError as error:
-        yield from _alike(error.problems or [str(error)])
-        yield from _sizes_that_fit(tree, rules)
+        if error.resolution is None:
+            yield str(error)
+        else:  # the share that is replicated of the leaves that fit says little
+            yield from lint(error.resolution, ignore=ignore).problems("warning")
         return
     except LayoutError as error:
         yield str(error)
         return
-    found = lint(resolution, max_replicated=most, ignore=ignore)
-    yield from found.problems("warning")
-    reported = {issue.path for issue in found if issue.code == "LM102"}
-    yield from _unmatched_matrices(resolution, reported, Ignored(ignore))
+    issues = lint(resolution, max_replicated=most, ignore=ignore)
+    yield from issues.problems("warning")
+    if "LM102" not in ignore:
+        large = {issue.path for issue in issues if issue.code == "LM102"}
+        yield from _unmatched(resolution, large, ignore)
 
 
-def _alike(problems: Iterable[str]) -> Iterator[str]:
-    """Problems that differ only in the numbers of a path, once each."""
-    counts: dict[tuple[str, str], list[str]] = {}
-    for text in problems:
-        path, gap, rest = text.partition(" (")
-        counts.setdefault((NUMBER.sub("0", path), gap + rest), []).append(text)
-    for texts in counts.values():
-        more = f"; and {len(texts) - 1} more alike" if len(texts) > 1 else ""
-        yield texts[0] + more
-
-
-def _sizes_that_fit(tree: Any, rules: RuleSet) -> Iterator[str]:
-    """What the leaves that do not divide would need."""
-    if rules.indivisible == "replicate":
-        return
-    try:
-        lenient = resolve(tree, dataclasses.replace(rules, indivisible="replicate"))
-    except ResolveError:
-        return  # other problems remain
-    for issue in lint(lenient):
-        if issue.code in _HINTS:
-            yield f"{issue.path}: {issue.fix}  ({issue.code})"
-
-
-def _unmatched_matrices(
-    resolution: Resolution, reported: set[str | None], ignored: Ignored
+def _unmatched(
+    resolution: Resolution, large: set[str | None], ignore: list[str]
 ) -> Iterator[str]:
-    """Matrices that no rule matches, however small, except those reported already."""
-    if not resolution.rules.rules or "LM102" in ignored.codes:
-        return
-    for group in groups(resolution, lambda row: row.reason == "no rule", "parameter"):
-        if len(group.shape) < 2 or group.path in reported:
-            continue
-        if not ignored.is_about(resolution, group.path):
-            fix = suggested(resolution, group.path, group.shape)
-            yield f"{group}: matched by no rule\n    fix: {fix}"
-
-
-def _listed(wrong: dict[str, list[str]], meshes: int) -> str:
-    """Everything wrong, each once, with the meshes where it is."""
-    by_meshes: dict[tuple[str, ...], list[str]] = {}
-    for text, where in wrong.items():
-        by_meshes.setdefault(tuple(dict.fromkeys(where)), []).append(text)
-    parts = []
-    for where, texts in by_meshes.items():
-        every = len(where) == meshes and meshes > 1
-        head = f"on every mesh ({', '.join(where)})" if every else "on mesh "
-        parts.append(f"{head if every else head + ', '.join(where)}:")
-        parts.append(bullet_list(texts))
-    return "the layout does not cover the model\n" + "\n".join(parts)
+    """The matrices that no rule matches, besides the large ones."""
+    leaves = [
+        leaf
+        for leaf in resolution
+        if leaf.reason == "no rule" and leaf.role == "parameter" and len(leaf.shape) > 1
+        if not any(re.search(pattern, leaf.path) for pattern in ignore)
+    ]
+    for row in fold([leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]):
+        leaf = leaves[row.members[0]]
+        if leaf.path not in large:
+            yield (
+                f"{row.text} {show_shape(leaf.shape)}: matched by no rule\n"
+                f"    fix: layout_map[{leaf.path!r}] = …  # None: replicated"
+            )

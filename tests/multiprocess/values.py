@@ -300,8 +300,8 @@ def looked_at(shared: Path) -> dict[str, bool]:
     for name in ("a.html", "a.svg", "layouts.json", "rules.toml"):
         path = shared / name
         if name == "layouts.json":
-            flm.testing.dump(resolution, path)
-            flm.testing.compare(resolution, path)
+            flm.testing.write_golden(resolution, path)
+            flm.testing.assert_golden(resolution, path)
         elif name == "rules.toml":
             layout_map.to_file(path)
             read = flm.LayoutMap.from_file(path, mesh=MESH)

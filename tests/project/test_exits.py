@@ -403,7 +403,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("--rules", "RULES"),
     "explain": ("--rules", "RULES", "PATH"),
     "lint": ("--rules", "RULES"),
-    "draw": ("--rules", "RULES"),
 }
 
 

@@ -118,7 +118,7 @@ NAMESPACES = {
         "recognise",
         "zero1",
     ],
-    "testing": ["assert_covers", "compare", "dump"],
+    "testing": ["assert_covers", "assert_golden", "write_golden"],
 }
 
 
