@@ -44,26 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
-    except (UsageError, LayoutError, OSError) as error:
-        if args.traceback:
-            raise
-        notes = getattr(error, "__notes__", ())
-        return _failed(args.command, "\n".join([str(error), *notes]))
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise
-        text = f"{type(error).__name__}: {error} (--traceback shows where)"
-        return _failed(args.command, text)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        if not isinstance(error, UsageError | LayoutError | OSError):
+            text = f"{type(error).__name__}: {error} (--traceback shows where)"
+        text = visible(f"flax-layoutmap {args.command}: {text}", "\n")
+        print(text, file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return 130
     finally:
         if here in sys.path:  # the user's code may have changed it
             sys.path.remove(here)
-
-
-def _failed(command: str, text: str) -> int:
-    print(visible(f"flax-layoutmap {command}: {text}", "\n"), file=sys.stderr)
-    return FAILED
 
 
 def run() -> None:

@@ -63,15 +63,16 @@ def explain(args: Namespace) -> int:
     # Leaves that differ in the numbers of their paths alone are explained once.
     alike = [t.replace(visible(p), "\0") for p, t in zip(paths, texts, strict=True)]
     for row in fold(paths, alike):
-        count = f" ×{len(row.members)}" if len(row.members) > 1 else ""
-        print(alike[row.members[0]].replace("\0", visible(row.text) + count))
+        count = len(row.members)
+        name = visible(row.text) + (f" ×{count}" if count > 1 else "")
+        print(alike[row.members[0]].replace("\0", name))
     return _DONE
 
 
 def _paths(resolution: flm.Resolution, text: str) -> list[str]:
     """The paths that a path, the end of one, or a pattern stands for."""
     if text in resolution:
-        return [text]
+        return [resolution[text].path]
     paths = [leaf.path for leaf in resolution if leaf.path.endswith(f"/{text}")]
     if not paths:
         try:
@@ -160,7 +161,11 @@ def preset(args: Namespace) -> int:
         raise UsageError(f"name a family ({known}), --model or --checkpoint")
     _sources.check_model(args)
     place: dict[str, Any] = {"step": args.step, "item": args.item}
-    model = args.checkpoint or _sources.factory(args.model, args.arg, "--model")
+    model: Any = args.checkpoint
+    if args.model is not None:
+        model = _sources.factory(args.model, args.arg, "--model")
+    elif args.family == "fsdp":
+        raise UsageError("preset fsdp is for a model: --model MODULE:FACTORY")
     if mesh is None:
         return _print_family(args, model, place)
     if args.family == "fsdp":
@@ -180,7 +185,7 @@ def _print_family(args: Namespace, model: Any, place: dict[str, Any]) -> int:
     try:
         print(f"{flm.presets.family_of(model, **place)}: its rules fit every matrix")
     except flm.errors.RuleError as error:
-        print(error)
+        print(visible(str(error), "\n"))
         source = words if args.model else ["--model", "MODULE:FACTORY"]
         words, code = ["fsdp", *source], _FAILED_CHECK
     command = shlex.join(["flax-layoutmap", "preset", *words, "--mesh", "fsdp=8"])
@@ -193,12 +198,8 @@ def convert(args: Namespace) -> int:
         raise UsageError(f"{args.output} exists; replace it with --overwrite")
     mesh = _sources.mesh_of(args.mesh)
     rules = _sources.rules_of(args.source, args.variant, mesh)
-    assert rules is not None
     rules.to_file(args.output)
-    if args.json:
-        _print_json({"output": args.output, "rules": len(rules)})
-    else:
-        print(f"wrote {args.output}: {len(rules)} rules")
+    print(f"wrote {args.output}: {len(rules)} rules")
     return _DONE
 
 

@@ -66,7 +66,7 @@ def make_parser() -> Parser:
     top = Parser("flax-layoutmap", description=ABOUT, epilog=ENDS, formatter_class=raw)
     top.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    shared = {title: _parent(title, names) for title, names in _SHARED.items()}
+    shared: Any = {title: _parent(title, names) for title, names in _SHARED.items()}
     for name, (about, example, options) in _COMMANDS.items():
         words = [*options.split(), "--traceback"]
         command = commands.add_parser(
@@ -92,7 +92,7 @@ def _parent(title: str, names: str) -> argparse.ArgumentParser:
     return parent
 
 
-def _add(parser: argparse._ActionsContainer, name: str) -> None:
+def _add(parser: Any, name: str) -> None:
     takes, about = _OPTIONS[name]
     kind = _KINDS.get(takes, {})
     if kind.get("action") == "append":
@@ -240,6 +240,6 @@ _COMMANDS = {
     "convert": (
         "Writes rules of a module, a checkpoint or a file to a rule file.",
         "rules.toml rules.json",
-        "source output --mesh --variant --overwrite --json",
+        "source output --mesh --variant --overwrite",
     ),
 }

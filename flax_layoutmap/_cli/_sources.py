@@ -21,7 +21,7 @@ def resolution_of(args: Namespace) -> flm.Resolution:
     """The Resolution of the model, or of the checkpoint, under the rules."""
     check_model(args)
     mesh = mesh_of(args.mesh)
-    rules = rules_of(args.rules, args.variant, mesh)
+    rules = args.rules and rules_of(args.rules, args.variant, mesh)
     if args.checkpoint is not None:
         return flm.checkpoint.resolve(
             args.checkpoint, layout_map=rules, mesh=mesh, step=args.step, item=args.item
@@ -76,7 +76,7 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         arguments = (arguments,)
     options: dict[str, Any] = {
         "mesh": args.mesh,
-        "layout_map": rules_of(args.rules, args.variant),
+        "layout_map": args.rules and rules_of(args.rules, args.variant),
         "topology": args.topology,
         "slices": args.slices,
         "donate_argnames": args.donate,
@@ -87,11 +87,9 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def rules_of(
-    text: str | None, variant: str | None = None, mesh: flm.DeviceMesh | None = None
-) -> flm.LayoutMap | None:
+    text: str, variant: str | None = None, mesh: flm.DeviceMesh | None = None
+) -> flm.LayoutMap:
     """The rules of a file, an object or a checkpoint, on a mesh."""
-    if text is None:
-        return None
     if text.endswith((".toml", ".json")):
         return flm.LayoutMap.from_file(text, mesh=mesh, variant=variant)
     if variant is not None:

