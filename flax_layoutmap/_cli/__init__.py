@@ -5,6 +5,7 @@ Only the parser is here at the start: `--help` imports neither JAX nor Flax.
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         if not isinstance(error, UsageError | LayoutError | OSError):
             text = f"{type(error).__name__}: {error} (--traceback shows where)"
+        virtual = re.search(r'"jax_num_cpu_devices", (\d+)', text)
+        if virtual is not None:  # the user's module makes a mesh
+            text += f"\nfix: JAX_NUM_CPU_DEVICES={virtual[1]} flax-layoutmap …"
         text = visible(f"flax-layoutmap {args.command}: {text}", "\n")
         print(text, file=sys.stderr)
         return FAILED

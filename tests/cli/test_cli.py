@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
-from flax import nnx
 from helpers import ROOT
 
 import flax_layoutmap as flm
@@ -81,14 +82,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout_map["up/kernel"] = (None, "model")
     layout_map["down/kernel"] = ("model", None)
     layout_map.to_file(home / "rules.toml")
-
-    class Block(nnx.Module):
-        def __init__(self) -> None:
-            self.up = nnx.Linear(8, 32, rngs=nnx.Rngs(0))
-            self.down = nnx.Linear(32, 8, rngs=nnx.Rngs(1))
-
-    model = flm.create(Block, layout_map)
-    flm.checkpoint.save(home / "runs" / "7", {"model": model}, layout_map=layout_map)
+    shapes = {"up": (8, 32), "down": (32, 8)}
+    tree = {"model": {name: {"kernel": np.ones(shapes[name])} for name in shapes}}
+    arrays = jax.device_put(tree, layout_map.resolve(tree).shardings)
+    flm.checkpoint.save(home / "runs" / "7", arrays, layout_map=layout_map)
     return home
 
 
@@ -167,7 +164,6 @@ def test_lint(run: Any) -> None:
     assert "LM114 error: up/kernel (8,32): rule 1 'up/kernel' → (None, 'model')" in out
     issues = json.loads(run(f"{bad} --json")[1])["issues"]
     assert [issue["code"] for issue in issues][:2] == ["LM114", "LM114"]
-    assert run(f"{bad} --ignore LM114")[0] == 0
     assert run(f"{bad} --ignore up/ --ignore down/")[0] == 0
     assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
 
@@ -266,7 +262,6 @@ def test_the_preset_of_a_model_ends_with_the_next_command(run: Any) -> None:
 
 WRONG = {
     "report --rules rules.toml": "give one of --model MODULE:FACTORY and --checkpoint",
-    "report --model my_model:make --mesh data=2": "--model needs rules",
     "report --model my_model:make --rules my_model:pairs": "the rules have no mesh",
     "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
     "report --model my_model.py:make --rules rules.toml": (
@@ -278,7 +273,7 @@ WRONG = {
     "report --model my_model:number --arg a=1 --rules rules.toml": (
         "--arg is for a function, but --model my_model:number is of type int"
     ),
-    "report --model my_model:make --rules r.yaml": "or a file (.toml, .json)",
+    "report --model my_pod:mesh --rules rules.toml": "fix: JAX_NUM_CPU_DEVICES=64 flax",
     "report --model my_model:make --rules rules.toml --arg width": "NAME=VALUE",
     "report --model my_model:make --rules rules.toml --step 3": "are for --checkpoint",
     "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer are for --model",
@@ -292,7 +287,6 @@ WRONG = {
     "convert unquoted.toml new.toml": "in single quotes: 'layers/.*/up' = …",
     "convert escaped.toml new.toml": r"in single quotes: 'layers/\d+/up' = …",
     "convert none.toml new.toml": """a dim that is not sharded is "-", not None""",
-    "plan my_model:step --rules rules.toml": "needs its arguments: --args",
     "convert my_model:layout_map rules.toml": "replace it with --overwrite",
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
     "preset llama": "a preset needs a mesh: --mesh",
@@ -304,6 +298,9 @@ def test_errors_are_short_and_say_the_fix(command: str, run: Any, folder: Path) 
     rules = 'schema = 1\n[rules]\n{} = ["-", "model"]\n'
     (folder / "unquoted.toml").write_text(rules.format("layers/.*/up"))
     (folder / "escaped.toml").write_text(rules.format(r'"layers/\d+/up"'))
+    (folder / "my_pod.py").write_text(
+        'import flax_layoutmap as flm\nmesh = flm.DeviceMesh("data=64")\n'
+    )
     (folder / "none.toml").write_text(rules.replace('"-"', "None").format("'up'"))
     code, out, err = run(command)
     assert (code, out) == (2, "")
