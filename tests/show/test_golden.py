@@ -25,7 +25,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._show.diff import difference
 from flax_layoutmap._show.snapshot import golden_text, snapshot_of
 
-# What is to be reviewed, as `write_golden` is to write it: read it when it changes.
+# What is to be reviewed, as `dump` is to write it: read it when it changes.
 LAYOUTS = Path(__file__).parents[1] / "layouts"
 
 
@@ -52,20 +52,20 @@ def rules(up: Any = (None, "model"), mesh: str = "data=2,model=4") -> flm.Layout
 def test_the_file_can_be_reviewed(tmp_path: Path) -> None:
     small = {"layers": {"10": {"up": struct(8, 16)}, "2": {"up": struct(8, 6)}}}
     path = tmp_path / "new" / "folder" / "layouts.json"
-    flm.testing.write_golden(rules().resolve(small), path)
+    flm.testing.dump(rules().resolve(small), path)
     assert path.read_text("utf-8") == (LAYOUTS / "small.json").read_text("utf-8")
 
 
 def test_what_was_written_is_accepted_and_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "layouts.json"
-    flm.testing.write_golden(rules().resolve(tree()), path)
+    flm.testing.dump(rules().resolve(tree()), path)
     first = path.read_bytes()
-    flm.testing.assert_golden(rules().resolve(tree()), path)
-    flm.testing.assert_golden(rules().resolve(tree()), str(path))
+    flm.testing.compare(rules().resolve(tree()), path)
+    flm.testing.compare(rules().resolve(tree()), str(path))
     # The order of a dict, and other objects of the same rules, make no difference.
     turned = dict(reversed(tree().items()))
-    flm.testing.assert_golden(rules().resolve(turned), path)
-    flm.testing.write_golden(rules().resolve(turned), path)
+    flm.testing.compare(rules().resolve(turned), path)
+    flm.testing.dump(rules().resolve(turned), path)
     assert path.read_bytes() == first
     lines = [line for line in first.decode().splitlines() if '{"path"' in line]
     assert len(lines) == len(rules().resolve(tree()))
@@ -96,30 +96,30 @@ def test_any_names_can_be_written_and_read(
     assert difference(snapshot_of(json.loads(text)), snapshot_of(data)).is_empty
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "layouts.json")
-        flm.testing.write_golden(resolution, path)
-        flm.testing.assert_golden(layout_map.resolve(tree), path)
+        flm.testing.dump(resolution, path)
+        flm.testing.compare(layout_map.resolve(tree), path)
 
 
 def test_formatting_is_no_difference(tmp_path: Path) -> None:
     path = tmp_path / "layouts.json"
     path.write_text(json.dumps(rules().resolve(tree()).to_json()), encoding="utf-8")
-    flm.testing.assert_golden(rules().resolve(tree()), path)
+    flm.testing.compare(rules().resolve(tree()), path)
 
 
 def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "layouts.json"
-    flm.testing.write_golden(rules().resolve(tree()), path)
+    flm.testing.dump(rules().resolve(tree()), path)
     with pytest.raises(AssertionError) as caught:
-        flm.testing.assert_golden(rules(("model", None)).resolve(tree()), path)
+        flm.testing.compare(rules(("model", None)).resolve(tree()), path)
     text = str(caught.value)
     assert text.startswith(f"the layouts are not those in {str(path)!r}:\n\nrules:\n")
     assert "layers_{0..10}/up ×11" in text and "P(-, model) → P(model)" in text
     assert "to send: at most " in text
     assert text.endswith(
         "to accept this, run pytest with --update-layouts (fixture layout_golden), or "
-        f"call flm.testing.write_golden(resolution, {str(path)!r})"
+        f"call flm.testing.dump(resolution, {str(path)!r})"
     )
     assert max(map(len, text.split("\n\n")[2].splitlines())) <= 100
 
@@ -134,19 +134,19 @@ def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
 )
 def test_other_differences(tmp_path: Path, now: flm.LayoutMap) -> None:
     path = tmp_path / "layouts.json"
-    flm.testing.write_golden(rules().resolve(tree()), path)
+    flm.testing.dump(rules().resolve(tree()), path)
     with pytest.raises(AssertionError, match="the layouts are not those in"):
-        flm.testing.assert_golden(now.resolve(tree()), path)
+        flm.testing.compare(now.resolve(tree()), path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="there is no file of layouts"):
-        flm.testing.assert_golden(rules().resolve(tree()), tmp_path / "none.json")
+        flm.testing.compare(rules().resolve(tree()), tmp_path / "none.json")
 
 
 NOT_GOLDEN = {
     "{": "Expecting property name",
-    "[" * 100_000: "is not a file of layouts",
+    "[" * 100_000: "is no file of layouts",
     "[]": "layouts of schema 'list' cannot be read",
     '{"schema": 2}': "layouts of schema 2 cannot be read; this is schema 1",
     '{"schema": 1}': "the layouts are damaged: KeyError('rules')",
@@ -181,14 +181,14 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "layouts.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(flm.LayoutError) as caught:
-        flm.testing.assert_golden(rules().resolve(tree()), path)
-    assert str(caught.value).startswith(f"{str(path)!r} is not a file of layouts: ")
+        flm.testing.compare(rules().resolve(tree()), path)
+    assert str(caught.value).startswith(f"{str(path)!r} is no file of layouts: ")
     assert said in str(caught.value)
 
 
 def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(flm.LayoutError, match="cannot be read"):
-        flm.testing.assert_golden(rules().resolve(tree()), tmp_path)
+        flm.testing.compare(rules().resolve(tree()), tmp_path)
 
 
 # ------------------------------------------------------------------- the plug-in
