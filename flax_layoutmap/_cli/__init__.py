@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import make_parser
@@ -48,14 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        if not isinstance(error, UsageError | LayoutError | OSError):
-            text = f"{type(error).__name__}: {error} (--traceback shows where)"
-        virtual = re.search(r'"jax_num_cpu_devices", (\d+)', text)
-        if virtual is not None:  # the user's module makes a mesh
-            text += f"\nfix: JAX_NUM_CPU_DEVICES={virtual[1]} flax-layoutmap …"
-        text = visible(f"flax-layoutmap {args.command}: {text}", "\n")
-        print(text, file=sys.stderr)
+        is_ours = isinstance(error, UsageError | LayoutError | OSError)
+        text = f"flax-layoutmap {args.command}: {_text_of(error, is_ours)}"
+        print(visible(text, "\n"), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return 130
@@ -64,6 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.remove(here)
 
 
+def _text_of(error: BaseException, is_ours: bool) -> str:
+    if not is_ours:
+        return f"{type(error).__name__}: {error} (--traceback shows where)"
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    needs = re.search(r'"jax_num_cpu_devices", (\d+)', text)
+    if needs is not None:  # a module of the user makes a mesh
+        text += f"\nfix: JAX_NUM_CPU_DEVICES={needs[1]} flax-layoutmap …"
+    return text
+
+
 def run() -> None:
     """The command `flax-layoutmap`."""
+    # A place in the code says nothing here.
+    warnings.formatwarning = lambda text, *_, **__: f"warning: {text}\n"
     sys.exit(main())
