@@ -1,12 +1,11 @@
 """`assert_covers`: assert that rules fit a model on every mesh."""
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._lint.lint import lint
+from flax_layoutmap._lint.lint import Ignored, lint
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -90,19 +89,20 @@ def _problems_on(
     issues = lint(resolution, max_replicated=most, ignore=ignore)
     yield from issues.problems("warning")
     if "LM102" not in ignore:
+        ignored = Ignored(ignore)
         large = {issue.path for issue in issues if issue.code == "LM102"}
-        yield from _unmatched(resolution, large, ignore)
+        yield from _unmatched(resolution, large, ignored)
 
 
 def _unmatched(
-    resolution: Resolution, large: set[str | None], ignore: list[str]
+    resolution: Resolution, large: set[str | None], ignored: Ignored
 ) -> Iterator[str]:
     """The matrices that no rule matches, besides the large ones."""
     leaves = [
         leaf
         for leaf in resolution
         if leaf.reason == "no rule" and leaf.role == "parameter" and len(leaf.shape) > 1
-        if not any(re.search(pattern, leaf.path) for pattern in ignore)
+        if not ignored.is_about(resolution, leaf.path)
     ]
     for row in fold([leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]):
         leaf = leaves[row.members[0]]
