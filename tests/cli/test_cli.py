@@ -216,7 +216,7 @@ def test_suggest(run: Any, folder: Path) -> None:
     code, out, err = run(f"{command} --mesh data=4,model=2 -o found.toml")
     assert (code, err) == (0, "wrote found.toml\n") and out
     assert flm.LayoutMap.from_file(folder / "found.toml").device_mesh is not None
-    assert run(f"{command} --mesh data=4,model=2 --hbm 1e-6")[0] == 1
+    assert run(f"{command} --mesh data=4,model=2 --hbm 1e-7")[0] == 1
     code, out, err = run(f"{command} --mesh data=8 -o rules.yaml")  # before the search
     assert code == 2 and not out and "a file of rules ends in .toml or .json" in err
 
