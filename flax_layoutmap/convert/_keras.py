@@ -8,18 +8,11 @@ from typing import Any
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Match
-from flax_layoutmap.convert._partition_rules import (
-    SPECIAL,
-    hides_patterns,
-    plain_dims,
-    refuse_flags,
-    refuse_optimizer_rules,
-)
+from flax_layoutmap.convert._partition_rules import SPECIAL
 
 # Names of Keras and KerasHub → the names of the same in Flax, Tunix and `presets`.
-FLAX_NAMES = {
+_FLAX_NAMES = {
     "embeddings": ("embedding", "input_embedding"),
     "gamma": ("scale",),
     "beta": ("bias",),
@@ -71,7 +64,7 @@ def from_keras(
         batch: as for `LayoutMap`.
 
     Raises:
-        RuleError: an entry is no rule; it is named by its key.
+        RuleError: an entry is not a rule; it is named by its key.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -84,22 +77,21 @@ def from_keras(
         >>> layout_map["layers/3/attn/o_proj/w"].axes
         ('model', None, 'batch')
     """
-    if mesh is None:
-        own = getattr(layout_map, "device_mesh", None)
-        if own is not None:
-            mesh = DeviceMesh.abstract(tuple(own.shape), tuple(own.axis_names))
+    keras_mesh = getattr(layout_map, "device_mesh", None)
+    if mesh is None and keras_mesh is not None:
+        mesh = DeviceMesh.abstract(
+            tuple(keras_mesh.shape), tuple(keras_mesh.axis_names)
+        )
     made = LayoutMap(mesh, match=match or _keras_match(), batch=batch)
-    names = axes or {}
     for key in layout_map:
         value = layout_map[key]
         dims = getattr(value, "axes", value)
+        # A key without special characters is a path, too, and wins over all patterns.
+        keys = [_for_flax(key)] if SPECIAL.search(key) else [key, _for_flax(key)]
         try:
-            renamed = dims and tuple(names.get(dim, dim) for dim in dims)
-            is_text = not SPECIAL.search(key)
-            if is_text:  # wins over all patterns, as the path itself
-                made[key] = renamed
-            if not is_text or _for_flax(key) != key:
-                made[_for_flax(key)] = renamed
+            renamed = dims and tuple((axes or {}).get(dim, dim) for dim in dims)
+            for pattern in dict.fromkeys(keys):
+                made[pattern] = renamed
         except (RuleError, TypeError) as error:
             raise RuleError(f"Keras's key {key!r} → {dims!r}: {error}") from error
     return made
@@ -119,65 +111,9 @@ def _for_flax(key: str) -> str:
     """
     if "[" in key or "(?P" in key or "(?<" in key:
         return key
-    return _WORD.sub(
-        lambda found: (
-            f"(?:{'|'.join((found[0], *FLAX_NAMES[found[0]]))})"
-            if found[0] in FLAX_NAMES
-            else found[0]
-        ),
-        key,
-    )
 
+    def named(word: re.Match[str]) -> str:
+        names = _FLAX_NAMES.get(word[0])
+        return word[0] if names is None else f"(?:{'|'.join((word[0], *names))})"
 
-def to_keras(layout_map: Any) -> dict[str, tuple[str | None, ...]]:
-    """Return the parameter rules as a mapping for `keras.distribution.LayoutMap`.
-
-    Patterns match whole paths, as in Keras ≥ 3.14. Activation rules and named layouts
-    are left out. The names of parameters stay as they are: Keras's own models have
-    others (`embeddings`, `gamma`).
-
-    Args:
-        layout_map: a `LayoutMap` or `RuleSet`.
-
-    Raises:
-        RuleError: a rule cannot be said there: it is for optimizer state, uses `...`
-            before other dims, several axes on a dim, `rank="skip"` or a memory kind; or
-            rules may overlap (`overlap` is not `"error"`). For one model, shardings can
-            be converted: `from_shardings(layout_map.abstract(model))`.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap()
-        >>> layout_map["up/kernel"] = (None, "model")
-        >>> flm.convert.to_keras(layout_map)
-        {'.*(?:up/kernel).*': (None, 'model')}
-    """
-    rules = rule_set_of(layout_map, "to_keras(layout_map)")
-    refuse_optimizer_rules(rules)
-    if rules.overlap != "error":
-        raise RuleError(
-            f"Keras refuses several rules for one path, and this map has "
-            f"overlap={rules.overlap!r}; for one model, convert its shardings: "
-            "flm.convert.from_shardings(layout_map.abstract(model))"
-        )
-    # Activation rules and named layouts are not for parameters, and are left out.
-    found: dict[str, tuple[str | None, ...]] = {}
-    around = {
-        "search": (".*(?:", ").*"),
-        "match": ("(?:", ").*"),
-        "fullmatch": ("", ""),
-    }
-    before, after = around[rules.match]
-    for rule in rules.rules:
-        dims = plain_dims(rule, rules, "Keras")
-        if any(isinstance(dim, tuple) for dim in dims):
-            raise RuleError(
-                f"rule {rule.pattern!r} → {rule.layout} has several axes on a dim, "
-                "which Keras has no layout for"
-            )
-        if before:
-            refuse_flags(rule)
-        if hides_patterns(rule, [other for other in rules.rules if other is not rule]):
-            found[rule.pattern] = dims  # as an exact key it wins in Keras, too
-        found[f"{before}{rule.pattern}{after}"] = dims
-    return found
+    return _WORD.sub(named, key)

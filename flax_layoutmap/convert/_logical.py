@@ -1,6 +1,6 @@
 """Logical axis rules of Flax and MaxText, on a model that names its axes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._resolve.leaves import Mark
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import ResolvedLeaf, show_shape
@@ -24,7 +23,7 @@ from flax_layoutmap.convert._shardings import rules_for
 
 
 def from_logical(
-    rules: Sequence[tuple[str, Any]],
+    rules: Iterable[tuple[str, Any]],
     model: Any,
     mesh: Any = None,
     *,
@@ -33,9 +32,9 @@ def from_logical(
     """Make the rules that say by paths what logical axis rules say of a model.
 
     The model's own annotations are read as Flax reads them: for Linen, the first row of
-    a name whose mesh axes are free; for NNX, the last row. Dims whose
-    name no rule has are replicated, with a `LayoutWarning`; the rule `(name, None)`
-    replicates them without one.
+    a name whose mesh axes are free; for NNX, the last row. Dims whose name no rule has
+    are replicated, with a `LayoutWarning`; the rule `(name, None)` replicates them
+    without one.
 
     Args:
         rules: (logical axis, mesh axis, axes or None) pairs.
@@ -54,27 +53,9 @@ def from_logical(
     target = as_mesh(mesh)
     if target is None:
         raise MeshError("from_logical(rules, model, mesh) needs a mesh")
-    if isinstance(rules, str) or not isinstance(rules, Sequence):
-        raise RuleError(f"logical rules are a list of pairs, got {rules!r}")
+    rules = tuple(rules)
     for number, entry in enumerate(rules, start=1):
-        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
-        if not is_pair or not isinstance(entry[0], str):
-            raise RuleError(
-                f"logical rule {number} is no (name, mesh axes) pair: {entry!r}"
-            )
-        name, row = entry
-        if not isinstance(row, str | tuple | list | None):
-            raise RuleError(
-                f"logical rule {number}, {name!r}: mesh axes are a name, a tuple of "
-                f"names or None, got {row!r}"
-            )
-        for axis in (row,) if isinstance(row, str) else row or ():
-            if axis not in target.axis_names:
-                raise RuleError(
-                    f"logical rule {number}, {name!r} → {row!r}: the mesh "
-                    f"{str(target)!r} has no axis {axis!r}"
-                    f"{did_you_mean(axis, target.axis_names)}"
-                )
+        _check_row(number, entry, target)
     with linen.logical_axis_rules(rules):
         resolution = resolve(model, RuleSet(mesh=target, strict=False))
     leaves = list(resolution)
@@ -85,31 +66,47 @@ def from_logical(
         )
     _warn_of_unknown_names(resolution, target, [name for name, _ in rules])
     wanted = {leaf.path: leaf.layout for leaf in leaves}
-    return rules_for(leaves, wanted, target, lambda own: resolve(model, own), batch)
+    return rules_for(leaves, wanted, target, lambda made: resolve(model, made), batch)
+
+
+def _check_row(number: int, entry: Any, mesh: DeviceMesh) -> None:
+    """Raise RuleError for what is not a logical rule on a mesh."""
+    try:
+        name, row = entry
+        axes = (row,) if isinstance(row, str) else tuple(row or ())
+    except (TypeError, ValueError) as error:
+        raise RuleError(
+            f"logical rule {number} is not a (name, mesh axes) pair: {entry!r}"
+        ) from error
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise RuleError(
+                f"logical rule {number}, {name!r} → {row!r}: the mesh {str(mesh)!r} "
+                f"has no axis {axis!r}{did_you_mean(axis, mesh.axis_names)}"
+            )
 
 
 def _warn_of_unknown_names(
     resolution: Resolution, mesh: DeviceMesh, ruled: Sequence[str]
 ) -> None:
     """Warn of names of axes in the model that no logical rule has."""
-    found: dict[str, list[ResolvedLeaf]] = {}
+    unknown: dict[str, ResolvedLeaf] = {}
     for at, leaf in enumerate(resolution):
         if leaf.reason == "flax metadata":
-            mark: Mark = resolution._flat.annotations[at]
+            mark = resolution._flat.annotations[at]
             known = {*ruled, *(name for name, _ in mark.rules)}
             if mark.kind != "linen":  # Flax takes other names for axes of the mesh
                 known |= set(mesh.axis_names)
             for name in {name for dim in mark.names or () for name in dim} - known:
-                found.setdefault(name, []).append(leaf)
-    if found:
+                unknown.setdefault(name, leaf)
+    if unknown:
         lines = [
-            f"{name!r} of {leaves[0].path} {show_shape(leaves[0].shape)}"
-            + (f" and {len(leaves) - 1} more" if leaves[1:] else "")
-            + did_you_mean(name, ruled)
-            for name, leaves in sorted(found.items())
+            f"{name!r}, first of {leaf.path} {show_shape(leaf.shape)}"
+            f"{did_you_mean(name, ruled)}"
+            for name, leaf in sorted(unknown.items())
         ]
         warn(
             "no logical rule has these names of axes, so that their dims are "
-            f"replicated; add a rule for each, such as ({min(found)!r}, None):\n"
+            f"replicated; add a rule for each, such as ({min(unknown)!r}, None):\n"
             f"{bullet_list(lines)}"
         )

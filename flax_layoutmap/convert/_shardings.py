@@ -61,12 +61,14 @@ def from_shardings(
     else:
         flat = flatten(tree)
         shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
-        own = _mesh_of(flat.full_paths(), shardings)
-        found = list(resolve(tree, RuleSet(mesh=own, strict=False), tx=tx))
-        wanted = _layouts(found, shardings)
-        made = rules_for(
-            found, wanted, own, lambda rules: resolve(tree, rules, tx=tx), batch
-        )
+        tree_mesh = _mesh_of(flat.full_paths(), shardings)
+
+        def resolved(rules: RuleSet) -> Resolution:
+            return resolve(tree, rules, tx=tx)
+
+        leaves = list(resolved(RuleSet(mesh=tree_mesh, strict=False)))
+        wanted = _layouts(leaves, shardings)
+        made = rules_for(leaves, wanted, tree_mesh, resolved, batch)
     return made if mesh is None else made.on(mesh)
 
 
@@ -75,11 +77,11 @@ def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
     from flax_layoutmap import checkpoint
 
     infos = {leaf.path: leaf for leaf in checkpoint.inspect(path).leaves}
-    meshes = {tuple(info.mesh.items()): info for info in infos.values() if info.mesh}
+    meshes = {tuple(info.mesh.items()) for info in infos.values() if info.mesh}
     if len(meshes) != 1:
-        says = " and ".join(str(dict(sizes)) for sizes in meshes)
+        sizes = " and ".join(str(dict(mesh)) for mesh in sorted(meshes))
         raise RuleError(
-            f"the checkpoint {os.fspath(path)} was saved on several meshes, {says}"
+            f"the checkpoint {os.fspath(path)} was saved on several meshes, {sizes}"
             if meshes
             else f"the checkpoint {os.fspath(path)} does not say how its leaves were "
             "sharded: it was saved on one device, or without layout_map="
@@ -89,11 +91,11 @@ def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
     def resolved(rules: RuleSet) -> Resolution:
         return checkpoint.resolve(path, layout_map=rules)
 
-    found = list(resolved(RuleSet(mesh=mesh, strict=False)))
+    leaves = list(resolved(RuleSet(mesh=mesh, strict=False)))
     wanted = {
-        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in found
+        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in leaves
     }
-    return rules_for(found, wanted, mesh, resolved, batch)
+    return rules_for(leaves, wanted, mesh, resolved, batch)
 
 
 def rules_for(
@@ -115,7 +117,6 @@ def rules_for(
     Raises:
         RuleError: no rules give the leaves these layouts.
     """
-    made = LayoutMap(mesh, batch=batch, strict=False)
     asked = {
         leaf.path: wanted[leaf.path]
         for leaf in leaves
@@ -126,20 +127,17 @@ def rules_for(
             "the tree has no parameters, and rules are about these: convert optimizer "
             'state together with its model, {"model": model, "optimizer": optimizer}'
         )
+    made = LayoutMap(mesh, batch=batch, strict=False)
     made.update(compress(asked))
     wrong = _different(resolved(made.freeze()), wanted)
-    _use_exact_keys(made, {leaf.path for leaf in wrong} & set(asked), asked)
-    state = [leaf for leaf in wrong if leaf.role == "optimizer" and leaf.owner]
-    if state:
-        shared = _by_owner(resolved(made.freeze()), wanted)
-        needed = {leaf.owner for leaf in state}
-        made.optimizer.update(
-            (pattern, layout)
-            for pattern, (layout, is_needed) in compress(
-                {owner: (layout, owner in needed) for owner, layout in shared.items()}
-            ).items()
-            if is_needed
-        )
+    # Exact keys for paths whose patterns matched another form of some path.
+    made.update({leaf.path: asked[leaf.path] for leaf in wrong if leaf.path in asked})
+    if any(leaf.role == "optimizer" and leaf.owner for leaf in wrong):
+        # The layout of a parameter's state is that of the part with the most dims.
+        state = [leaf for leaf in leaves if leaf.role == "optimizer" and leaf.owner]
+        state.sort(key=lambda leaf: len(leaf.shape))
+        by_owner = {str(leaf.owner): wanted[leaf.path] for leaf in state}
+        made.optimizer.update(compress(by_owner))
     wrong = _different(resolved(made.freeze()), wanted)
     if wrong:
         lines = [
@@ -147,95 +145,73 @@ def rules_for(
             f"give {leaf.layout} ({leaf.reason})"
             for leaf in wrong
         ]
-        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
         raise RuleError(
-            "no rules give these leaves the layouts that they have; state of one "
-            "parameter can have but one layout for each number of dims:\n"
-            f"{bullet_list(lines[:_LISTED] + more)}"
+            "These leaves cannot be expressed as rules (optimizer state of one "
+            f"parameter can only have one layout per rank):\n{_listed(lines)}"
         )
     return LayoutMap.from_rule_set(made.freeze().with_changes(strict=None))
 
 
+def _listed(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return bullet_list([*lines[:_LISTED], *more])
+
+
 def _mesh_of(paths: Sequence[str], shardings: Sequence[Any]) -> DeviceMesh:
     """The mesh that all leaves are on."""
-    meshes: dict[Any, str] = {}
+    meshes: dict[DeviceMesh, str] = {}
     for path, sharding in zip(paths, shardings, strict=True):
         if isinstance(sharding, NamedSharding):
             meshes.setdefault(DeviceMesh(sharding.mesh), path)
-    if len(meshes) == 1:
-        return next(iter(meshes))
     if not meshes:
         raise RuleError(
             "no leaf of the tree has a NamedSharding: place it first, or pass the tree "
             "that resolution.abstract() returns"
         )
-    lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
-    raise RuleError(
-        "the leaves are on several meshes; convert the trees of each mesh by "
-        f"themselves:\n{bullet_list(lines)}"
-    )
+    if len(meshes) > 1:
+        lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
+        raise RuleError(
+            "the leaves are on several meshes; convert the trees of each mesh by "
+            f"themselves:\n{_listed(lines)}"
+        )
+    return next(iter(meshes))
 
 
 def _layouts(
     leaves: Sequence[ResolvedLeaf], shardings: Sequence[Any]
 ) -> dict[str, TensorLayout]:
     """Path → the layout of its sharding, one entry per dim."""
-    found, problems = dict[str, TensorLayout](), list[str]()
+    layouts, problems = dict[str, TensorLayout](), list[str]()
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if isinstance(sharding, NamedSharding):
             layout = TensorLayout(sharding)
-            dims = layout.dims(len(leaf.shape))
-            found[leaf.path] = TensorLayout(
-                dims if any(dims) else None,
-                layout.device_mesh,
-                memory_kind=layout.memory_kind,
+            dims, kind = layout.dims(len(leaf.shape)), layout.memory_kind
+            layouts[leaf.path] = TensorLayout(
+                dims if any(dims) else None, layout.device_mesh, memory_kind=kind
             )
         elif leaf.reason in NEVER_ASKED:
-            found[leaf.path] = leaf.layout
+            layouts[leaf.path] = leaf.layout
         else:
             has = "no sharding" if sharding is None else f"a {type(sharding).__name__}"
             problems.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
     if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if problems[_LISTED:] else []
         raise RuleError(
             "leaves without a NamedSharding; place them first, such as by "
-            f"layout_map.place(tree):\n{bullet_list(problems[:_LISTED] + more)}"
+            f"layout_map.place(tree):\n{_listed(problems)}"
         )
-    return found
+    return layouts
 
 
 def _different(
     leaves: Iterable[ResolvedLeaf], wanted: Mapping[str, TensorLayout]
 ) -> list[ResolvedLeaf]:
-    def layout(one: TensorLayout, ndim: int) -> tuple[Any, ...]:
-        return one.memory_kind, one.dims(ndim)
+    """The leaves that have another layout than the wanted one."""
+
+    def parts(layout: TensorLayout, leaf: ResolvedLeaf) -> tuple[Any, ...]:
+        return layout.memory_kind, layout.dims(len(leaf.shape))
 
     return [
         leaf
         for leaf in leaves
-        if leaf.path in wanted
-        and layout(leaf.layout, len(leaf.shape))
-        != layout(wanted[leaf.path], len(leaf.shape))
+        if parts(wanted.get(leaf.path, leaf.layout), leaf) != parts(leaf.layout, leaf)
     ]
-
-
-def _use_exact_keys(
-    made: LayoutMap, paths: set[str], asked: Mapping[str, TensorLayout]
-) -> None:
-    """Add exact keys for paths whose patterns matched another form of some path."""
-    for path in asked:
-        if path in paths:
-            made[path] = asked[path]
-
-
-def _by_owner(
-    leaves: Iterable[ResolvedLeaf], wanted: Mapping[str, TensorLayout]
-) -> dict[str, TensorLayout]:
-    """Path of a parameter → the layout of its state that has the most dims."""
-    found: dict[str, ResolvedLeaf] = {}
-    for leaf in leaves:
-        if leaf.role == "optimizer" and leaf.owner is not None:
-            known = found.setdefault(leaf.owner, leaf)
-            if len(leaf.shape) > len(known.shape):
-                found[leaf.owner] = leaf
-    return {owner: wanted[leaf.path] for owner, leaf in found.items()}

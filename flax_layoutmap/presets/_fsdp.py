@@ -5,7 +5,7 @@ from typing import Any
 
 from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.matching import Rule
@@ -54,33 +54,35 @@ def fsdp(
     target = as_mesh(mesh)
     if target is None:
         raise MeshError('presets.fsdp(model, mesh) needs a mesh, such as "fsdp=8"')
-    own = axis or (target.axis_names[0] if len(target.axis_names) == 1 else "fsdp")
-    if own not in target.axis_names:
-        raise RuleError(
-            f"the mesh {str(target)!r} has no axis {own!r}"
-            f"{did_you_mean(own, target.axis_names)}; name the one that parameters are "
-            f"sharded over: presets.fsdp(model, mesh, axis={target.axis_names[0]!r})"
-        )
-    count = target.axis_sizes[own]
-    leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
-    wanted = {
-        leaf.path: leaf.layout
-        if leaf.reason in NEVER_ASKED
-        else TensorLayout(_largest(leaf.shape, own, count, min_size), target)
-        for leaf in leaves
-        if leaf.role != "optimizer"  # which follows its parameters
-    }
-    if batch is None:
-        both = dict.fromkeys(("data", own))
-        batch = [name for name in both if name in target.axis_names]
-    layout_map = rules_for(
-        leaves,
-        wanted,
+    axis = axis or (target.axis_names[0] if len(target.axis_names) == 1 else "fsdp")
+    _check_axis(
         target,
-        lambda rules: resolve(model, rules),
-        batch,
+        axis,
+        "; name the one that parameters are sharded over: "
+        f"presets.fsdp(model, mesh, axis={target.axis_names[0]!r})",
     )
-    return with_whole_model(layout_map)
+    leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
+    wanted = {}
+    for leaf in leaves:
+        if leaf.reason in NEVER_ASKED:
+            wanted[leaf.path] = leaf.layout
+        elif leaf.role != "optimizer":  # which follows its parameters
+            dims = _largest(leaf.shape, axis, target.axis_sizes[axis], min_size)
+            wanted[leaf.path] = TensorLayout(dims, target)
+    if batch is None:
+        both = dict.fromkeys(("data", axis))
+        batch = [name for name in both if name in target.axis_names]
+    return with_whole_model(
+        rules_for(leaves, wanted, target, lambda rules: resolve(model, rules), batch)
+    )
+
+
+def _check_axis(mesh: DeviceMesh, axis: str, fix: str = "") -> None:
+    if axis not in mesh.axis_names:
+        raise RuleError(
+            f"the mesh {str(mesh)!r} has no axis {axis!r}"
+            f"{did_you_mean(axis, mesh.axis_names)}{fix}"
+        )
 
 
 def _largest(
@@ -122,12 +124,7 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
     rules = layout_map.freeze()
     if rules.mesh is None:
         raise MeshError("zero1: the map has no mesh; give it one with .on(mesh)")
-    known = rules.mesh.axis_names
-    if axis not in known:
-        raise RuleError(
-            f"zero1: the mesh {str(rules.mesh)!r} has no axis {axis!r}"
-            f"{did_you_mean(axis, known)}"
-        )
+    _check_axis(rules.mesh, axis)
     if rules.optimizer:
         raise RuleError(
             f"zero1: the map has rules for optimizer state already, such as "
@@ -139,20 +136,18 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
                 f"zero1: rule {rule.pattern!r} → {rule.layout} shards parameters over "
                 f"{axis!r} already, and their optimizer state with them"
             )
-    own = tuple(_with_axis(rule, axis) for rule in rules.rules if rule.layout.axes)
-    return LayoutMap.from_rule_set(rules.with_changes(optimizer=own))
+    state = tuple(_with_axis(rule, axis) for rule in rules.rules if rule.layout.axes)
+    return LayoutMap.from_rule_set(rules.with_changes(optimizer=state))
 
 
 def _with_axis(rule: Rule, axis: str) -> Rule:
-    dims: list[Any] = [
-        (dim,) if isinstance(dim, str) else dim for dim in rule.layout.axes
-    ]
+    layout = rule.layout
+    dims: list[Any] = [(dim,) if isinstance(dim, str) else dim for dim in layout.axes]
     named = [at for at, dim in enumerate(dims) if isinstance(dim, tuple)]
     beside = [at for at in named if "fsdp" in dims[at]]
     free = [at for at, dim in enumerate(dims) if dim is None]
     for at in (*beside, *free, *named)[:1]:
         dims[at] = (*(dims[at] or ()), axis)
-    layout = TensorLayout(
-        dims, rule.layout.device_mesh, memory_kind=rule.layout.memory_kind
+    return rule.with_layout(
+        TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
     )
-    return rule.with_layout(layout)

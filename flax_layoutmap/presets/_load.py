@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,23 @@ AXES = {
     "expert": "experts, and the batch outside of them",
     "context": "positions in a sequence",
 }
+_KNOWN = "they are " + ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
 # Families whose models return no logits of a vocabulary that `tensor` shards.
 _WITHOUT_LOGITS = ("clip", "dit", "siglip", "whisper")
 _FOLDER = Path(__file__).parent
 
 
+@functools.cache
+def families() -> dict[str, dict[str, Any]]:
+    """The tables of `_families.toml`."""
+    return tomllib.loads((_FOLDER / "_families.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
 def names() -> tuple[str, ...]:
     """Return the names of the families, sorted."""
-    found = (path.stem for path in _FOLDER.glob("*.toml"))
-    return tuple(sorted(name for name in found if not name.startswith("_")))
+    files = (path.stem for path in _FOLDER.glob("[a-z]*.toml"))
+    return tuple(sorted([*files, *families()["aliases"]]))
 
 
 def load(
@@ -80,8 +89,9 @@ def load(
     target = as_mesh(mesh)
     if target is None:
         raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
-    own = own_names(axes, target)
-    made = LayoutMap.from_rule_set(on_axes(_table(name, variant), target, own))
+    file, *variants = families()["aliases"].get(name, [name])
+    table = _table(file, variant or next(iter(variants), None))
+    made = LayoutMap.from_rule_set(_on_mesh(table, target, _names_on(target, axes)))
     return with_whole_model(made) if name in _WITHOUT_LOGITS else made
 
 
@@ -103,70 +113,54 @@ def _table(name: str, variant: str | None) -> RuleSet:
     return read_rules(_FOLDER / f"{name}.toml", variant=variant)
 
 
-def own_names(axes: Mapping[str, str] | None, mesh: DeviceMesh) -> dict[str, str]:
+def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str]:
     """Axis of a preset → its name on the mesh, for those that the mesh has.
 
     Raises:
-        RuleError: the mesh has an axis that is none of them, or `axes` is wrong.
+        RuleError: the mesh has an axis of another name, or `axes` is wrong.
     """
-    given = dict(axes or {})
-    for axis, own in given.items():
+    given, axis_of = dict(axes or {}), dict[str, str]()
+    for axis, name in given.items():
         if axis not in AXES:
             raise RuleError(
                 f"axes: presets have no axis {axis!r}{did_you_mean(axis, AXES)}; "
-                f"{_known()}"
+                f"{_KNOWN}"
             )
-        if own not in mesh.axis_names:
+        if name not in mesh.axis_names:
             raise RuleError(
-                f"axes: the mesh {str(mesh)!r} has no axis {own!r} for {axis!r}"
-                f"{did_you_mean(own, mesh.axis_names)}"
+                f"axes: the mesh {str(mesh)!r} has no axis {name!r} for {axis!r}"
+                f"{did_you_mean(name, mesh.axis_names)}"
             )
-    for axis, own in given.items():
-        other = next(one for one in given if given[one] == own)
-        if other != axis:
+        if axis_of.setdefault(name, axis) != axis:
             raise RuleError(
-                f"axes: {own!r} is the name of {other!r} and of {axis!r}; an axis of "
-                f"the mesh is one axis of a preset: {_known()}"
+                f"axes: {name!r} is mapped to both {axis_of[name]!r} and {axis!r}"
             )
     # A name that is given for an axis is not that of another one by default.
-    found = {axis: axis for axis in AXES if axis not in given.values()} | given
-    unknown = [axis for axis in mesh.axis_names if axis not in found.values()]
-    if unknown:
-        raise RuleError(
-            f"the mesh {str(mesh)!r} has the axis {unknown[0]!r}, which presets do not "
-            f"know{did_you_mean(unknown[0], AXES)}; {_known()}; name yours with "
-            f'axes={{"tensor": {unknown[0]!r}}}'
-        )
-    return {axis: own for axis, own in found.items() if own in mesh.axis_names}
+    renamed = {axis: axis for axis in AXES if axis not in axis_of} | given
+    for name in mesh.axis_names:
+        if name not in renamed.values():
+            raise RuleError(
+                f"the mesh {str(mesh)!r} has the axis {name!r}, which presets do not "
+                f"know{did_you_mean(name, AXES)}; {_KNOWN}; name yours with "
+                f'axes={{"tensor": {name!r}}}'
+            )
+    return {axis: name for axis, name in renamed.items() if name in mesh.axis_names}
 
 
-def _known() -> str:
-    return "they are " + ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
+def _on_mesh(rules: RuleSet, mesh: DeviceMesh, names: Mapping[str, str]) -> RuleSet:
+    """Rules on a mesh: axes are renamed, and left out where the mesh has none."""
 
-
-def on_axes(rules: RuleSet, mesh: DeviceMesh, own: Mapping[str, str]) -> RuleSet:
-    """Rules on a mesh: axes are renamed, and left out where the mesh has none.
-
-    Args:
-        rules: the rules of a preset, without a mesh.
-        mesh: the mesh.
-        own: axis of the preset → axis of the mesh.
-    """
-    sections = {
-        section: tuple(_on_axes(rule, mesh, own) for rule in getattr(rules, section))
-        for section in SECTIONS
-    }
-    batch = tuple(own[axis] for axis in rules.batch if axis in own)
-    return dataclasses.replace(rules, mesh=mesh, batch=batch, **sections)
-
-
-def _on_axes(rule: Rule, mesh: DeviceMesh, own: Mapping[str, str]) -> Rule:
-    def there(dim: Any) -> Any:
+    def renamed(dim: Any) -> Any:
         if dim is None or dim is ...:
             return dim
-        named: Iterable[str] = (dim,) if isinstance(dim, str) else dim
-        return tuple(own[axis] for axis in named if axis in own) or None
+        axes = (dim,) if isinstance(dim, str) else dim
+        return tuple(names[axis] for axis in axes if axis in names) or None
 
-    axes = tuple(map(there, rule.layout.axes))
-    kind = rule.layout.memory_kind
-    return rule.with_layout(TensorLayout(axes, mesh, memory_kind=kind))
+    def moved(rule: Rule) -> Rule:
+        axes = tuple(map(renamed, rule.layout.axes))
+        kind = rule.layout.memory_kind
+        return rule.with_layout(TensorLayout(axes, mesh, memory_kind=kind))
+
+    sections = {name: tuple(map(moved, getattr(rules, name))) for name in SECTIONS}
+    batch = tuple(names[axis] for axis in rules.batch if axis in names)
+    return dataclasses.replace(rules, mesh=mesh, batch=batch, **sections)
