@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from presets.models._decoders import FLAX, HUGGING_FACE, Table, tied
-
 from flax_layoutmap.checkpoint import mappings
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
+Table = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +118,41 @@ def heads(L: int, V: int, d: int, H: int, K: int, s: int, f: int, **more: int) -
 LAYER = "model.layers.{n}"
 
 # ------------------------------------------------------------------------ decoders
+
+HUGGING_FACE: Table = {
+    "model.embed_tokens.weight": "V d",
+    "model.layers.{n}.self_attn.q_proj.weight": "Hs d",
+    "model.layers.{n}.self_attn.k_proj.weight": "Ks d",
+    "model.layers.{n}.self_attn.v_proj.weight": "Ks d",
+    "model.layers.{n}.self_attn.o_proj.weight": "d Hs",
+    "model.layers.{n}.mlp.gate_proj.weight": "f d",
+    "model.layers.{n}.mlp.up_proj.weight": "f d",
+    "model.layers.{n}.mlp.down_proj.weight": "d f",
+    "model.layers.{n}.input_layernorm.weight": "d",
+    "model.layers.{n}.post_attention_layernorm.weight": "d",
+    "model.norm.weight": "d",
+    "lm_head.weight": "V d",
+}
+FLAX: Table = {
+    "embed/embedding": "V d",
+    "layers/{n}/attention/query/kernel": "d H s",
+    "layers/{n}/attention/key/kernel": "d K s",
+    "layers/{n}/attention/value/kernel": "d K s",
+    "layers/{n}/attention/out/kernel": "H s d",
+    "layers/{n}/mlp/gate/kernel": "d f",
+    "layers/{n}/mlp/up/kernel": "d f",
+    "layers/{n}/mlp/down/kernel": "f d",
+    "layers/{n}/attention_norm/scale": "d",
+    "layers/{n}/mlp_norm/scale": "d",
+    "norm/scale": "d",
+    "lm_head/kernel": "d V",
+}
+
+
+def tied(table: Table) -> Table:
+    """The same without a head, which is the embedding."""
+    return {path: dims for path, dims in table.items() if "lm_head" not in path}
+
 
 BIASES = {f"{LAYER}.self_attn.{x}_proj.bias": "Ks" for x in "kv"} | {
     f"{LAYER}.self_attn.q_proj.bias": "Hs"

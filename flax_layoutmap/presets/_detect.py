@@ -32,12 +32,10 @@ class _Fit(NamedTuple):
 
     Attributes:
         problems: why it does not, as parts of an error.
-        rules: how many of its rules decide parameters.
-        score: the largest of the families that fit is taken.
+        score: the largest is taken, of families with as few problems.
     """
 
     problems: list[str]
-    rules: int
     score: tuple[int, ...]
 
 
@@ -103,15 +101,14 @@ def _family_of(tree: Any) -> str:
     """The family that fits best; RuleError names the nearest if none does."""
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     fits = {name: _fit(name, tree, mesh) for name in names()}
-    good = [name for name in fits if not fits[name].problems]
-    if good:
-        return max(good, key=lambda name: fits[name].score)
-    nearest = min(fits, key=lambda name: (len(fits[name].problems), -fits[name].rules))
-    first, *others = fits[nearest].problems
+    best = max(fits, key=lambda name: (-len(fits[name].problems), fits[name].score))
+    if not fits[best].problems:
+        return best
+    first, *others = fits[best].problems
     more = f", and {len(others)} more" if others else ""
     raise RuleError(
         "No preset matches this model. flm.presets.fsdp(model, mesh) works for any "
-        f"model. The nearest is flm.presets.{nearest}(mesh): {first}{more}"
+        f"model. The nearest is flm.presets.{best}(mesh): {first}{more}"
     )
 
 
@@ -139,7 +136,7 @@ def _fit(name: str, tree: Any, mesh: DeviceMesh) -> _Fit:
     rules = {leaf.rule_number for leaf in leaves} - {None}
     # Of two orders of dims, that by which `fsdp` shards dims of one size, the model's.
     score = (sign is not None, len(rules), -len(model_dims), -len(layout_map))
-    return _Fit(problems, len(rules), score)
+    return _Fit(problems, score)
 
 
 def _variant_of(

@@ -47,7 +47,6 @@ def values_of(patterns: dict[str, str], path: str) -> set[str]:
             {"(0|1)/w": "first", "(2|3)/w": "last"},
         ),
         ({"w.a": "x", "w+a": "y"}, {r"w\.a": "x", r"w\+a": "y"}),
-        # A name is in many others.
         ({"u": "x", "w": "x", "v": "y"}, {"(^|/)(u|w)$": "x", "v": "y"}),
         ({}, {}),
     ],

@@ -47,21 +47,6 @@ def test_leaves_of_one_element_are_replicated_without_complaint() -> None:
         assert resolution[path].layout.is_replicated
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize(
-    ("family", "path"),
-    [("clip", "logit_scale"), ("siglip", "logit_bias"), ("siglip", "t")],
-)
-def test_presets_replicate_scales_of_the_loss_without_complaint(
-    family: str, path: str, shape: tuple[int, ...]
-) -> None:
-    layout_map = flm.presets.load(family, abstract("fsdp=2,tensor=4"))
-    tree = {path: struct(*shape), "fc1": {"kernel": struct(64, 256)}}
-    resolution = layout_map.resolve(tree, strict=True)
-    assert resolution[path].layout.is_replicated
-    assert not resolution.fallbacks and not list(flm.lint(resolution))
-
-
 @pytest.mark.parametrize(
     ("mesh", "options", "batch"),
     [
@@ -137,10 +122,10 @@ def test_zero1_refuses() -> None:
         flm.presets.zero1(layout_map)
 
 
-def test_one_name_for_two_axes() -> None:
-    with pytest.raises(RuleError, match="'x' is the name of 'fsdp' and of 'tensor'"):
-        flm.presets.llama(abstract("x=8"), axes={"fsdp": "x", "tensor": "x"})
-    # A name that is given is not that of the axis called so.
-    axes = {"fsdp": "data", "tensor": "model"}
-    layout_map = flm.presets.llama(abstract("data=2,model=4"), axes=axes)
-    assert layout_map.freeze().batch == ("data",)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_output_of_the_model_lies_as_its_batch_on_explicit_axes(kind: str) -> None:
+    mesh = flm.DeviceMesh.abstract("data=2,fsdp=4", axis_types=kind)
+    for layout_map in (flm.presets.fsdp(params(), mesh), flm.presets.clip(mesh)):
+        rules = layout_map.freeze().activations
+        whole = [rule.layout.axes for rule in rules if rule.pattern == "^$"]
+        assert whole == ([(("data", "fsdp"), ...)] if kind == "explicit" else [])

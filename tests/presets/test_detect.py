@@ -1,6 +1,5 @@
-"""presets.recognise and presets.detect on the dense families."""
+"""presets.detect: the preset whose rules cover every matrix of a model."""
 
-import importlib
 import logging
 import re
 from pathlib import Path
@@ -8,204 +7,145 @@ from typing import Any
 
 import numpy as np
 import pytest
-from presets.test_dense import FAMILIES, HEAD, MESH, spellings, tree_of
-from shapes import nested
+from presets.spellings import SPELLINGS, shape_of, tree_of
+from presets.test_presets import ALIASES, CASES, WITH_EXPERTS
+from shapes import nested, struct
 
 import flax_layoutmap as flm
+from flax_layoutmap.errors import RuleError
+
+MESH = flm.DeviceMesh.abstract("fsdp=2,tensor=4")
+HEAD = r"(^|[/.])(lm_head|output|logits_dense|reverse_embeddings)([/.]|$)"
+LLAMA = SPELLINGS["llama", "tunix"]
+TIED = {path: dims for path, dims in LLAMA.items() if "lm_head" not in path}
 
 
-def spelled(family: str, name: str) -> dict[str, tuple[int, ...]]:
-    return importlib.import_module(f"presets.models.{family}").SPELLINGS[name]
-
-
-@pytest.mark.parametrize(("family", "shapes"), spellings(*FAMILIES))
-def test_each_spelling_is_of_its_family(
-    family: str, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Or of one whose rules give every leaf the same layout."""
-    tree = tree_of(shapes)
-    found = flm.presets.detect(tree, MESH).resolve(tree)
-    has_variant = family in ("llama", "qwen2", "qwen3", "t5")
-    is_untied = has_variant and any(re.search(HEAD, path) for path in shapes)
-    variant = "untied" if is_untied else None
+@pytest.mark.parametrize("name", CASES)
+def test_each_spelling_gets_the_rules_of_its_family(name: str) -> None:
+    family, spelling = CASES[name]
+    variant = None
+    has_head = any(re.search(HEAD, path) for path in spelling)
+    if family in ("llama", "qwen2", "t5") and has_head:
+        variant = "untied"
+    if name in WITH_EXPERTS:
+        variant = "whole_experts"
+    tree = tree_of(spelling)
     wanted = flm.presets.load(family, MESH, variant=variant).resolve(tree)
+    found = flm.presets.detect(tree, MESH).resolve(tree)
     assert [leaf.layout for leaf in found] == [leaf.layout for leaf in wanted]
 
 
-# The names of Llama tell neither Mistral nor Gemma 1 from it.
-@pytest.mark.parametrize(
-    ("family", "shapes"), spellings(*(name for name in FAMILIES if name != "mistral"))
-)
-def test_families_of_other_rules_do_not_fit(
-    family: str, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    found = flm.presets.recognise(tree_of(shapes))
-    assert found.agree
-    if family in ("llama", "gemma") and "llama" in found.families:
-        assert {*found.families} <= {"llama", "mistral"}
-    else:
-        assert found.families == (family,)
-    assert set(found.rejected) == {*flm.presets.names()} - {*found.families}
+def test_the_name_is_that_of_the_family_or_of_one_with_the_same_rules() -> None:
+    for family, spelling in CASES.values():
+        alias, variant = ALIASES.get(family, (family, None))
+        wanted = {family, alias} if variant is None else {family}
+        if family == "gemma":  # some have no leaf that Llama does not have
+            wanted.add("llama")
+        assert flm.presets.family_of(tree_of(spelling)) in wanted
 
 
 @pytest.mark.parametrize(
-    ("family", "spelling", "mesh", "variant", "why"),
+    ("spelling", "mesh", "variant"),
     [
-        (
-            "llama",
-            "tunix",
-            "fsdp=2,tensor=4",
-            "untied",
-            "lm_head/w is a head of its own",
-        ),
-        ("llama", "tunix, tied", "fsdp=2,tensor=4", None, "no head but the embedding"),
-        (
-            "llama",
-            "flax",
-            "fsdp=16,tensor=8",
-            None,
-            "untied: embed/embedding: rule ",
-        ),
-        ("mixtral", "flax", "fsdp=2,tensor=4", "whole_experts", "no dim falls back"),
-        ("mixtral", "flax", "fsdp=4", None, "is the same on this mesh"),
-        (
-            "mixtral",
-            "flax",
-            "expert=4,tensor=4",
-            None,
-            "dim 0 of size 8 does not divide by mesh axes 'expert' (4) × 'tensor' (4)",
-        ),
+        (LLAMA, "fsdp=2,tensor=4", "untied"),
+        (TIED, "fsdp=2,tensor=4", None),
+        (LLAMA, "fsdp=4,tensor=32", None),  # the model's dim has not so many parts
+        (SPELLINGS["mixtral", "flax"], "fsdp=2,tensor=4", "whole_experts"),
+        (SPELLINGS["mixtral", "flax"], "fsdp=4", None),  # which changes nothing
+        (SPELLINGS["mixtral", "flax"], "expert=4,tensor=4", None),  # of 8 experts
     ],
 )
-def test_the_variant_is_chosen_by_the_model_and_the_reason_is_logged(
-    family: str,
-    spelling: str,
-    mesh: str,
-    variant: str | None,
-    why: str,
-    caplog: pytest.LogCaptureFixture,
+def test_the_variant_is_chosen_by_the_model_and_logged(
+    spelling: Any, mesh: str, variant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = flm.DeviceMesh.abstract(mesh)
+    target, tree = flm.DeviceMesh.abstract(mesh), tree_of(spelling)
     with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
-        found = flm.presets.detect(tree_of(spelled(family, spelling)), target)
-    assert found == flm.presets.load(family, target, variant=variant)
-    first, second = caplog.messages
-    assert first.startswith(f"preset {family}")
-    assert second.startswith(f"preset {family}: ") and why in second
-
-
-def test_an_output_in_a_layer_is_no_head() -> None:
-    shapes = spelled("llama", "flax")
-    shapes = {
-        path: shape for path, shape in shapes.items() if not re.search(HEAD, path)
-    }
-    shapes["layers/0/self_attn/output/kernel"] = (8, 8)
-    tied = flm.presets.detect(tree_of(shapes), MESH)
-    assert tied == flm.presets.load("llama", MESH)
-
-
-def test_of_several_models_each_has_a_head_of_its_own() -> None:
-    """One of each is refused: the layouts of an untied one cost the other much."""
-    untied = {"params": tree_of(spelled("llama", "tunix"))}
-    tied = {"params": tree_of(spelled("llama", "tunix, tied"))}
-    alone = flm.presets.detect({"policy": untied}, MESH)
-    assert alone == flm.presets.load("llama", MESH, variant="untied")
-    with pytest.raises(flm.errors.RuleError, match="several families whose rules diff"):
-        flm.presets.detect({"policy": untied, "reference": tied}, MESH)
-    both = flm.presets.detect({"policy": tied, "reference": tied}, MESH)
-    assert both == flm.presets.load("llama", MESH)
-
-
-def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    tree = tree_of(spelled("llama", "tunix"))
-    with caplog.at_level(logging.INFO, logger="flax_layoutmap"):
-        flm.presets.detect(tree, MESH)
-    assert caplog.messages == [
-        "preset llama (the same rules as mistral): gated feed-forward layers, no "
-        "biases, no norms of queries and keys",
-        "preset llama: the variant untied: lm_head/w is a head of its own",
-    ]
+        found = flm.presets.detect(tree, target)
+    name = flm.presets.family_of(tree)
+    assert found == flm.presets.load(name, target, variant=variant)
+    text = f", variant {variant}" if variant else ""
+    assert caplog.messages == [f"preset {name}{text}"]
 
 
 def test_a_variant_that_is_given_is_taken() -> None:
-    tree = tree_of(spelled("llama", "tunix, tied"))
-    found = flm.presets.detect(tree, MESH, variant="untied")
+    found = flm.presets.detect(tree_of(TIED), MESH, variant="untied")
     assert found == flm.presets.load("llama", MESH, variant="untied")
 
 
-def test_a_model_of_no_family() -> None:
-    tree = tree_of({"encoder/conv/kernel": (3, 3, 8, 16), "head/kernel": (16, 8)})
-    with pytest.raises(flm.errors.RuleError) as caught:
-        flm.presets.detect(tree, MESH)
+def test_an_output_in_a_layer_is_not_a_head() -> None:
+    spelling = TIED | {"layers/0/self_attn/output/kernel": ("f", "t")}
+    assert flm.presets.detect(tree_of(spelling), MESH) == flm.presets.llama(MESH)
+
+
+def test_of_several_models_each_has_a_head() -> None:
+    """Else no embedding is untied: that of a tied one would send much more."""
+    untied, tied = tree_of(LLAMA), tree_of(TIED)
+    both = flm.presets.detect({"policy": untied, "reference": tied}, MESH)
+    assert both == flm.presets.llama(MESH)
+    both = flm.presets.detect({"policy": untied, "reference": untied}, MESH)
+    assert both == flm.presets.load("llama", MESH, variant="untied")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "text"),
+    [
+        (
+            LLAMA | {"layers/0/adapter/mixer/kernel": ("f", "f")},
+            "llama(mesh): no rule for layers/0/adapter/mixer/kernel (64,64)",
+        ),
+        (
+            SPELLINGS["vit", "hugging face"] | {"vit.pooler.mixer.weight": ("f", "t")},
+            "vit(mesh): no rule for vit.pooler.mixer.weight (64,128)",
+        ),
+        # DeepSeek V3.2 selects what to attend to.
+        (
+            SPELLINGS["deepseek_v3", "hugging face, float8"]
+            | {
+                f"model.layers.0.self_attn.indexer.{name}.weight": ("t", "f")
+                for name in ("wq_b", "wk_b")
+            },
+            "no rule for model.layers.0.self_attn.indexer.wk_b.weight (128,64), and 1 "
+            "more",
+        ),
+        # Two linear layers do not make a family.
+        (
+            {"up/kernel": ("f", "t"), "down/kernel": ("t", "f")},
+            "(mesh): it has rules for 2 kinds of matrices of the model",
+        ),
+    ],
+)
+def test_a_model_of_no_family_is_told_the_nearest(spelling: Any, text: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        flm.presets.detect(tree_of(spelling), MESH)
     message = str(caught.value)
     assert message.startswith(
-        "the model is of no family that has a preset; for any model there is "
-        "flm.presets.fsdp(model, mesh):\n"
+        "No preset matches this model. flm.presets.fsdp(model, mesh) works for any "
+        "model. The nearest is flm.presets."
     )
-    for family in flm.presets.names():
-        assert f"- {family}: no path matches " in message
+    assert text in message
 
 
-def test_a_step_of_what_is_no_checkpoint() -> None:
-    tree = tree_of(spelled("llama", "flax"))
-    with pytest.raises(flm.errors.RuleError, match="the path of a checkpoint"):
-        flm.presets.recognise(tree, step=3)
-    with pytest.raises(flm.errors.RuleError, match="the path of a checkpoint"):
-        flm.presets.detect(tree, MESH, item="params")
-
-
-def test_a_layer_that_no_rule_is_for() -> None:
-    tree = tree_of(
-        spelled("llama", "flax") | {"layers/0/adapter/mixer/kernel": (64, 64)}
-    )
-    found = flm.presets.recognise(tree)
-    assert not found.families
-    assert (
-        found.rejected["llama"] == "no rule for layers/0/adapter/mixer/kernel (64,64)"
-    )
-    assert "not llama: no rule for layers/0/adapter/mixer/kernel" in str(found)
-
-
-def test_a_model_that_fits_several_families_with_other_rules() -> None:
-    """Of as many hidden units as dims of the model, nothing says which is which."""
-    shapes = {
-        path: tuple(64 if dim == 96 else int(dim) for dim in shape)
-        for path, shape in spelled("gemma", "gemma, 2").items()
+def test_a_pipeline_of_two_families_is_of_none() -> None:
+    tree = {
+        family: tree_of(SPELLINGS[family, name])
+        for family, name in (("unet", "diffusers"), ("dit", "sd3"))
     }
-    tree = tree_of(shapes)
-    with pytest.raises(flm.errors.RuleError) as caught:
+    with pytest.raises(RuleError, match="No preset matches"):
         flm.presets.detect(tree, MESH)
-    message = str(caught.value)
-    assert message.startswith(
-        "the paths fit several families whose rules differ; name one, such as "
-        "flm.presets.gemma1(mesh):\n"
-    )
-    assert "- gemma: " in message and "- gemma1: gate and up are (2, model" in message
 
 
-def test_sizes_tell_what_paths_do_not() -> None:
-    transposed = flm.presets.recognise(tree_of(spelled("gpt2_transposed", "linen")))
-    assert transposed.families == ("gpt2_transposed",)
-    assert transposed.rejected["gpt2"] == (
-        "dim -2 of 'c_attn[/.](kernel|weight)$' has size 384, dim -1 of "
-        "'wpe[/.](embedding|weight)$' 128"
-    )
-
-
-def test_optimizer_state_is_no_feature_of_a_family() -> None:
+def test_optimizer_state_does_not_tell_a_family() -> None:
     """A TrainState has each path again, below `opt_state`."""
-    shapes = spelled("llama", "linen")
-    tree: Any = {
-        "params": tree_of(shapes),
-        "opt_state": {"mu": tree_of(shapes), "nu": tree_of(shapes)},
-    }
-    assert flm.presets.recognise(tree).families == ("llama", "mistral")
+    params = tree_of(LLAMA)
+    tree: Any = {"params": params, "opt_state": {"mu": params, "nu": params}}
+    assert flm.presets.family_of(tree) == "llama"
 
 
 @pytest.mark.parametrize("inside", ["", "model/"])
 def test_a_checkpoint(tmp_path: Path, inside: str) -> None:
-    """Of its parameters alone: the rest of a run is no reason against a family."""
-    shapes = spelled("llama", "flax, stacked")
-    params = {inside + path: np.zeros(shape) for path, shape in shapes.items()}
+    """Of its parameters alone: the rest of a run is not a reason against a family."""
+    params = {f"{inside}{path}": np.zeros(shape_of(LLAMA[path])) for path in LLAMA}
     flm.checkpoint.save(tmp_path / "run", nested(params | {"opt_state/count": 3}))
-    assert flm.presets.recognise(tmp_path / "run").families[0] == "llama"
+    assert flm.presets.family_of(tmp_path / "run") == "llama"
+    with pytest.raises(RuleError, match="the path of a checkpoint"):
+        flm.presets.detect({"kernel": struct(8, 8)}, MESH, step=3)

@@ -93,9 +93,6 @@ NAMESPACES = {
         "from_partition_rules",
         "from_shardings",
         "from_tp_plan",
-        "to_keras",
-        "to_partition_rules",
-        "to_tp_plan",
     ],
     "pod": [
         "Collective",
@@ -110,12 +107,11 @@ NAMESPACES = {
         "plan",
     ],
     "presets": [
-        "Recognition",
         "detect",
+        "family_of",
         "fsdp",
         "load",
         "names",
-        "recognise",
         "zero1",
     ],
     "testing": ["assert_covers", "assert_golden", "write_golden"],

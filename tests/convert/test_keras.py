@@ -1,0 +1,99 @@
+"""Maps of Keras: converted rules say the same of its paths, and of those of Flax."""
+
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from convert.tables import KERAS_LLAMA
+from convert.test_dialects import dims_of, mesh, resolved, shapes_of
+from presets.spellings import SPELLINGS
+
+import flax_layoutmap as flm
+from flax_layoutmap.errors import ResolveError, RuleError
+
+TABLE: dict[str, Any] = KERAS_LLAMA | {".*norm/(beta|moving_mean)": ("batch",)}
+# Parts of Keras's paths → the same in Flax.
+IN_FLAX = {
+    "token_embedding/embeddings": "embedder/embedding",
+    "transformer_layer_": "layers/",
+    "self_attention/": "attn/",
+    "query": "q_proj",
+    "key/": "k_proj/",
+    "value": "v_proj",
+    "attention_output": "o_proj",
+    "feedforward_gate_dense": "mlp/gate_proj",
+    "feedforward_intermediate_dense": "mlp/up_proj",
+    "feedforward_output_dense": "mlp/down_proj",
+    "beta": "bias",
+    "moving_mean": "mean",
+}
+
+
+def in_keras(table: dict[str, Any], path: str) -> Any:
+    """Keras ≥ 3.14: an exact key, else the one pattern that matches all of the path."""
+    keys = [path] if path in table else [x for x in table if re.fullmatch(x, path)]
+    assert len(keys) <= 1
+    return table[keys[0]] if keys else None
+
+
+@pytest.mark.parametrize("flax", [False, True])
+def test_a_map_on_paths_of_keras_and_of_flax(flax: bool) -> None:
+    layout_map = flm.convert.from_keras(TABLE, mesh("model"))
+    shapes = shapes_of(SPELLINGS["llama", "keras hub"])
+    layer = "transformer_layer_0/norm"
+    shapes |= dict.fromkeys([f"{layer}/beta", f"{layer}/moving_mean"], (8,))
+    sharded = 0
+    for path, shape in shapes.items():
+        wanted = dims_of(in_keras(TABLE, path), len(shape))
+        for theirs, name in (IN_FLAX if flax else {}).items():
+            path = path.replace(theirs, name)
+        (leaf,) = resolved(layout_map, {path: shape})
+        assert leaf.layout.dims(len(shape)) == wanted, path
+        sharded += any(wanted)
+    assert sharded == 10
+
+
+def test_the_key_of_a_whole_path_wins() -> None:
+    table = {"d1/kernel": ("batch", None), ".*kernel": (None, "model")}
+    made = flm.convert.from_keras(table, mesh("model"))
+    for path in ("d1/kernel", "d2/kernel"):
+        layout = made[path]
+        assert layout is not None and layout.axes == in_keras(table, path)
+
+
+def test_rules_that_disagree_are_refused_as_by_keras() -> None:
+    rules = {".*kernel": (None, "model"), "dense/.*": ("model", None)}
+    made = flm.convert.from_keras(rules, mesh("model"))
+    with pytest.raises(ResolveError, match="dense/kernel .*rule 1 .*, rule 2 'dense/"):
+        resolved(made, {"dense/kernel": (8, 8)})
+
+
+def test_older_keras_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"kernel": ("batch", None)}
+    monkeypatch.setitem(sys.modules, "keras", None)
+    assert flm.convert.from_keras(table, mesh("model"))["dense/kernel"] is None
+    monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__="3.13.2"))
+    layout = flm.convert.from_keras(table, mesh("model"))["dense/kernel"]
+    assert layout is not None and layout.axes == ("batch", None)
+
+
+def test_a_map_brings_its_mesh() -> None:
+    class Map(dict[str, Any]):
+        device_mesh = SimpleNamespace(shape=(2, 4), axis_names=["x", "y"])
+
+    made = flm.convert.from_keras(Map(kernel=SimpleNamespace(axes=["x", None])))
+    assert str(made.device_mesh) == "x=2,y=4"
+    layout = made["kernel"]
+    assert layout is not None and layout.axes == ("x", None)
+
+
+def test_a_key_that_is_not_a_rule_is_named() -> None:
+    with pytest.raises(RuleError, match=r"Keras's key 'a' → \('model', 'model'\)"):
+        flm.convert.from_keras({"a": ("model", "model")}, mesh("model"))
+
+
+@pytest.mark.parametrize("key", ["(?<!query)/kernel", "(?P<key>a)/kernel", "[key]/w"])
+def test_groups_and_classes_keep_their_names(key: str) -> None:
+    assert list(flm.convert.from_keras({key: ("model",)}, mesh("model"))) == [key]
