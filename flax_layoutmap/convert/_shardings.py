@@ -59,16 +59,14 @@ def from_shardings(
     if isinstance(tree, str | os.PathLike):
         made = _of_checkpoint(tree, batch)
     else:
-        flat = flatten(tree)
-        shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
-        tree_mesh = _mesh_of(flat.full_paths(), shardings)
 
         def resolved(rules: RuleSet) -> Resolution:
             return resolve(tree, rules, tx=tx)
 
-        leaves = list(resolved(RuleSet(mesh=tree_mesh, strict=False)))
-        wanted = _layouts(leaves, shardings)
-        made = rules_for(leaves, wanted, tree_mesh, resolved, batch)
+        leaves = list(resolved(RuleSet(strict=False)))
+        shardings = [getattr(leaf, "sharding", None) for leaf in flatten(tree).leaves]
+        wanted, own_mesh = _layouts(leaves, shardings)
+        made = rules_for(leaves, wanted, own_mesh, resolved, batch)
     return made if mesh is None else made.on(mesh)
 
 
@@ -157,33 +155,15 @@ def _listed(lines: Sequence[str]) -> str:
     return bullet_list([*lines[:_LISTED], *more])
 
 
-def _mesh_of(paths: Sequence[str], shardings: Sequence[Any]) -> DeviceMesh:
-    """The mesh that all leaves are on."""
-    meshes: dict[DeviceMesh, str] = {}
-    for path, sharding in zip(paths, shardings, strict=True):
-        if isinstance(sharding, NamedSharding):
-            meshes.setdefault(DeviceMesh(sharding.mesh), path)
-    if not meshes:
-        raise RuleError(
-            "no leaf of the tree has a NamedSharding: place it first, or pass the tree "
-            "that resolution.abstract() returns"
-        )
-    if len(meshes) > 1:
-        lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
-        raise RuleError(
-            "the leaves are on several meshes; convert the trees of each mesh by "
-            f"themselves:\n{_listed(lines)}"
-        )
-    return next(iter(meshes))
-
-
 def _layouts(
     leaves: Sequence[ResolvedLeaf], shardings: Sequence[Any]
-) -> dict[str, TensorLayout]:
-    """Path → the layout of its sharding, one entry per dim."""
-    layouts, problems = dict[str, TensorLayout](), list[str]()
+) -> tuple[dict[str, TensorLayout], DeviceMesh]:
+    """Path → the layout of its sharding, one entry per dim; and the mesh of all."""
+    layouts, missing = dict[str, TensorLayout](), list[str]()
+    meshes: dict[DeviceMesh, str] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if isinstance(sharding, NamedSharding):
+            meshes.setdefault(DeviceMesh(sharding.mesh), leaf.path)
             layout = TensorLayout(sharding)
             dims, kind = layout.dims(len(leaf.shape)), layout.memory_kind
             layouts[leaf.path] = TensorLayout(
@@ -193,13 +173,20 @@ def _layouts(
             layouts[leaf.path] = leaf.layout
         else:
             has = "no sharding" if sharding is None else f"a {type(sharding).__name__}"
-            problems.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
-    if problems:
+            missing.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
+    if missing or not meshes:
         raise RuleError(
             "leaves without a NamedSharding; place them first, such as by "
-            f"layout_map.place(tree):\n{_listed(problems)}"
+            "layout_map.place(tree), or pass the tree that resolution.abstract() "
+            f"returns:\n{_listed(missing)}"
         )
-    return layouts
+    if len(meshes) > 1:
+        lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
+        raise RuleError(
+            "the leaves are on several meshes; convert the trees of each mesh by "
+            f"themselves:\n{_listed(lines)}"
+        )
+    return layouts, next(iter(meshes))
 
 
 def _different(

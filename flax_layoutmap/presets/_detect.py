@@ -79,7 +79,7 @@ def detect(
         (Ellipsis, 'tensor', 'fsdp')
     """
     tree = _tree_of(model, step, item)
-    name = _family_of(tree)
+    name = family_of(tree)
     if variant is None:
         variant = _variant_of(name, tree, mesh, axes)
     _LOG.info("preset %s%s", name, f", variant {variant}" if variant else "")
@@ -94,12 +94,10 @@ def family_of(
     Of families with the same rules it is the first one: `"llama"` for Qwen 3, too. All
     arguments and errors are as for `detect`.
     """
-    return _family_of(_tree_of(model, step, item))
-
-
-def _family_of(tree: Any) -> str:
-    """The family that fits best; RuleError names the nearest if none does."""
-    mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
+    tree, mesh = (
+        _tree_of(model, step, item),
+        DeviceMesh.abstract(dict.fromkeys(AXES, 1)),
+    )
     fits = {name: _fit(name, tree, mesh) for name in names()}
     best = max(fits, key=lambda name: (-len(fits[name].problems), fits[name].score))
     if not fits[best].problems:

@@ -52,23 +52,18 @@ def load(
 ) -> LayoutMap:
     """Return the rules of a model family on a mesh.
 
-    The axes of the mesh decide what is sharded: an axis that the mesh does not have is
-    left out of every layout, so `fsdp` alone gives FSDP, `tensor` alone Megatron's
-    layouts, and both together both. A dim that does not divide is replicated and
-    reported, such as fewer heads of keys than the axis has devices.
-
-    Rules for leaves that the model does not have are optional. A rule that is added
-    later wins over those of the preset.
+    An axis that the mesh does not have is left out of every layout, so `fsdp` alone
+    gives FSDP, `tensor` alone Megatron's layouts, and both together both. A dim that
+    does not divide is replicated and reported. A rule that is added later wins.
 
     Args:
         name: one of `flm.presets.names()`.
         mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
             (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
         variant: `"untied"`, of Llama, Qwen and T5 models whose head is not their
-            embedding: the embedding has a layout that sends less, and would send
-            several times more as a head. Or `"whole_experts"`, of families with
-            experts: each is whole on its devices, those of `tensor` too, which have to
-            divide their number. `flm.presets.detect` chooses by the model.
+            embedding, which then has a layout that sends less. Or `"whole_experts"`, of
+            families whose experts divide by `expert` × `tensor`: each is whole on its
+            devices. `flm.presets.detect` chooses by the model.
         axes: the mesh's own names for these, `{"tensor": "model"}`.
 
     Raises:
