@@ -130,12 +130,16 @@ def rules_for(
     wrong = _different(resolved(made.freeze()), wanted)
     # Exact keys for paths whose patterns matched another form of some path.
     made.update({leaf.path: asked[leaf.path] for leaf in wrong if leaf.path in asked})
-    if any(leaf.role == "optimizer" and leaf.owner for leaf in wrong):
+    owners = {leaf.owner for leaf in wrong if leaf.role == "optimizer"} - {None}
+    if owners:
         # The layout of a parameter's state is that of the part with the most dims.
-        state = [leaf for leaf in leaves if leaf.role == "optimizer" and leaf.owner]
-        state.sort(key=lambda leaf: len(leaf.shape))
-        by_owner = {str(leaf.owner): wanted[leaf.path] for leaf in state}
-        made.optimizer.update(compress(by_owner))
+        by_owner: dict[str, tuple[TensorLayout, bool]] = {}
+        for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape)):
+            if leaf.role == "optimizer" and leaf.owner and leaf.path in wanted:
+                by_owner[leaf.owner] = wanted[leaf.path], leaf.owner in owners
+        for pattern, (layout, is_needed) in compress(by_owner).items():
+            if is_needed:
+                made.optimizer[pattern] = layout
     wrong = _different(resolved(made.freeze()), wanted)
     if wrong:
         lines = [

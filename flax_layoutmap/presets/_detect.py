@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,10 @@ from flax_layoutmap._core.errors import ResolveError, RuleError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import unescape
+from flax_layoutmap.convert._compress import INDEX
 from flax_layoutmap.presets._load import AXES, families, load, names
 
 _LOG = logging.getLogger("flax_layoutmap")
@@ -78,10 +80,10 @@ def detect(
         >>> layout_map["down_proj/kernel"].axes
         (Ellipsis, 'tensor', 'fsdp')
     """
-    tree = _tree_of(model, step, item)
-    name = family_of(tree)
+    parameters = _parameters(model, step, item)
+    name = _family_of(parameters)
     if variant is None:
-        variant = _variant_of(name, tree, mesh, axes)
+        variant = _variant_of(name, parameters, mesh, axes)
     _LOG.info("preset %s%s", name, f", variant {variant}" if variant else "")
     return load(name, mesh, variant=variant, axes=axes)
 
@@ -94,11 +96,12 @@ def family_of(
     Of families with the same rules it is the first one: `"llama"` for Qwen 3, too. All
     arguments and errors are as for `detect`.
     """
-    tree, mesh = (
-        _tree_of(model, step, item),
-        DeviceMesh.abstract(dict.fromkeys(AXES, 1)),
-    )
-    fits = {name: _fit(name, tree, mesh) for name in names()}
+    return _family_of(_parameters(model, step, item))
+
+
+def _family_of(parameters: Any) -> str:
+    mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
+    fits = {name: _fit(name, parameters, mesh) for name in names()}
     best = max(fits, key=lambda name: (-len(fits[name].problems), fits[name].score))
     if not fits[best].problems:
         return best
@@ -110,42 +113,42 @@ def family_of(
     )
 
 
-def _fit(name: str, tree: Any, mesh: DeviceMesh) -> _Fit:
+def _fit(name: str, parameters: Any, mesh: DeviceMesh) -> _Fit:
+    """How well a preset fits; the axes of the mesh have one device each."""
     layout_map, sign = load(name, mesh), families()["signs"].get(name)
     try:
-        resolution, problems = resolve(tree, layout_map), []
+        resolution, problems = resolve(parameters, layout_map), []
     except ResolveError as error:  # the rules are for arrays of other ranks
         if error.resolution is None:
             raise
         resolution, problems = error.resolution, list(error.problems)
     unmatched, model_dims = set(resolution.unmatched), set[int]()
-    leaves = [leaf for leaf in resolution if leaf.role == "parameter"]
-    matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
+    matrices = [leaf for leaf in resolution if len(leaf.shape) > 1]
     for leaf in matrices:
         if leaf.path in unmatched:
             problems.append(f"no rule for {leaf.path} {show_shape(leaf.shape)}")
         dims = zip(leaf.shape, leaf.layout.dims(len(leaf.shape)), strict=True)
         model_dims |= {size for size, axes in dims if "fsdp" in axes}
-    if sign is not None and not any(re.search(sign, leaf.path) for leaf in leaves):
+    if sign is not None and not any(re.search(sign, leaf.path) for leaf in resolution):
         problems.append(f"no path matches {sign!r}")
     count = len({leaf.rule_number for leaf in matrices} - {None})
     if count < _LEAST_RULES:
         problems.append(f"it has rules for {count} kinds of matrices of the model")
-    rules = {leaf.rule_number for leaf in leaves} - {None}
+    rules = {leaf.rule_number for leaf in resolution} - {None}
     # Of two orders of dims, that by which `fsdp` shards dims of one size, the model's.
     score = (sign is not None, len(rules), -len(model_dims), -len(layout_map))
     return _Fit(problems, score)
 
 
 def _variant_of(
-    name: str, tree: Any, mesh: Any, axes: Mapping[str, str] | None
+    name: str, parameters: Any, mesh: Any, axes: Mapping[str, str] | None
 ) -> str | None:
     """The variant for a model: none if it changes nothing, or if dims fall back."""
     variant = families()["variants"].get(name)
     if variant is None:
         return None
-    plain = resolve(tree, load(name, mesh, axes=axes))
-    other = resolve(tree, load(name, mesh, variant=variant, axes=axes))
+    plain = resolve(parameters, load(name, mesh, axes=axes))
+    other = resolve(parameters, load(name, mesh, variant=variant, axes=axes))
     changed = [leaf for leaf in other if leaf.layout != plain[leaf.path].layout]
     fallen = {leaf.path for leaf in plain.fallbacks}
     if not changed or any(leaf.path not in fallen for leaf in other.fallbacks):
@@ -156,22 +159,32 @@ def _variant_of(
     return variant
 
 
-def _tree_of(model: Any, step: int | str | None, item: str | None) -> Any:
-    """The model; for a checkpoint its parameters, of which only metadata is read."""
-    if not isinstance(model, str | os.PathLike):
-        if step is not None or item is not None:
-            raise RuleError(
-                "step= and item= are for the path of a checkpoint; leave them out"
-            )
-        return model
-    from flax_layoutmap import checkpoint
+def _parameters(model: Any, step: int | str | None, item: str | None) -> dict[str, Any]:
+    """The shapes of a model's parameters; of those alike in many layers, a few."""
+    if isinstance(model, str | os.PathLike):
+        from flax_layoutmap import checkpoint
 
+        leaves: Iterable[Any] = checkpoint.inspect(model, step=step, item=item).leaves
+    elif step is None and item is None:
+        leaves = resolve(model, RuleSet(strict=False))
+    else:
+        raise RuleError(
+            "step= and item= are for the path of a checkpoint; leave them out"
+        )
     tree: dict[str, Any] = {}
-    for leaf in checkpoint.inspect(model, step=step, item=item).leaves:
-        if leaf.role == "parameter":
+    kinds = set[tuple[str, Shape]]()
+    for leaf in leaves:
+        kind = INDEX.sub(_few, leaf.path), tuple(leaf.shape)
+        if leaf.role == "parameter" and kind not in kinds:
+            kinds.add(kind)
             *parents, last = map(unescape, leaf.path.split("/"))
             node = tree
             for part in parents:
                 node = node.setdefault(part, {})
             node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return tree
+
+
+def _few(index: re.Match[str]) -> str:
+    # Small numbers may be part of a name (`wi_0`); larger ones count layers or experts.
+    return index[0] if int(index[0]) < 4 else "n"

@@ -125,6 +125,16 @@ def test_a_model_of_no_family_is_told_the_nearest(spelling: Any, text: str) -> N
     assert text in message
 
 
+def test_layers_that_differ_are_all_looked_at() -> None:
+    layers = {
+        path.replace("/0/", f"/{n}/"): LLAMA[path] for path in LLAMA for n in range(9)
+    }
+    assert flm.presets.family_of(tree_of(layers)) == "llama"
+    odd = layers | {"layers/8/mixer/kernel": ("f", "t")}
+    with pytest.raises(RuleError, match="no rule for layers/8/mixer/kernel"):
+        flm.presets.family_of(tree_of(odd))
+
+
 def test_a_pipeline_of_two_families_is_of_none() -> None:
     tree = {
         family: tree_of(SPELLINGS[family, name])
