@@ -1,10 +1,11 @@
 """Resolution: the layout of every leaf of a tree, which every consumer reads."""
 
 import dataclasses
+import functools
 import hashlib
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -32,15 +33,14 @@ from flax_layoutmap._show.snapshot import (
     snapshot_of,
 )
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import show
+from flax_layoutmap._show.terminal import Shown, coloured, plain, show
 from flax_layoutmap._tree.paths import fold
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
 
-class Resolution(ResolvedTable):
+class Resolution(ResolvedTable, Shown):
     """Every leaf of a tree, its layout, the rule that chose it, and why.
 
     Made by `resolve`. Immutable; holds shapes, never arrays, and needs no devices:
@@ -53,6 +53,7 @@ class Resolution(ResolvedTable):
     """
 
     __module__ = "flax_layoutmap"
+    _formats = '"text", "markdown" or "json"'
     __slots__ = ("_matches", "_announced", "_at", "_shardings")
     _matches: Matches
     _announced: bool
@@ -253,11 +254,7 @@ class Resolution(ResolvedTable):
     # ------------------------------------------------------------------ output
 
     def report(
-        self,
-        format: Literal["text", "markdown", "json"] = "text",
-        *,
-        fold: bool = True,
-        width: int | None = None,
+        self, format: str = "text", *, fold: bool = True, width: int | None = None
     ) -> str:
         """Return the table: path, shape, dtype, spec, rule, shard, bytes, and totals.
 
@@ -266,13 +263,18 @@ class Resolution(ResolvedTable):
                 docs/report.md describes).
             fold: whether leaves that differ in the indices of their paths alone share
                 a row, `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
-            width: at most so many characters in a line of text, by leaving out what
-                can be told from the rest; None for everything.
+            width: at most so many characters in a line of text: a narrow table, with
+                the rules as numbers, where the full one is wider; None for the full
+                one.
 
         Raises:
             LayoutError: there is no such format.
         """
-        return _report.report(self, format, folded=fold, width=width)
+        if format == "markdown":
+            return _report.markdown(self, fold)
+        if format == "text":
+            return plain(self._lines(width, fold=fold))
+        return super().report(format)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
         """Compare with another Resolution: the changes, and their cost.
@@ -306,27 +308,19 @@ class Resolution(ResolvedTable):
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Print the report as wide as the terminal, with a colour per mesh axis.
 
-        Where the output is no terminal (a pipe, a file), that is `report()`: no colours
-        and nothing left out, or as wide as the environment variable COLUMNS says.
+        Where the output is not a terminal (a pipe, a file), that is `report()`: without
+        colours and full, or as wide as the environment variable COLUMNS says.
         `rich.print(resolution)` prints the same.
 
         Args:
             file: where to; None for standard output, and then process 0 alone prints.
             fold: as for `report`.
         """
+        show(functools.partial(self._lines, fold=fold), file=file)
 
-        def lines(width: int) -> "Iterator[Text]":
-            return _report.coloured(self, width, folded=fold)
-
-        def text(width: int | None) -> str:
-            return _report.report(self, "text", folded=fold, width=width)
-
-        show(lines, text, file)
-
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterator[Text]":
-        return _report.coloured(self, options.max_width)
+    def _lines(self, width: int | None, *, fold: bool = True) -> "Iterator[Text]":
+        axes = () if self.mesh is None else self.mesh.axis_names
+        return coloured(_report.report_parts(self, fold, width), axes)
 
     def remarks(self, *, large_only: bool = False, fold: bool = False) -> list[str]:
         """Return unused rules, unmatched leaves and fallbacks, one line each.

@@ -3,13 +3,14 @@
 import difflib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._rules.records import (
     Decision,
     ResolvedLeaf,
+    Totals,
     because,
     closest_rule,
     layout_of,
@@ -28,16 +29,10 @@ LARGE_SHARE = 0.01
 _LARGE_HELD = 0.1
 
 # Looking for similar paths is slow: it is done for so many unused rules, among so many
-# paths.
+# paths, and a path is similar from this ratio on.
 _HINTS = 10
 _MOST_PATHS = 2000
-# Similarity of a path and a pattern: below the first the path is not what was meant;
-# for an unmatched path, below the second; above the third the pattern is misspelt, and
-# the path was not renamed.
-_ALIKE, _RENAMED, _MISSPELT = 0.4, 0.6, 0.85
-
-# So many lines with the same text are merged.
-_MANY = 4
+_SIMILAR = 0.6
 
 # Reasons of leaves that no rule and no metadata places.
 UNMATCHED = {
@@ -83,12 +78,10 @@ def _near_miss(path: str, rules: RuleSet) -> str:
     return f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
 
 
-class _Line(NamedTuple):
-    """A remark about similar leaves that a rule or metadata does not fully place."""
+class _Unplaced(NamedTuple):
+    """Similar leaves that no rule and no metadata fully places."""
 
-    text: str
-    about: str  # the text without the leaves
-    leaf: str  # the leaves alone
+    text: str  # the remark
     name: str  # their path, how many there are, and their shape
     row: Decision
     role: Role
@@ -105,23 +98,9 @@ def remarks(
     alike share a line.
     """
     if large_only:
-        return [one.text for one in warnings(table)]
-    lines = [head + hint for head, hint, _ in _unused(table, hints=True)]
-    found = _unplaced(table, folded)
-    if not folded:
-        return lines + [one.text for one in found]
-    same: dict[str, list[_Line]] = {}
-    for one in found:
-        same.setdefault(one.about, []).append(one)
-    for about, group in same.items():
-        if len(group) < _MANY:
-            lines += [one.text for one in group]
-            continue
-        leaves = sum(len(one.paths) for one in group)
-        share = sum(one.bytes for one in group) / (table.total_bytes or 1)
-        lines.append(f"{about}: {leaves} leaves, {human_share(share)} of the bytes")
-        lines += [f"  {one.leaf}" for one in group]
-    return lines
+        return [remark.text for remark in warnings(table)]
+    unused = [head + hint for head, hint, _ in _unused(table, hints=True)]
+    return unused + [leaves.text for leaves in _unplaced(table, folded)]
 
 
 def warnings(
@@ -141,15 +120,15 @@ def warnings(
         for head, hint, role in _unused(table, besides, hints=False)
     ]
     sums = table.totals()
-    for some in _unplaced(table, folded=True):
-        row, named = some.row, f"{some.name}: {some.row.fallback}"
+    for leaves in _unplaced(table, folded=True):
+        row, named = leaves.row, f"{leaves.name}: {leaves.row.fallback}"
         if row.warns and row.reason == "explicit layout":
             about = f"explicit layout: {row.fallback}"
             text = f"explicit layout: {named}"
-        elif not is_large(some.bytes, sums.total_bytes, sums.bytes_per_device):
+        elif not is_large(leaves.bytes, sums.total_bytes, sums.bytes_per_device):
             continue
         elif row.reason in UNMATCHED:
-            about, text = row.reason, some.text
+            about, text = row.reason, leaves.text
         elif row.warns:
             about = f"annotation: {row.fallback}"
             text = (
@@ -158,8 +137,10 @@ def warnings(
             )
         else:
             continue
-        own = inner("optimizer" if some.role == "optimizer" else "parameter")
-        found.append(Remark(text, about, frozenset(own.get(n, n) for n in some.paths)))
+        paths = inner("optimizer" if leaves.role == "optimizer" else "parameter")
+        found.append(
+            Remark(text, about, frozenset(paths.get(p, p) for p in leaves.paths))
+        )
     return found
 
 
@@ -171,35 +152,33 @@ def is_large(size: int, total: int, held: int) -> bool:
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
-def _unplaced(table: ResolvedTable, folded: bool) -> list[_Line]:
+def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Unplaced]:
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     sums = table.totals()
-    total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
-    found = []
     for fold in folds_of(leaves, folded) if leaves.rows else ():
         at, count, path = fold.members[0], len(fold.members), path_cell(fold)
         row, shape = leaves.rows[at], leaves.shapes[at]
-        name, size = f"{path} {show_shape(shape)}", leaf_bytes(shape, leaves.dtypes[at])
-        size *= count
-        if row.reason not in UNMATCHED:
-            about, leaf = f"fallback: {row.fallback}", path
-            text = f"fallback: {path}: {row.fallback}"
-        else:
+        name = f"{path} {show_shape(shape)}"
+        size = count * leaf_bytes(shape, leaves.dtypes[at])
+        if row.reason in UNMATCHED:
             why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
-            share, more = human_share(size / total), ""
-            if size <= LARGE_SHARE * total and is_large(size, total, held):
-                more = f", {human_share(size / held)} of what each device holds"
-            each = "it" if count == 1 else "each"
-            about = f"unmatched: every device holds in full what {why}"
             text = (
-                f"unmatched: {name} {why}, so every device holds {each} in full "
-                f"({share} of the bytes{more})"
+                f"unmatched: {name} {why}, so every device holds "
+                f"{'it' if count == 1 else 'each'} in full ({_shares(size, sums)})"
             )
-            leaf = f"{name}, {share}" + (f" of the bytes{more}" if more else "")
+        else:
+            text = f"fallback: {path}: {row.fallback}"
         paths = [leaves.paths[member] for member in fold.members]
-        role = leaves.roles[at]
-        found.append(_Line(text, about, leaf, name, row, role, paths, size))
-    return found
+        yield _Unplaced(text, name, row, leaves.roles[at], paths, size)
+
+
+def _shares(size: int, sums: Totals) -> str:
+    """The share of all bytes, and of a device's where that alone is large."""
+    total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
+    text = f"{human_share(size / total)} of the bytes"
+    if size <= LARGE_SHARE * total and size > _LARGE_HELD * held:
+        text += f", {human_share(size / held)} of what each device holds"
+    return text
 
 
 def _unused(
@@ -233,8 +212,6 @@ class Near(NamedTuple):
     @property
     def hint(self) -> str:
         """The end of a message."""
-        if self.is_free and self.likeness < _MISSPELT:
-            return f"; {self.ending!r} is matched by none"
         return f"; the closest path ends in {self.ending!r}"
 
 
@@ -251,10 +228,8 @@ def nearest(
         ending = "/".join(path.split("/")[-parts:])
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
-    found = difflib.get_close_matches(pattern, free, 1, _RENAMED)
-    if not found and not free_only:
-        found = difflib.get_close_matches(pattern, endings, 1, _ALIKE)
-    if not found:
-        return None
-    likeness = difflib.SequenceMatcher(None, found[0], pattern).ratio()
-    return Near(found[0], likeness, endings[found[0]])
+    for some in (free,) if free_only else (free, endings):
+        for ending in difflib.get_close_matches(pattern, some, 1, _SIMILAR):
+            likeness = difflib.SequenceMatcher(None, ending, pattern).ratio()
+            return Near(ending, likeness, endings[ending])
+    return None

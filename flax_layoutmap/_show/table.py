@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -17,8 +17,11 @@ _MARKUP = re.compile(
     r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
 )
 _TICKS = re.compile("`+")
-_PATH_CELL = re.compile(r"((?:  )?)(.*?)( ×\d+)?")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_OF_BYTES = ("bytes/device", "per device", "to send")
+_LEAST = 16  # characters of a path
+
+Columns = Mapping[str, Sequence[str]]  # texts by the name of the column
 
 
 class Line(NamedTuple):
@@ -53,7 +56,8 @@ class Grid:
 
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
-        return total_width(self.widths())
+        widths = self.widths()
+        return sum(widths) + 2 * (len(widths) - 1)
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
         """The cells of each line, filled to the width of their columns, and its mark.
@@ -73,33 +77,28 @@ class Grid:
         return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
 
 
-class Cells:
-    """Texts by column, of which a Grid shows those that fit.
+def grid_of(columns: Columns, marks: Sequence[str]) -> Grid:
+    """The table of these columns; those of bytes are aligned to the right."""
+    cells = zip(*columns.values(), strict=True)
+    lines = tuple(map(Line, cells, marks))
+    return Grid(tuple(columns), tuple(name in _OF_BYTES for name in columns), lines)
 
-    `marks` are those of the rows, as in `Line`; `right` has the names of the columns
-    that are aligned to the right; `widths` are in cells of a terminal.
+
+def fitted(columns: Columns, marks: Sequence[str], width: int, spare: str) -> Grid:
+    """The table in a width.
+
+    Where it is too wide, the column `spare` is left out; where it still is, the middle
+    of paths, whose ends stay.
     """
-
-    def __init__(self, marks: Sequence[str], right: Sequence[str]) -> None:
-        self.marks, self.right = marks, right
-        self.columns: dict[str, Sequence[str]] = {}
-        self.widths: dict[str, int] = {}
-
-    def put(self, name: str, cells: Sequence[str]) -> None:
-        """Set a column."""
-        self.columns[name] = cells
-        self.widths[name] = widest((name, *cells))
-
-    def room(self, names: Sequence[str], width: int, column: str | None = None) -> int:
-        """What is left of a width for a column; below 0: too little for the others."""
-        taken = [0 if name == column else self.widths[name] for name in names]
-        return width - total_width(taken)
-
-    def grid(self, names: Sequence[str]) -> Grid:
-        """The table of these columns."""
-        cells = zip(*(self.columns[name] for name in names), strict=True)
-        right = tuple(name in self.right for name in names)
-        return Grid(tuple(names), right, tuple(map(Line, cells, self.marks)))
+    grid = grid_of(columns, marks)
+    if grid.width() <= width:
+        return grid
+    columns = {name: cells for name, cells in columns.items() if name != spare}
+    over = grid_of(columns, marks).width() - width
+    if over > 0:
+        room = max(widest(("path", *columns["path"])) - over, _LEAST)
+        columns["path"] = [cut_path(path, room) for path in columns["path"]]
+    return grid_of(columns, marks)
 
 
 def text_table(
@@ -122,12 +121,6 @@ def markdown_table(grid: Grid, code: Sequence[str]) -> str:
     ]
     rows = [list(grid.names), rule, *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def as_markdown(grid: Grid, lines: Sequence[str]) -> str:
-    """A table, with paths, specs and rules as code, and a list."""
-    table = markdown_table(grid, ("path", "spec", "rule"))
-    return f"{table}\n\n{markdown_list(lines)}"
 
 
 def markdown_list(lines: Sequence[str]) -> str:
@@ -161,11 +154,6 @@ def human_share(share: float) -> str:
 def widest(texts: Sequence[str]) -> int:
     """Cells of a terminal that the widest of some texts takes."""
     return max(map(len if _is_narrow("".join(texts)) else cell_len, texts))
-
-
-def total_width(widths: Collection[int]) -> int:
-    """Cells of a terminal that a table takes, from those of its columns."""
-    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _is_narrow(text: str) -> bool:
@@ -225,92 +213,7 @@ def _code(cell: str) -> str:
     return f"{marks} {cell} {marks}"
 
 
-# ------------------------------------------------- leaves in the column of paths
-
-
-def path_cell(fold: Fold, start: int = 0) -> str:
-    """The path from a position on, and how many leaves it stands for."""
+def path_cell(fold: Fold) -> str:
+    """The path of some leaves, and how many they are."""
     many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
-    return f"{fold.text[start:]}{many}"
-
-
-def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
-    """Split paths into headings for what they share (or `""`), and cells.
-
-    Neighbours that begin alike up to their last index share a heading; so do those
-    whose paths are too long for the width.
-    """
-    ends = [fold.head for fold in folds]
-    starts = [fold.text[:end] for fold, end in zip(folds, ends, strict=True)]
-    kept = []
-    for fold, start, before, after in zip(
-        folds, starts, [None, *starts], [*starts[1:], None], strict=False
-    ):
-        head = len(start) if start in (before, after) else 0
-        if not head and len(path_cell(fold)) > width:
-            head = len(start)
-        kept.append(_longer(fold, head, width))
-    heads = [fold.text[:head] for fold, head in zip(folds, kept, strict=True)]
-    _adopt(heads, folds)
-    cells = []
-    for at, fold in enumerate(folds):
-        head, many = heads[at], len(fold.members)
-        if not head:
-            cells.append(path_cell(fold))
-        elif many > 1 and len(head) >= ends[at]:
-            heads[at] = f"{head} ×{many}"
-            cells.append(f"  {fold.text[len(head) :]}")
-        else:
-            cells.append(f"  {path_cell(fold, len(head))}")
-    return heads, cells
-
-
-def _longer(fold: Fold, head: int, width: int) -> int:
-    """Where the rest of a path begins that fits."""
-    indent = 2 if head else 0
-    while len(fold.text) - head + indent > width:
-        indent = 2
-        found = fold.text.find("/", head) + 1
-        if not found:
-            break
-        head = found
-    return head
-
-
-def _adopt(heads: list[str], folds: Sequence[Fold]) -> None:
-    """Give the heading of a neighbour to paths that begin with it and have none."""
-    for order in (range(1, len(heads)), range(len(heads) - 2, -1, -1)):
-        step = -1 if order.step == 1 else 1
-        for at in order:
-            near = heads[at + step]
-            if not heads[at] and near and folds[at].text.startswith(near):
-                heads[at] = near
-
-
-def with_headings(grid: Grid, heads: Sequence[str]) -> Grid:
-    """The grid with each heading above the run of its lines."""
-    lines: list[Line] = []
-    last = ""
-    for head, line in zip(heads, grid.lines, strict=True):
-        if head and head != last:
-            lines.append(Line((head,), "heading"))
-        last = head
-        lines.append(line)
-    return dataclasses.replace(grid, lines=tuple(lines))
-
-
-def cut_under_headings(
-    cells: Cells, names: Sequence[str], folds: Sequence[Fold], width: int
-) -> Grid:
-    """The table of some columns, with its paths cut to a width, below headings."""
-    heads, paths = headed(folds, width)
-    cells.put("path", [_cut_cell(path, width) for path in paths])
-    return with_headings(cells.grid(names), heads)
-
-
-def _cut_cell(cell: str, width: int) -> str:
-    """A cell of paths, cut; what is indented stays so, and the count stays."""
-    found = _PATH_CELL.fullmatch(cell)
-    assert found is not None
-    indent, path, count = found[1], found[2], found[3] or ""
-    return f"{indent}{cut_path(path, width - len(indent) - len(count))}{count}"
+    return f"{fold.text}{many}"

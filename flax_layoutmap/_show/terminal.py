@@ -1,15 +1,16 @@
-"""Print grids and lines of text in the colours of a terminal."""
+"""Print grids and lines of text in the colours of a terminal: the mixin of reports."""
 
 import io
+import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
-from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.errors import LayoutError, visible
 from flax_layoutmap._show.table import Grid
 
 if TYPE_CHECKING:
@@ -20,25 +21,20 @@ if TYPE_CHECKING:
 # of a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
-_MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
-_CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
-_LINES = {"  - ": "red", "  + ": "green"}
+# By the mark of a line: of all of it, and of its cells without a name.
+_WHOLE = {"header": "bold", "rule": "dim", "heading": "bold"}
+_SIGNS = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
+
+_NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
+_BEGINNINGS = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
+_TOPIC = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
 _NARROWEST = 20
-# Red, green, yellow, blue, magenta, cyan, white: legible on light and dark pages.
-_ON_ANY_PAGE = [
-    (205, 60, 60),
-    (50, 140, 60),
-    (165, 120, 0),
-    (70, 125, 210),
-    (175, 80, 175),
-    (20, 140, 150),
-    (128, 128, 128),
-]
-_GREY = (128, 128, 128)
 NOTEBOOK_WIDTH = 110  # a cell's output is about as wide
-_WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
-_FOLDED = r"\{[\d.,…]+\}| ×\d+"
+
+# Grey, then red, green, yellow, blue, magenta, cyan, white: legible on light and dark
+# pages.
+_PAGE = "808080 cd3c3c 328c3c a57800 467dd2 af50af 148c96 808080"
 
 
 def axis_styles(axes: Sequence[str]) -> dict[str, str]:
@@ -46,67 +42,89 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
     return {name: _AXES[at % len(_AXES)] for at, name in enumerate(axes)}
 
 
-def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
+def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
     """Wrap lines between words at `width`; None for any length.
 
     Lines after the first are indented by two; a longer word is not broken.
     """
-    found: list[str] = []
+    short: list[str] = []
     for line in map(visible, lines):
         if width is None or cell_len(line) <= width:
-            found.append(line)
+            short.append(line)
             continue
-        found += textwrap.wrap(
+        short += textwrap.wrap(
             line,
             max(width - (cell_len(line) - len(line)), _NARROWEST),
             subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
             break_long_words=False,
             break_on_hyphens=False,
         )
-    return found
+    return short
+
+
+def coloured(parts: Iterable[str | Grid], axes: Sequence[str]) -> "Iterator[Text]":
+    """Tables and lines of words, with the names of mesh axes in their colours."""
+    for part in parts:
+        if isinstance(part, Grid):
+            yield from coloured_grid(part, axes)
+        else:
+            yield from coloured_lines([part], axes)
 
 
 def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
-    """The lines of the table, with the axes in the specs in their colours."""
+    """The lines of the table, with the mesh axes in their colours."""
     from rich.text import Text
 
-    styles = axis_styles(axes)
+    colours = axis_styles(axes)
+    names = _words(axes, r"(?![\w./])")
     for cells, mark in grid.padded():
-        if mark in _MARKS:
-            yield _folded(Text("  ".join(cells).rstrip(), style=_MARKS[mark]))
-            continue
-        row = dict(zip(grid.names, cells, strict=True))
-        parts = [_cell(name, row, mark, styles) for name in grid.names]
-        line = Text("  ").join(parts)
-        line.rstrip()
+        line = Text("  ".join(cells).rstrip(), style=_WHOLE.get(mark, ""))
+        end = 0
+        columns = () if mark in _WHOLE else zip(grid.names, cells, strict=True)
+        for name, cell in columns:
+            start, end = end, end + len(cell) + 2
+            if name == "rule" and mark == "warning":
+                line.stylize("red", start, end)
+            elif not name:
+                line.stylize(_SIGNS.get(mark, ""), start, end)
+            elif name not in _NO_AXES:
+                for word in names.finditer(line.plain, start, end):
+                    line.stylize(colours[word[0]], *word.span())
         yield line
 
 
-def coloured_lines(lines: Sequence[str], axes: Sequence[str]) -> "Iterator[Text]":
+def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]":
     """Lines of words: what they are about in bold, or in red where it is a warning."""
     from rich.text import Text
 
-    styles = axis_styles(axes)
+    colours = axis_styles(axes)
+    names = _words(axes, r"(?==\d)")
     for line in lines:
-        text = Text(line, style=_LINES.get(line[:4], ""))
-        word = _WORD.match(line)
-        if word is not None:
-            is_warning = word[0].startswith(_WARNINGS)
-            text.stylize("bold red" if is_warning else "bold", 0, word.end())
-        for name, style in styles.items():
-            text.highlight_regex(rf"(?<![\w'/]){re.escape(name)}(?==\d)", style)
-        yield _folded(text)
+        text = Text(line, style=_BEGINNINGS.get(line[:4], ""))
+        topic = _TOPIC.match(line)
+        if topic is not None:
+            is_warning = topic[0].startswith(_WARNINGS)
+            text.stylize("bold red" if is_warning else "bold", 0, topic.end())
+        for word in names.finditer(line):
+            text.stylize(colours[word[0]], *word.span())
+        yield text
+
+
+def _words(axes: Sequence[str], before: str) -> re.Pattern[str]:
+    """The names of axes, before something; nothing where there are none."""
+    names = "|".join(map(re.escape, axes)) or "(?!)"
+    return re.compile(rf"(?<![\w./'])(?:{names}){before}")
 
 
 def show(
-    lines: "Callable[[int], Iterable[Text]]",
-    text: Callable[[int | None], str],
-    file: IO[str] | None,
+    lines: "Callable[[int | None], Iterable[Text]]",
+    text: Any = None,
+    file: IO[str] | None = None,
 ) -> None:
     """Print on a terminal in colour and as wide as it; else as plain text.
 
-    `lines` and `text` give it for a width, or for None (any). In a job of several
-    processes process 0 prints, unless there is a `file`.
+    `lines` gives them for a width, or for None (any). In a job of several processes
+    process 0 prints, unless there is a `file`.
     """
     import jax
     from rich.console import Console
@@ -118,13 +136,12 @@ def show(
         from IPython.display import HTML, display
 
         display(HTML(as_html(lines(NOTEBOOK_WIDTH))))
-        return
-    if console.is_terminal:
+    elif console.is_terminal:
         for line in lines(console.width):
             console.print(line, soft_wrap=True)
-        return
-    width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
-    print(text(width), file=console.file)
+    else:
+        width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
+        print(plain(lines(width)), file=console.file)
 
 
 def as_html(lines: "Iterable[RenderableType]") -> str:
@@ -143,34 +160,54 @@ def as_html(lines: "Iterable[RenderableType]") -> str:
     for line in lines:
         console.print(line, soft_wrap=True)
     frame = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
-    theme = TerminalTheme(_GREY, _GREY, [_GREY, *_ON_ANY_PAGE], None)
+    grey, *colours = [(r, g, b) for r, g, b in map(bytes.fromhex, _PAGE.split())]
+    theme = TerminalTheme(grey, grey, [grey, *colours], None)
     return console.export_html(theme=theme, code_format=frame, inline_styles=True)
+
+
+def plain(lines: "Iterable[Text]") -> str:
+    """The lines as a text without colours."""
+    return "\n".join(line.plain for line in lines)
 
 
 class Shown:
     """Printing of a report, from its lines alone.
 
     A subclass gives `_lines(width)`: the lines in colour, for a width in characters,
-    or for None (as long as they get).
+    or for None (as long as they get); and `to_json()`.
     """
+
+    _formats = '"text" or "json"'
 
     def _lines(self, width: int | None) -> "Iterable[Text]":
         raise NotImplementedError
 
-    def report(self, *, width: int | None = None) -> str:
-        """The report as plain text.
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        raise NotImplementedError
+
+    def report(self, format: str = "text", *, width: int | None = None) -> str:
+        """The report as plain text, or as JSON.
 
         Args:
+            format: `"text"` or `"json"`.
             width: wrap at that many characters; None: lines as long as they get.
+
+        Raises:
+            LayoutError: there is no such format.
         """
-        return "\n".join(line.plain for line in self._lines(width))
+        if format == "text":
+            return plain(self._lines(width))
+        if format == "json":
+            return json.dumps(self.to_json(), indent=1)
+        raise LayoutError(f"format must be {self._formats}, got {format!r}")
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the report: in colour on a terminal, in a notebook as a cell.
 
         In a job of several processes process 0 prints, unless there is a `file`.
         """
-        show(self._lines, lambda width: self.report(width=width), file)
+        show(self._lines, file=file)
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
@@ -179,49 +216,3 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return as_html(self._lines(NOTEBOOK_WIDTH))
-
-
-def _cell(
-    name: str, row: Mapping[str, str], mark: str, styles: Mapping[str, str]
-) -> "Text":
-    from rich.text import Text
-
-    text = Text(row[name])
-    if name == "path":
-        return _folded(text)
-    if name == "spec":
-        return _spec(text, styles)
-    if name in ("shape", "array"):
-        return _dims(text, row["spec"], styles)
-    if name == "rule":
-        is_dim = text.plain.startswith("follows ")
-        text.stylize("red" if mark == "warning" else "dim" if is_dim else "")
-    elif name == "" or (name == "change" and "" not in row):
-        text.stylize(_CHANGES.get(mark, ""))
-    elif name == "change":
-        return _spec(text, styles)
-    elif name in ("shard", "dtype"):
-        text.stylize("dim")
-    return text
-
-
-def _spec(text: "Text", styles: Mapping[str, str]) -> "Text":
-    for name, style in styles.items():
-        text.highlight_regex(rf"(?<![\w.]){re.escape(name)}(?![\w.])", style)
-    text.highlight_regex(r"replicated|[P(),→]", "dim")
-    return text
-
-
-def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
-    """Each size in the colour of the first mesh axis that shards its dim."""
-    inside = re.search(r"P\((.*)\)", spec)
-    entries = inside[1].split(", ") if inside and "→" not in spec else []
-    sizes = list(re.finditer(r"\d+(?=[,\])])", text.plain))
-    for size, entry in zip(sizes, entries, strict=False):
-        text.stylize(styles.get(entry.split("+")[0], ""), *size.span())
-    return text
-
-
-def _folded(text: "Text") -> "Text":
-    text.highlight_regex(_FOLDED, "dim")
-    return text
