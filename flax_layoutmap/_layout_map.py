@@ -502,13 +502,12 @@ class LayoutMap(_Section):
         return f"LayoutMap({mesh}) {{{lines}{chr(10) if lines else ''}}}"
 
     def _repr_html_(self) -> str:
-        lines = []
-        for name, section in {"": self, **self._sections}.items():
-            if name and section:
-                lines.append(Line((name,), "heading"))
-            for number, (key, value) in enumerate(section.items(), 1):
-                lines.append(Line((str(number), key, str(value))))
-        grid = Grid(("rule", "pattern", "spec"), (True, False, False), tuple(lines))
+        lines = [
+            Line((f"{name} {number}".strip(), key, str(value)))
+            for name, section in {"": self, **self._sections}.items()
+            for number, (key, value) in enumerate(section.items(), 1)
+        ]
+        grid = Grid(("rule", "pattern", "spec"), (False,) * 3, tuple(lines))
         axes = () if self._mesh is None else self._mesh.axis_names
         mesh = "no mesh" if self._mesh is None else f"mesh {self._mesh}"
         return as_html([*coloured_grid(grid, axes), *coloured_lines(["", mesh], axes)])

@@ -1,6 +1,5 @@
 """DeviceMesh: a named grid of devices, with or without the devices."""
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -471,18 +470,6 @@ class DeviceMesh:
             kinds = "/".join(kind.name.lower() for kind in self.axis_types)
             notes.append(f"axis_types={kinds}")
         return f"DeviceMesh({', '.join([repr(str(self)), *notes])})"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(visible(name))}<td>{size}<td>{kind.name}"
-            for (name, size), kind in zip(
-                self.axis_sizes.items(), self.axis_types, strict=True
-            )
-        )
-        return (
-            f"<table><caption>{html.escape(repr(self))}</caption>"
-            f"<tr><th>axis<th>size<th>type{rows}</table>"
-        )
 
     def __copy__(self) -> "DeviceMesh":
         return self

@@ -33,7 +33,7 @@ from flax_layoutmap._show.snapshot import (
     snapshot_of,
 )
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import Shown, coloured, plain, show
+from flax_layoutmap._show.terminal import Shown, show
 from flax_layoutmap._tree.paths import fold
 
 if TYPE_CHECKING:
@@ -270,10 +270,8 @@ class Resolution(ResolvedTable, Shown):
         Raises:
             LayoutError: there is no such format.
         """
-        if format == "markdown":
-            return _report.markdown(self, fold)
-        if format == "text":
-            return plain(self._lines(width, fold=fold))
+        if format in ("text", "markdown"):
+            return _report.report(self, format, folded=fold, width=width)
         return super().report(format)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
@@ -316,21 +314,22 @@ class Resolution(ResolvedTable, Shown):
             file: where to; None for standard output, and then process 0 alone prints.
             fold: as for `report`.
         """
-        show(functools.partial(self._lines, fold=fold), file=file)
+        show(
+            functools.partial(self._lines, fold=fold),
+            lambda width: self.report(fold=fold, width=width),
+            file,
+        )
 
     def _lines(self, width: int | None, *, fold: bool = True) -> "Iterator[Text]":
-        axes = () if self.mesh is None else self.mesh.axis_names
-        return coloured(_report.report_parts(self, fold, width), axes)
+        return _report.coloured_report(self, width, folded=fold)
 
-    def remarks(self, *, large_only: bool = False, fold: bool = False) -> list[str]:
+    def remarks(self, *, fold: bool = False) -> list[str]:
         """Return unused rules, unmatched leaves and fallbacks, one line each.
 
         Args:
-            large_only: leave out fallbacks, and unmatched leaves that with those like
-                them have less than 1 % of the bytes and 10 % of what a device holds.
             fold: whether leaves that are alike share a line, as in `report`.
         """
-        return _remarks.remarks(self, large_only=large_only, folded=fold)
+        return _remarks.remarks(self, folded=fold)
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain JSON values, schema 1."""

@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -17,9 +17,16 @@ from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
 from flax_layoutmap._show.report import ROLES
 from flax_layoutmap._show.snapshot import Record, Snapshot
 from flax_layoutmap._show.table import Grid, fitted, grid_of, human_bytes, path_cell
-from flax_layoutmap._show.terminal import Shown, coloured, plain, show, wrapped
-from flax_layoutmap._tree.paths import apart, natural_key
-from flax_layoutmap._tree.paths import fold as fold_paths
+from flax_layoutmap._show.terminal import (
+    Shown,
+    coloured_grid,
+    coloured_lines,
+    wrapped,
+)
+from flax_layoutmap._tree.paths import fold, natural_key
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Change = Literal["added", "removed", "reshaped", "moved"]
 _SIGNS = {"added": "+", "removed": "-", "reshaped": "~", "moved": "→"}
@@ -86,33 +93,24 @@ class ResolutionDiff(Shown):
         """The changes of one kind, such as `"moved"`."""
         return tuple(leaf for leaf in self.changes if leaf.change == change)
 
-    def report(
-        self, format: str = "text", *, fold: bool = True, width: int | None = None
-    ) -> str:
-        """Mesh and rules, the leaves that changed, and totals.
-
-        Args:
-            format: `"text"`, or `"json"` (schema 1, never folded).
-            fold: as for `Resolution.report`.
-            width: as for `Resolution.report`.
-
-        Raises:
-            LayoutError: there is no such format.
-        """
-        if format == "text":
-            return plain(self._lines(width, fold=fold))
-        return super().report(format)
-
-    def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
-        """Print the report as `Resolution.show` does."""
-        show(functools.partial(self._lines, fold=fold), file=file)
-
     def to_json(self) -> dict[str, Any]:
         """The differences as plain JSON values, schema 1."""
         return {"schema": 1, "is_empty": self.is_empty, **dataclasses.asdict(self)}
 
-    def _lines(self, width: int | None, *, fold: bool = True) -> Iterator[Any]:
-        return coloured(_parts(self, fold, width), self.axes)
+    def _lines(self, width: int | None) -> "Iterator[Text]":
+        """Mesh and rules, the leaves that changed, and totals."""
+        above = []
+        if self.mesh[0] != self.mesh[1]:
+            above.append(f"mesh: {self.mesh[0]} → {self.mesh[1]}")
+        if self.rules:
+            above += ["rules:", *(f"  {line}" for line in self.rules)]
+        if self.changes:
+            above += [""] if above else []
+        yield from coloured_lines(wrapped(above, width), self.axes)
+        if self.changes:
+            yield from coloured_grid(_grid(self.changes, width), self.axes)
+        below = ["", *_totals(self)] if self.changes else _totals(self)
+        yield from coloured_lines(wrapped(below, width), self.axes)
 
     def __repr__(self) -> str:
         counts = collections.Counter(leaf.change for leaf in self.changes)
@@ -273,28 +271,10 @@ def _rule_texts(rules: RuleSet) -> list[str]:
 # ----------------------------------------------------------------------- the report
 
 
-def _parts(diff: ResolutionDiff, fold: bool, width: int | None) -> Iterator[str | Grid]:
-    """The lines above the table, the table, and the lines below it."""
-    above = []
-    if diff.mesh[0] != diff.mesh[1]:
-        above.append(f"mesh: {diff.mesh[0]} → {diff.mesh[1]}")
-    if diff.rules:
-        above += ["rules:", *(f"  {line}" for line in diff.rules)]
-    if diff.changes:
-        above += [""] if above else []
-    yield from wrapped(above, width)
-    if diff.changes:
-        yield from (_grid(diff.changes, fold, width), "")
-    yield from wrapped(_totals(diff), width)
-
-
-def _grid(changes: Sequence[LeafChange], fold: bool, width: int | None) -> Grid:
+def _grid(changes: Sequence[LeafChange], width: int | None) -> Grid:
     """A row for each leaf that changed, or for those of which the row says the same."""
-    paths = [leaf.path for leaf in changes]
-    keys = [
-        (leaf.change, leaf.text, _sizes(leaf), leaf.received_bytes) for leaf in changes
-    ]
-    folds = fold_paths(paths, keys) if fold else apart(paths)
+    keys = [(row.change, row.text, _sizes(row), row.received_bytes) for row in changes]
+    folds = fold([row.path for row in changes], keys)
     rows = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
     columns = {
         "": [_SIGNS[leaf.change] for leaf, _ in rows],
@@ -321,9 +301,8 @@ def _sizes(leaf: LeafChange) -> tuple[int, ...]:
 def _to_send(leaf: LeafChange, count: int) -> str:
     if leaf.change != "moved":
         return ""
-    return (
-        "?" if leaf.received_bytes is None else human_bytes(count * leaf.received_bytes)
-    )
+    most = leaf.received_bytes
+    return "?" if most is None else human_bytes(count * most)
 
 
 def _totals(diff: ResolutionDiff) -> Iterator[str]:

@@ -89,16 +89,11 @@ class _Unplaced(NamedTuple):
     bytes: int
 
 
-def remarks(
-    table: ResolvedTable, *, large_only: bool = False, folded: bool = False
-) -> list[str]:
+def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
     """Return unused rules, unmatched leaves and fallbacks, one line each.
 
-    With `large_only`, those that are worth a warning; if `folded`, leaves that are
-    alike share a line.
+    If `folded`, leaves that are alike share a line.
     """
-    if large_only:
-        return [remark.text for remark in warnings(table)]
     unused = [head + hint for head, hint, _ in _unused(table, hints=True)]
     return unused + [leaves.text for leaves in _unplaced(table, folded)]
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -30,12 +30,14 @@ from flax_layoutmap._show.table import (
     grid_of,
     human_bytes,
     human_share,
-    markdown_list,
     markdown_table,
     path_cell,
 )
-from flax_layoutmap._show.terminal import wrapped
+from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import Fold, Role, relation
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 ROLES: dict[Role, str] = {
     "parameter": "parameters",
@@ -49,19 +51,29 @@ _WORDS = {"no rule": "none", "not an array": "-", "flax metadata": "metadata"}
 _NUMBER = re.compile(r"float|uint|int|complex")
 
 
-def report_parts(
-    table: ResolvedTable, folded: bool, width: int | None
-) -> list[str | Grid]:
-    """The table, and the lines below it; see `Resolution.report`."""
+def report(
+    table: ResolvedTable,
+    format: str = "text",
+    *,
+    folded: bool = True,
+    width: int | None = None,
+) -> str:
+    """The whole report as `"text"` or `"markdown"`; see `Resolution.report`."""
     grid, lines = _grid_and_lines(table, folded, width)
-    return [grid, "", *wrapped(lines, width)]
+    if format == "markdown":
+        rows = markdown_table(grid, ("path", "spec", "rule"))
+        return "\n".join([rows, "", *(f"    {line}" for line in lines)])
+    return "\n".join([grid.text(), "", *lines])
 
 
-def markdown(table: ResolvedTable, folded: bool) -> str:
-    """The whole report, with paths, specs and rules as code."""
-    grid, lines = _grid_and_lines(table, folded, None)
-    rows = markdown_table(grid, ("path", "spec", "rule"))
-    return f"{rows}\n\n{markdown_list(lines)}"
+def coloured_report(
+    table: ResolvedTable, width: int | None, *, folded: bool = True
+) -> "Iterator[Text]":
+    """The lines of the report for rich."""
+    grid, lines = _grid_and_lines(table, folded, width)
+    axes = () if table.mesh is None else table.mesh.axis_names
+    yield from coloured_grid(grid, axes)
+    yield from coloured_lines(["", *lines], axes)
 
 
 def to_json(table: ResolvedTable) -> dict[str, Any]:
@@ -99,7 +111,7 @@ def _leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
 def _grid_and_lines(
     table: ResolvedTable, folded: bool, width: int | None
 ) -> tuple[Grid, list[str]]:
-    """The table, full or narrow, and the lines below it, of any length."""
+    """The table, full or narrow, and the lines below it."""
     leaves = table.columns()
     folds = folds_of(leaves, folded)
     if len(folds) < len(leaves.rows):
@@ -127,7 +139,8 @@ def _grid_and_lines(
         below.append(
             f"×{most}: {most} leaves that are alike, with the sum of their bytes"
         )
-    return grid, [*below, *_totals(table), *remarks(table, folded=folded)]
+    below += [*_totals(table), *remarks(table, folded=folded)]
+    return grid, wrapped(below, width)
 
 
 def _full(

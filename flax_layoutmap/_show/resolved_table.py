@@ -245,9 +245,9 @@ def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
     """Leaves as rows: those that are alike in all but the indices in their paths."""
     if not folded:
         return apart(leaves.paths)
-    numbers: dict[Hashable, int] = {}  # a number for each kind of leaf
+    numbers: dict[Hashable, int] = {}  # a number for each kind of decision
     known: dict[int, int] = {}  # many leaves share one decision
-    keys: list[int] = []
+    keys: list[Hashable] = []
     for path, shape, dtype, row, role in zip(*leaves, strict=True):
         same = known.get(id(row))
         if same is None:
@@ -255,8 +255,7 @@ def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
             said = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
             same = known[id(row)] = numbers.setdefault(said, len(numbers))
         owner = None if row.owner is None else _owner_key(path, row.owner)
-        kind = (shape, dtype, role, owner, same)
-        keys.append(numbers.setdefault(kind, len(numbers)))
+        keys.append((shape, dtype, role, owner, same))
     return fold(leaves.paths, keys)
 
 

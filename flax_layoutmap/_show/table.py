@@ -12,10 +12,6 @@ from rich.cells import cell_len
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._tree.paths import Fold
 
-# What Markdown would read as markup.
-_MARKUP = re.compile(
-    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
-)
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _OF_BYTES = ("bytes/device", "per device", "to send")
@@ -27,8 +23,8 @@ Columns = Mapping[str, Sequence[str]]  # texts by the name of the column
 class Line(NamedTuple):
     """One line of a Grid."""
 
-    cells: tuple[str, ...]  # one per column; of a heading, one that spans all
-    mark: str = ""  # for its colour: "warning", "heading", or the kind of a change
+    cells: tuple[str, ...]  # one per column
+    mark: str = ""  # for its colour: "warning", or the kind of a change
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +42,8 @@ class Grid:
             object.__setattr__(self, "lines", tuple(seen))
 
     def _columns(self) -> list[tuple[str, ...]]:
-        """Header and cells of each column, without the headings."""
-        rows = (line.cells for line in self.lines if line.mark != "heading")
-        return list(zip(self.names, *rows, strict=True))
+        """Header and cells of each column."""
+        return list(zip(self.names, *(line.cells for line in self.lines), strict=True))
 
     def widths(self) -> list[int]:
         """Width of each column, in cells of a terminal."""
@@ -69,8 +64,8 @@ class Grid:
         filled = zip(*map(_filled, columns, widths, self.right), strict=True)
         yield list(next(filled)), "header"
         yield ["─" * width for width in widths], "rule"
-        for cells, mark in self.lines:
-            yield list(cells if mark == "heading" else next(filled)), mark
+        for line in self.lines:
+            yield list(next(filled)), line.mark
 
     def text(self) -> str:
         """The table with two spaces between columns."""
@@ -111,30 +106,13 @@ def text_table(
 
 def markdown_table(grid: Grid, code: Sequence[str]) -> str:
     """A table of Markdown, with the columns of some names as code."""
-    rule = ["--:" if flag else ":--" for flag in grid.right]
-    rows = [
-        [
-            (_code(cell) if name in code else markdown_text(cell)).replace("|", "\\|")
-            for name, cell in zip(grid.names, line.cells, strict=True)
-        ]
-        for line in grid.lines
-    ]
-    rows = [list(grid.names), rule, *rows]
+    rows = [grid.names, tuple("--:" if right else ":--" for right in grid.right)]
+    for line in grid.lines:
+        cells = zip(grid.names, line.cells, strict=True)
+        rows.append(
+            tuple(_code(text) if name in code else text for name, text in cells)
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def markdown_list(lines: Sequence[str]) -> str:
-    """One item per line; an indented line is an item below the one before it."""
-    items = map(markdown_text, lines)
-    return "\n".join(
-        f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
-        for item in items
-    )
-
-
-def markdown_text(text: str) -> str:
-    """A text that Markdown shows as it is."""
-    return _MARKUP.sub(r"\\\g<0>", visible(text))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,15 +183,34 @@ def cut_path(path: str, width: int) -> str:
 
 def _code(cell: str) -> str:
     """A cell as code, with more marks around it than it holds in a row."""
-    if cell in ("", "-"):
-        return cell
-    if "`" not in cell:
-        return f"`{cell}`"
-    marks = "`" * (1 + max(map(len, _TICKS.findall(cell))))
-    return f"{marks} {cell} {marks}"
+    marks = "`" * (1 + max(map(len, _TICKS.findall(cell)), default=0))
+    space = " " if "`" in cell else ""
+    text = cell.replace("|", "\\|")
+    return f"{marks}{space}{text}{space}{marks}"
 
 
 def path_cell(fold: Fold) -> str:
     """The path of some leaves, and how many they are."""
     many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
     return f"{fold.text}{many}"
+
+
+# ---------------------------------- for pod and suggest, until they write no Markdown
+
+_MARKUP = re.compile(
+    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
+)
+
+
+def markdown_list(lines: Sequence[str]) -> str:
+    """One item per line; an indented line is an item below the one before it."""
+    items = map(markdown_text, lines)
+    return "\n".join(
+        f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
+        for item in items
+    )
+
+
+def markdown_text(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return _MARKUP.sub(r"\\\g<0>", visible(text))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 # By the mark of a line: of all of it, and of its cells without a name.
-_WHOLE = {"header": "bold", "rule": "dim", "heading": "bold"}
+_WHOLE = {"header": "bold", "rule": "dim"}
 _SIGNS = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
 
 _NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
@@ -60,15 +60,6 @@ def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
             break_on_hyphens=False,
         )
     return short
-
-
-def coloured(parts: Iterable[str | Grid], axes: Sequence[str]) -> "Iterator[Text]":
-    """Tables and lines of words, with the names of mesh axes in their colours."""
-    for part in parts:
-        if isinstance(part, Grid):
-            yield from coloured_grid(part, axes)
-        else:
-            yield from coloured_lines([part], axes)
 
 
 def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
@@ -113,18 +104,18 @@ def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]
 def _words(axes: Sequence[str], before: str) -> re.Pattern[str]:
     """The names of axes, before something; nothing where there are none."""
     names = "|".join(map(re.escape, axes)) or "(?!)"
-    return re.compile(rf"(?<![\w./'])(?:{names}){before}")
+    return re.compile(rf"(?<![\w./])(?:{names}){before}")
 
 
 def show(
-    lines: "Callable[[int | None], Iterable[Text]]",
-    text: Any = None,
-    file: IO[str] | None = None,
+    lines: "Callable[[int], Iterable[Text]]",
+    text: Callable[[int | None], str],
+    file: IO[str] | None,
 ) -> None:
     """Print on a terminal in colour and as wide as it; else as plain text.
 
-    `lines` gives them for a width, or for None (any). In a job of several processes
-    process 0 prints, unless there is a `file`.
+    `lines` and `text` give it for a width, or for None (any). In a job of several
+    processes process 0 prints, unless there is a `file`.
     """
     import jax
     from rich.console import Console
@@ -141,7 +132,7 @@ def show(
             console.print(line, soft_wrap=True)
     else:
         width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
-        print(plain(lines(width)), file=console.file)
+        print(text(width), file=console.file)
 
 
 def as_html(lines: "Iterable[RenderableType]") -> str:
@@ -163,11 +154,6 @@ def as_html(lines: "Iterable[RenderableType]") -> str:
     grey, *colours = [(r, g, b) for r, g, b in map(bytes.fromhex, _PAGE.split())]
     theme = TerminalTheme(grey, grey, [grey, *colours], None)
     return console.export_html(theme=theme, code_format=frame, inline_styles=True)
-
-
-def plain(lines: "Iterable[Text]") -> str:
-    """The lines as a text without colours."""
-    return "\n".join(line.plain for line in lines)
 
 
 class Shown:
@@ -197,7 +183,7 @@ class Shown:
             LayoutError: there is no such format.
         """
         if format == "text":
-            return plain(self._lines(width))
+            return "\n".join(line.plain for line in self._lines(width))
         if format == "json":
             return json.dumps(self.to_json(), indent=1)
         raise LayoutError(f"format must be {self._formats}, got {format!r}")
@@ -207,7 +193,7 @@ class Shown:
 
         In a job of several processes process 0 prints, unless there is a `file`.
         """
-        show(self._lines, file=file)
+        show(self._lines, lambda width: self.report(width=width), file)
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
