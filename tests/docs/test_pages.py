@@ -345,7 +345,7 @@ def test_the_keys_of_reports_are_those_of_the_tables() -> None:
     change = found["changes"][0]
     for key in change:
         assert f"`{key}`" in page.split("## The difference")[1]
-    assert set(change["after"]) == set(leaf) - {"rule", "note", "mesh"}
+    assert set(change["after"]) == set(leaf)
 
 
 # --------------------------------------------------------------------- rule files
