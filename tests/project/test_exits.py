@@ -212,7 +212,6 @@ def test_markup_of_rich_is_text(exit: str) -> None:
 
 MARKDOWN: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report("markdown"),
-    "diff": lambda name: compared(name).report("markdown"),
     "plan": lambda name: planned(name).report("markdown"),
     "suggestion": lambda name: suggested(name).report("markdown"),
 }
@@ -246,9 +245,6 @@ HTML: dict[str, Callable[[str], str]] = {
     "array": lambda name: drawn(name).html(),
     "array in a notebook": lambda name: drawn(name)._repr_html_(),
     "mesh": lambda name: flm.draw.mesh(resolved(name).mesh).html(),
-    "mesh in a notebook": lambda name: flm.DeviceMesh.abstract(
-        (2,), (name,)
-    )._repr_html_(),
     "rules in a notebook": lambda name: ruled(name)._repr_html_(),
     "lint in a notebook": lambda name: flm.lint(resolved(name))._repr_html_(),
     "diff in a notebook": lambda name: compared(name)._repr_html_(),

@@ -393,7 +393,7 @@ def test_the_hint_for_a_layer_with_a_number() -> None:
     layout_map["0/up"] = layout_map["down"] = None
     layout_map["layers/1/up/kernel"] = None
     found = layout_map.resolve([Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]).remarks()
-    assert found[0].endswith("matches no leaf; '1/up/kernel' is matched by none")
+    assert found[0].endswith("the closest path ends in '1/up/kernel'")
 
 
 @pytest.mark.parametrize("pattern", ["policy/up", "^policy/up$"])

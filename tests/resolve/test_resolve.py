@@ -999,7 +999,7 @@ def test_the_report_as_markdown() -> None:
         "| :-- | :-- | :-- | :-- | :-- | :-- | --: |",
         r"| `a` | (8,) | float32 | `P(data+model)` | `1 a\|b` | (1,) | 4 B |",
     ]
-    assert lines[4] == "- parameters: 1 leaf, 32 B, 4 B per device"
+    assert lines[4] == "    parameters: 1 leaf, 32 B, 4 B per device"
 
 
 def test_the_report_as_json() -> None:
@@ -1068,10 +1068,11 @@ def test_a_renamed_module_is_offered() -> None:
     tree = {name: {"kernel": struct(8, 8)} for name in ("down", "up_proj")}
     rules: Any = {"down/kernel": ("data", None), "up/kernel": (None, "model")}
     resolution = mapped(rules).resolve(tree)
-    told = "rule 2 'up/kernel' matches no leaf; 'up_proj/kernel' is matched by none"
+    hint = "; the closest path ends in 'up_proj/kernel'"
+    told = f"rule 2 'up/kernel' matches no leaf{hint}"
     assert resolution.remarks()[0] == f"unused: {told}"
     (found,) = [issue for issue in flm.lint(resolution) if issue.code == "LM101"]
-    assert found.message.endswith("; 'up_proj/kernel' is matched by none")
+    assert found.message.endswith(hint)
     assert found.fix.startswith("layout_map[\"up_proj/kernel\"] = (None, 'model')")
     with pytest.warns(flm.LayoutWarning, match=told):
         resolution.announce()
