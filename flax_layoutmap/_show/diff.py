@@ -189,9 +189,7 @@ def _received_bytes(
         return None
     if before.leaf.get("memory_kind") != leaf.get("memory_kind"):
         return np.full(math.prod(new.mesh_shape), leaf["bytes_per_device"])
-    shard = math.prod(leaf["shard_shape"])
-    itemsize = leaf["bytes_per_device"] // shard if shard else 0
-    return elements(tuple(leaf["shape"]), old, new) * itemsize
+    return elements(tuple(leaf["shape"]), old, new) * after.itemsize
 
 
 def _change_of(
@@ -203,7 +201,7 @@ def _change_of(
         return "removed"
     if before.array != after.array:
         return "reshaped"
-    is_same = before.spec == after.spec and _shard(before) == _shard(after)
+    is_same = (before.spec, before.shard) == (after.spec, after.shard)
     is_sent = each is not None and bool(each.any())
     return None if is_same and not is_sent else "moved"
 
@@ -219,13 +217,9 @@ def _text(change: Change, records: Sequence[Record]) -> str:
     if change == "reshaped":
         return arrays
     if change == "moved":
-        return specs if " → " in specs else f"{specs} {both(map(_shard, records))}"
+        shards = both(record.shard for record in records)
+        return specs if " → " in specs else f"{specs} {shards}"
     return f"{arrays} {specs}"
-
-
-def _shard(record: Record) -> str:
-    shape = record.leaf.get("shard_shape")
-    return "-" if shape is None else f"[{','.join(map(str, shape))}]"
 
 
 def _held(

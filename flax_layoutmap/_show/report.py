@@ -59,10 +59,11 @@ def report(
     width: int | None = None,
 ) -> str:
     """The whole report as `"text"` or `"markdown"`; see `Resolution.report`."""
-    grid, lines = _grid_and_lines(table, folded, width)
     if format == "markdown":
+        grid, lines = _grid_and_lines(table, folded, None)
         rows = markdown_table(grid, ("path", "spec", "rule"))
         return "\n".join([rows, "", *(f"    {line}" for line in lines)])
+    grid, lines = _grid_and_lines(table, folded, width)
     return "\n".join([grid.text(), "", *lines])
 
 
@@ -124,10 +125,9 @@ def _grid_and_lines(
     full = _full(table, leaves, folds, rows)
     grid, below = grid_of(full, marks), list[str]()
     if width is not None and grid.width() > width:
-        names = map(array_text, leaves.shapes, full["dtype"])
         narrow = {
             "path": full["path"],
-            "array": list(names),
+            "array": list(map(array_text, leaves.shapes, full["dtype"])),
             "spec": full["spec"],
             "rule": list(map(_number, rows)),
             "per device": full["bytes/device"],

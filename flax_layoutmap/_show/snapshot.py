@@ -1,6 +1,8 @@
 """What a Resolution decided, as JSON of schema 1: to compare, and for review."""
 
 import dataclasses
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +27,8 @@ class Record(NamedTuple):
     leaf: Mapping[str, Any]
     array: str  # shape and dtype: `f32[8,16]`
     spec: str  # `P(-, model)`
+    shard: str  # `[8,4]`, or `-` without a mesh
+    itemsize: int  # bytes of an element
     placement: Placement | None  # None without a mesh
 
 
@@ -80,7 +84,10 @@ def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
         places = tuple(tuple(map(mesh.axis_names.index, axes)) for axes in dims)
         placement = Placement(mesh.shape, places)
     array = array_text(tuple(leaf["shape"]), leaf.get("dtype") or "-")
-    return Record(leaf, array, spec, placement)
+    shape, size = leaf.get("shard_shape"), operator.index(leaf["bytes_per_device"])
+    shard = "-" if shape is None else f"[{','.join(map(str, shape))}]"
+    itemsize = size // (math.prod(map(operator.index, shape or ())) or 1)
+    return Record(leaf, array, spec, shard, itemsize, placement)
 
 
 def _own_mesh(leaf: Mapping[str, Any]) -> DeviceMesh | None:

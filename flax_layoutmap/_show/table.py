@@ -131,17 +131,12 @@ def human_share(share: float) -> str:
 
 def widest(texts: Sequence[str]) -> int:
     """Cells of a terminal that the widest of some texts takes."""
-    return max(map(len if _is_narrow("".join(texts)) else cell_len, texts))
-
-
-def _is_narrow(text: str) -> bool:
-    """Whether each character takes one cell, as `…` and `×` do."""
-    return text.isascii() or text.replace("…", "").replace("×", "").isascii()
+    return max(map(len if "".join(texts).isascii() else cell_len, texts))
 
 
 def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
     fill = str.rjust if right else str.ljust
-    if _is_narrow("".join(texts)):
+    if "".join(texts).isascii():
         return map(fill, texts, itertools.repeat(width))
     return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
