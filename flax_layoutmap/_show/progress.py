@@ -1,7 +1,6 @@
 """Progress of long work, on the terminal of process 0."""
 
 import contextlib
-import importlib.util
 import sys
 import threading
 import time
@@ -21,15 +20,10 @@ _EVERY_SECONDS = 0.2
 
 
 def is_shown(shown: bool | None) -> bool:
-    """Whether this process may show progress; None: on a terminal or in a notebook."""
+    """Whether this process may show progress; None: on a terminal."""
     if jax.distributed.is_initialized() and jax.process_index() != 0:
         return False
-    return (sys.stderr.isatty() or _has_widgets()) if shown is None else shown
-
-
-def _has_widgets() -> bool:
-    """Whether this is a notebook in which rich can show a bar."""
-    return "ipykernel" in sys.modules and bool(importlib.util.find_spec("ipywidgets"))
+    return sys.stderr.isatty() if shown is None else shown
 
 
 @contextlib.contextmanager
@@ -45,8 +39,8 @@ def shown_progress(
         what: what the block does: "restoring model"; or a function that returns it, if
             it changes.
         total: bytes that it reads, writes or moves; None shows the seconds alone.
-        shown: whether to show it; None: where somebody can see it, once the block has
-            taken 2 seconds.
+        shown: whether to show it; None: on a terminal, once the block has taken 2
+            seconds.
         count: returns the bytes so far.
     """
     if total == 0 or not is_shown(shown):
@@ -92,6 +86,6 @@ def _bar(*, is_counted: bool) -> "Progress":
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(),
         )
-    # Without ipywidgets, rich would print a warning in a notebook.
-    console = Console(stderr=True, force_jupyter=None if _has_widgets() else False)
+    # In a notebook rich needs ipywidgets, or prints a warning.
+    console = Console(stderr=True, force_jupyter=False)
     return progress.Progress(text, *columns, console=console)

@@ -94,7 +94,7 @@ def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
 
     If `folded`, leaves that are alike share a line.
     """
-    unused = [head + hint for head, hint, _ in _unused(table, hints=True)]
+    unused = [text for text, *_ in _unused(table)]
     return unused + [leaves.text for leaves in _unplaced(table, folded)]
 
 
@@ -109,10 +109,9 @@ def warnings(
     unused.
     """
     inner = functools.cache(table.inner_paths)
-    # Only unmatched paths are compared: other hints take longer than all else.
     found = [
-        Remark(head + hint, head, frozenset(inner(role).values()))
-        for head, hint, role in _unused(table, besides, hints=False)
+        Remark(text, about, frozenset(inner(role).values()))
+        for text, about, role in _unused(table, besides)
     ]
     sums = table.totals()
     for leaves in _unplaced(table, folded=True):
@@ -177,24 +176,21 @@ def _shares(size: int, sums: Totals) -> str:
 
 
 def _unused(
-    table: ResolvedTable, besides: Sequence[ResolvedTable] = (), *, hints: bool
-) -> list[tuple[str, str, Role]]:
-    """A line for each unused rule, with its hint, and the role that it is for."""
+    table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
+) -> Iterator[tuple[str, str, Role]]:
+    """Of each unused rule a line, with and without its hint, and the role it is for."""
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
-    elsewhere = [set(map(id, other.unused_rules)) for other in besides]
-    lines: list[tuple[str, str, Role]] = []
-    for rule in table.unused_rules:
-        if not all(id(rule) in unused for unused in elsewhere):
-            continue
+    unused = set.intersection(
+        *(set(map(id, other.unused_rules)) for other in (table, *besides))
+    )
+    rules = [rule for rule in table.unused_rules if id(rule) in unused]
+    for at, rule in enumerate(rules):
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
-        near = None
-        if len(lines) < _HINTS:
-            near = nearest(rule.pattern, table.parameter_paths(), free_only=not hints)
-        head = f"unused: {name} {rule.pattern!r} matches no leaf"
+        about = f"unused: {name} {rule.pattern!r} matches no leaf"
+        near = nearest(rule.pattern, table.parameter_paths()) if at < _HINTS else None
         role = "parameter" if number else "optimizer"
-        lines.append((head, near.hint if near else "", role))
-    return lines
+        yield about + (near.hint if near else ""), about, role
 
 
 class Near(NamedTuple):
@@ -210,12 +206,10 @@ class Near(NamedTuple):
         return f"; the closest path ends in {self.ending!r}"
 
 
-def nearest(
-    pattern: str, paths: Iterable[tuple[str, bool]], *, free_only: bool = False
-) -> Near | None:
+def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
     """The path that is most like a pattern, preferably one that no rule matches.
 
-    `paths` has each path and whether no rule matches it; `free_only` takes those alone.
+    `paths` has each path and whether no rule matches it.
     """
     parts = pattern.count("/") + 1
     endings: dict[str, bool] = {}
@@ -223,7 +217,7 @@ def nearest(
         ending = "/".join(path.split("/")[-parts:])
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
-    for some in (free,) if free_only else (free, endings):
+    for some in (free, endings):
         for ending in difflib.get_close_matches(pattern, some, 1, _SIMILAR):
             likeness = difflib.SequenceMatcher(None, ending, pattern).ratio()
             return Near(ending, likeness, endings[ending])

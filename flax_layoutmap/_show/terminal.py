@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 # of a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
-# By the mark of a line: of all of it, and of its cells without a name.
+# By the mark of a line of a table: of all of it, and of its cells without a name.
 _WHOLE = {"header": "bold", "rule": "dim"}
 _SIGNS = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
-
 _NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
-_BEGINNINGS = {"  - ": "red", "  + ": "green"}
-_WARNINGS = ("unused", "unmatched", "fallback")
-_TOPIC = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
+
+# Of what is in a line of words.
+_PHRASES = {
+    r"^[^\s:]+( [^\s:]+){0,2}(?=:( |$))": "bold",
+    r"^(unused|unmatched|fallback)[^:]*": "bold red",
+    r"^  - .*": "red",
+    r"^  \+ .*": "green",
+}
 _NARROWEST = 20
 NOTEBOOK_WIDTH = 110  # a cell's output is about as wide
-
-# Grey, then red, green, yellow, blue, magenta, cyan, white: legible on light and dark
-# pages.
-_PAGE = "808080 cd3c3c 328c3c a57800 467dd2 af50af 148c96 808080"
 
 
 def axis_styles(axes: Sequence[str]) -> dict[str, str]:
@@ -91,11 +91,9 @@ def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]
     colours = axis_styles(axes)
     names = _words(axes, r"(?==\d)")
     for line in lines:
-        text = Text(line, style=_BEGINNINGS.get(line[:4], ""))
-        topic = _TOPIC.match(line)
-        if topic is not None:
-            is_warning = topic[0].startswith(_WARNINGS)
-            text.stylize("bold red" if is_warning else "bold", 0, topic.end())
+        text = Text(line)
+        for phrase, style in _PHRASES.items():
+            text.highlight_regex(phrase, style)
         for word in names.finditer(line):
             text.stylize(colours[word[0]], *word.span())
         yield text
@@ -136,24 +134,19 @@ def show(
 
 
 def as_html(lines: "Iterable[RenderableType]") -> str:
-    """What rich prints, in the colours of the terminal, for a cell of a notebook."""
+    """What rich prints, for a cell of a notebook."""
     from rich.console import Console
-    from rich.terminal_theme import TerminalTheme
+    from rich.terminal_theme import DIMMED_MONOKAI  # legible on light and dark pages
 
     console = Console(
-        file=io.StringIO(),
-        record=True,
-        width=NOTEBOOK_WIDTH,
-        force_jupyter=False,
-        force_terminal=True,
-        color_system="standard",
+        file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, force_jupyter=False
     )
     for line in lines:
         console.print(line, soft_wrap=True)
     frame = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
-    grey, *colours = [(r, g, b) for r, g, b in map(bytes.fromhex, _PAGE.split())]
-    theme = TerminalTheme(grey, grey, [grey, *colours], None)
-    return console.export_html(theme=theme, code_format=frame, inline_styles=True)
+    return console.export_html(
+        theme=DIMMED_MONOKAI, code_format=frame, inline_styles=True
+    )
 
 
 class Shown:
