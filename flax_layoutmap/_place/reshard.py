@@ -66,7 +66,7 @@ def reshard(
         verify: compare a checksum of each JAX array before and after, as those of
             checkpoints. It reads the array twice.
         progress: show a bar; None: once it has taken 2 seconds, on a
-            terminal or in a notebook.
+            terminal.
 
     Returns:
         The tree with its leaves in the new layouts; those that have it already are

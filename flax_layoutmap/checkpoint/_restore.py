@@ -126,7 +126,7 @@ def restore(
             them, False skips them. Arrays to be converted are first read in the stored
             dtype, some at a time.
         progress: whether process 0 shows on stderr how much has been read; None:
-            once it has taken 2 seconds, on a terminal or in a notebook.
+            once it has taken 2 seconds, on a terminal.
 
     Returns:
         A tree of the target's type. Concrete NNX objects are updated in place once all

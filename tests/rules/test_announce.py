@@ -70,8 +70,8 @@ def test_a_whole_program_is_told_once(tmp_path: Path) -> None:
         model = flm.create(Model, layout_map)
     assert at_birth == [
         "4 findings\n"
-        "  - unused: rule 2 'typo/kernel' matches no leaf; 'down/kernel' is matched by "
-        "none\n"
+        "  - unused: rule 2 'typo/kernel' matches no leaf; the closest path ends in "
+        "'down/kernel'\n"
         "  - unmatched: down/bias (8,) is matched by no rule, so every device holds it "
         "in full (2.9% of the bytes)\n"
         "  - unmatched: down/kernel (16,8) is matched by no rule, so every device "
