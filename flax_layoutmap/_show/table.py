@@ -141,22 +141,18 @@ def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
     return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
 
-def _characters(text: str, width: int) -> int:
-    """About how many characters of a text take so many cells."""
-    return width * len(text) // max(cell_len(text), 1)
-
-
 def cut(text: str, width: int) -> str:
     """A text with its middle left out, where it is too long; the end counts for more.
 
     >>> cut("4 attention/(query|key|value)/kernel", 20)
     '4 atten…alue)/kernel'
     """
-    if cell_len(text) <= width:
-        return text
-    width = _characters(text, width)
-    end = (2 * (width - 1)) // 3
-    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+    short, room = text, width
+    while cell_len(short) > max(width, 1):
+        end = (2 * (room - 1)) // 3
+        short = f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
+        room -= 1  # characters of two cells take more
+    return short
 
 
 def cut_path(path: str, width: int) -> str:
@@ -165,15 +161,20 @@ def cut_path(path: str, width: int) -> str:
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'
     """
-    if cell_len(path) <= width:
-        return path
-    width = _characters(path, width)
+    short, room = path, width
+    while cell_len(short) > max(width, 1):
+        short = _without_parts(path, room)
+        room -= 1  # characters of two cells take more
+    return short
+
+
+def _without_parts(path: str, length: int) -> str:
     first = path.find("/") + 1
     for start, fewest in ((f"{path[:first]}…", 2), ("…", 1)):
-        at = path.find("/", max(first, len(path) + len(start) - width))
+        at = path.find("/", max(first, len(path) + len(start) - length))
         if at >= 0 and path.count("/", at) >= fewest:
             return f"{start}{path[at:]}"
-    return f"…{path[max(len(path) - width + 1, 0) :]}"
+    return f"…{path[max(len(path) - length + 1, 0) :]}"
 
 
 def _code(cell: str) -> str:
