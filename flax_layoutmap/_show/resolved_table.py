@@ -23,7 +23,7 @@ from flax_layoutmap._rules.records import (
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Fold, Role, apart, fold, relation
 
-# Random state, strings, and whole numbers (a `step`) are no parameters.
+# Random state, strings, and whole numbers (a `step`) are not parameters.
 _OTHER = ("random state", "not an array", "scalar")
 
 
@@ -33,7 +33,7 @@ class ResolvedTable:
     Attributes:
         rules: the rule set.
         shapes: global shape of each leaf.
-        dtypes: dtype of each leaf; None for a leaf that is no array.
+        dtypes: dtype of each leaf; None for a leaf that is not an array.
     """
 
     rules: RuleSet
@@ -118,21 +118,21 @@ class ResolvedTable:
         for section in self._flat.sections:
             count = section.stop - section.start
             roles.extend(itertools.repeat(section.role, count))
-        found = {key for key, row in self._distinct.items() if row.reason in _OTHER}
-        for at, row in enumerate(self._rows if found else ()):
-            if id(row) in found and roles[at] == "parameter":
+        other = {key for key, row in self._distinct.items() if row.reason in _OTHER}
+        for at, row in enumerate(self._rows if other else ()):
+            if id(row) in other and roles[at] == "parameter":
                 if row.reason != "scalar" or self.dtypes[at].kind in "iub":
                     roles[at] = "other"
         return roles
 
     def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
         """The leaves with the decisions that are wanted; None for all."""
-        own = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles)
+        leaves = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles)
         if wanted is None:
-            return own
-        found = {key for key, row in self._distinct.items() if wanted(row)}
-        chosen = [id(row) in found for row in self._rows] if found else ()
-        return Columns._make(list(itertools.compress(column, chosen)) for column in own)
+            return leaves
+        kept = {key for key, row in self._distinct.items() if wanted(row)}
+        chosen = [id(row) in kept for row in self._rows] if kept else ()
+        return Columns._make(list(itertools.compress(c, chosen)) for c in leaves)
 
     def parameter_paths(self) -> Iterator[tuple[str, bool]]:
         """Paths that a rule may have been meant for, and whether no rule matches them.
@@ -160,14 +160,13 @@ class ResolvedTable:
         Without scalars, such as a metric beside a model, of which no rule is asked. A
         path that several sections have ends in a number: `kernel`, `kernel #2`.
         """
-        found, counts = dict[str, str](), Counter[str]()
-        for at, own in enumerate(self._roles):
-            if own == role and self.shapes[at]:
-                path = self._flat.paths[at]
+        inner, counts = dict[str, str](), Counter[str]()
+        for at, path in enumerate(self._flat.paths):
+            if self._roles[at] == role and self.shapes[at]:
                 counts[path] += 1
                 more = f" #{counts[path]}" if counts[path] > 1 else ""
-                found[self.paths[at]] = path + more
-        return found
+                inner[self.paths[at]] = path + more
+        return inner
 
     # --------------------------------------------------------------- questions
 
@@ -179,7 +178,7 @@ class ResolvedTable:
         state of trees with optimizer state. Those that match no parameter and end in
         `/output` are for the outputs of layers, and not listed.
         """
-        found: list[Rule] = []
+        unused: list[Rule] = []
         sections = {"parameter": self.rules.rules, "optimizer": self.rules.optimizer}
         for role, section in sections.items():
             if section and role in self._roles:
@@ -189,17 +188,17 @@ class ResolvedTable:
                     if (row.reason == "optimizer rule") is (role == "optimizer")
                     for at in row.matched
                 }
-                found += [rule for at, rule in enumerate(section) if at not in used]
+                unused += [rule for at, rule in enumerate(section) if at not in used]
         return tuple(
-            rule for rule in found if not rule.optional and not is_for_outputs(rule)
+            rule for rule in unused if not rule.optional and not is_for_outputs(rule)
         )
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
         leaves = total = replicated = 0
         held = {False: 0, True: 0}  # on the device, and on its host
-        for (own, shape, dtype, shard, kind), count in self._alike.items():
-            if role is None or own == role:
+        for (of, shape, dtype, shard, kind), count in self._alike.items():
+            if role in (None, of):
                 leaves += count
                 whole = count * leaf_bytes(shape, dtype)
                 total += whole

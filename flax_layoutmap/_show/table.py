@@ -38,8 +38,8 @@ class Grid:
     def __post_init__(self) -> None:
         cells = itertools.chain.from_iterable(line.cells for line in self.lines)
         if not "".join(cells).isprintable():
-            seen = (Line(tuple(map(visible, own)), mark) for own, mark in self.lines)
-            object.__setattr__(self, "lines", tuple(seen))
+            lines = (Line(tuple(map(visible, row)), mark) for row, mark in self.lines)
+            object.__setattr__(self, "lines", tuple(lines))
 
     def _columns(self) -> list[tuple[str, ...]]:
         """Header and cells of each column."""
