@@ -5,7 +5,7 @@ import functools
 import hashlib
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -254,7 +254,11 @@ class Resolution(ResolvedTable, Shown):
     # ------------------------------------------------------------------ output
 
     def report(
-        self, format: str = "text", *, fold: bool = True, width: int | None = None
+        self,
+        format: Literal["text", "markdown", "json"] = "text",
+        *,
+        fold: bool = True,
+        width: int | None = None,
     ) -> str:
         """Return the table: path, shape, dtype, spec, rule, shard, bytes, and totals.
 
@@ -270,7 +274,7 @@ class Resolution(ResolvedTable, Shown):
         Raises:
             LayoutError: there is no such format.
         """
-        if format in ("text", "markdown"):
+        if format == "text" or format == "markdown":
             return _report.report(self, format, folded=fold, width=width)
         return super().report(format)
 

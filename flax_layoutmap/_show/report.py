@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -53,7 +53,7 @@ _NUMBER = re.compile(r"float|uint|int|complex")
 
 def report(
     table: ResolvedTable,
-    format: str = "text",
+    format: Literal["text", "markdown"] = "text",
     *,
     folded: bool = True,
     width: int | None = None,

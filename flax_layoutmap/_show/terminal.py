@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 
@@ -165,7 +165,9 @@ class Shown:
         """The report as plain JSON values."""
         raise NotImplementedError
 
-    def report(self, format: str = "text", *, width: int | None = None) -> str:
+    def report(
+        self, format: Literal["text", "json"] = "text", *, width: int | None = None
+    ) -> str:
         """The report as plain text, or as JSON.
 
         Args:
