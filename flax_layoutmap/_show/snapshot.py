@@ -53,6 +53,7 @@ def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
         schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise LayoutError(
             f"layouts of schema {schema!r} cannot be read; this is schema 1, what "
+            'resolution.report("json") and flm.testing.write_golden write'
         )
     try:
         rules = rules_from_json(data["rules"])

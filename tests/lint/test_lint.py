@@ -690,7 +690,10 @@ def test_a_report_is_a_tuple_that_prints() -> None:
     assert str(flm.lint([])) == "no findings" and not flm.lint([])
 
 
-def test_a_report_is_shown_everywhere_as_it_prints() -> None:
+def test_a_report_is_shown_everywhere_as_it_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     report, out, shown = two_issues(), io.StringIO(), io.StringIO()
     report.show(out)
     rich.print(report, file=shown)

@@ -1000,6 +1000,7 @@ CASES: dict[str, Case] = {
         lambda: snapshot_of({"schema": 2}),
         flm.LayoutError,
         "layouts of schema 2 cannot be read; this is schema 1, what "
+        'resolution.report("json") and flm.testing.write_golden write',
     ),
     "snapshot: dims": Case(
         lambda: snapshot_of(with_spec([])),

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_layoutmap as flm
-from flax_layoutmap.testing import compare as assert_golden
-from flax_layoutmap.testing import dump as write_golden
+from flax_layoutmap.testing import assert_golden, write_golden
 
-# What is to be reviewed, as `dump` is to write it: read it when it changes.
+# What is to be reviewed, as `write_golden` is to write it: read it when it changes.
 LAYOUTS = Path(__file__).parents[1] / "layouts"
 
 
