@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +29,7 @@ import jax.numpy as jnp
 import optax
 from _decoders import Config, Decoder
 from _decoders import step as decoder_step
+from checkpoint import forget
 from flax import nnx
 
 import flax_layoutmap as flm
@@ -253,14 +252,6 @@ def seconds_with(
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(objects)))
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {"MiB": stored / MIB, **medians}
-
-
-def forget(folder: str) -> None:
-    """Drop files from the page cache."""
-    for file in filter(Path.is_file, Path(folder).rglob("*")):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def orbax_checkpoints(sizes: Sizes) -> Figures:

@@ -106,25 +106,9 @@ def training_state(size: int, leaf: Leaf, key: Callable[[int], Any]) -> dict[str
     return {**trees, "step": leaf()}
 
 
-class Node(nnx.Module):
-    """A module with an attribute for each key of a dict, which may nest."""
-
-    def __init__(self, children: dict[str, Any]) -> None:
-        for name, child in children.items():
-            setattr(self, name, Node(child) if isinstance(child, dict) else child)
-
-
-def module(size: int) -> Node:
-    """An NNX model with about `size` parameters, its layers in an `nnx.List`."""
-    tree = parameters(max(1, round((size - 3) / len(LAYER))), parameter, str)
-    tree["model"]["layers"] = nnx.List(map(Node, tree["model"]["layers"].values()))
-    return Node(tree)
-
-
 KINDS: dict[str, Callable[[int], Any]] = {
     "plain dicts": lambda size: training_state(size, struct, str),
     "`nnx.State`": lambda size: nnx.State(training_state(size, parameter, int)),
-    "NNX module": module,
 }
 
 
@@ -195,8 +179,6 @@ def layout_map(case: Case) -> flm.LayoutMap:
 
 def floor(case: Case) -> Call:
     """What no library can go below: walking the tree and naming its leaves."""
-    if case.kind == "NNX module":
-        return partial(nnx.state, case.tree)
     return partial(jax.tree_util.tree_flatten_with_path, case.tree)
 
 
@@ -316,9 +298,7 @@ def usable(case: Case) -> dict[str, Callable[[Case], Call]]:
 def measure_kind(kind: str, options: argparse.Namespace) -> None:
     """Print the rows of one kind of tree."""
     columns = list(itertools.product(options.sizes, options.rules))
-    others = {}
-    if options.peers and kind != "NNX module":
-        others = usable(Case(kind, 300, 10))
+    others = usable(Case(kind, 300, 10)) if options.peers else {}
     rows = OURS | others
     cells: dict[str, list[str]] = {name: [] for name in rows}
     last: dict[tuple[str, int], tuple[float, int]] = {}  # seconds, and of which size

@@ -5,10 +5,8 @@
 The step multiplies every array of a model and of its Adam optimizer by one, all state
 donated, so that next to nothing is computed and what remains is dispatch. Prints a
 Markdown table: medians of the CPU time of the thread, and in brackets how many times
-the first row. Rows are measured in turn, 20 calls at a time; garbage collection and
-`train()` and `eval()` are outside of the clock. A mode change goes through the whole
-model, after which any call takes longer, so the two rows with one are for comparison
-with each other.
+the first row. Rows are measured in turn, 20 calls at a time; garbage collection is
+outside of the clock.
 """
 
 import argparse
@@ -19,7 +17,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -36,19 +34,15 @@ from jax.sharding import AxisType  # noqa: E402
 import flax_layoutmap as flm  # noqa: E402
 
 Call = Callable[[], Any]
-# A name, the call, and what happens before each call, outside of the clock.
-Row = tuple[str, Call, Callable[[], Any]]
-
 WARM_UP, IN_A_ROW = 3, 20
 
 
 class Layers(nnx.Module):
-    """Layers of two Variables each, and a Dropout whose mode can be changed."""
+    """Layers of two Variables each."""
 
     def __init__(self, count: int) -> None:
         rngs = nnx.Rngs(0)
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(count)])
-        self.dropout = nnx.Dropout(0.5)
 
 
 def step(model: Any, optimizer: Any, x: Any) -> Any:
@@ -74,17 +68,6 @@ def tree_step(model: Any, optimizer: Any, x: Any) -> Any:
 def pure_step(state: Any, x: Any) -> Any:
     """The same on a pure tree."""
     return jax.tree.map(lambda leaf: leaf * 1, state), x + 1
-
-
-def changes_mode(model: Layers) -> Callable[[], None]:
-    """A function that calls `train()` and `eval()` in turn."""
-    training = [False]
-
-    def change() -> None:
-        training[0] = not training[0]
-        model.train() if training[0] else model.eval()
-
-    return change
 
 
 class Bench:
@@ -129,32 +112,18 @@ class Bench:
         options = {"in_shardings": shardings, "out_shardings": shardings}
         return self.on_tree(jax.jit, tree, **options)
 
-    def after_mode_change(self, *, of_another: bool) -> tuple[Call, Any]:
-        """Our call, and what changes the mode of its model, or of another one."""
-        model, optimizer = self.placed()
-        donated = ("model", "optimizer")
-        jitted = flm.jit(step, layout_map=self.layout_map, donate_argnames=donated)
-        changed = self.placed()[0] if of_another else model
-        return lambda: jitted(model, optimizer, self.x), changes_mode(changed)
-
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> dict[str, Call]:
         """All rows; the first is the floor."""
         state, ours = nnx.state(self.placed()), {"layout_map": self.layout_map}
         flat, pure = jax.tree.leaves(state), nnx.to_pure_dict(nnx.state(self.placed()))
         explicit = Bench(*self.size, AxisType.Explicit)
-        calls: dict[str, Any] = {
+        return {
             "floor: `jax.jit` on a flat list": self.pinned(flat),
             "`jax.jit` on a pure dict": self.pinned(pure),
             "`jax.jit` on `nnx.State`": self.pinned(nnx.state(self.placed())),
             "**flm.jit**, model and optimizer": self.on_objects(flm.jit, **ours),
             "**flm.jit**, on Explicit axes": explicit.on_objects(
                 flm.jit, layout_map=explicit.layout_map
-            ),
-            "**flm.jit**, after another model's `train()` and `eval()`": (
-                self.after_mode_change(of_another=True)
-            ),
-            "**flm.jit**, after `train()` and `eval()` in turn": (
-                self.after_mode_change(of_another=False)
             ),
             "**flm.jit** on a pure dict": self.on_tree(
                 flm.jit, nnx.to_pure_dict(nnx.state(self.placed())), **ours
@@ -166,8 +135,6 @@ class Bench:
             "`nnx.jit`, graph=False": self.on_objects(nnx.jit, tree_step, graph=False),
             "`nnx.jit_partial`, graph=False": self.partial(),
         }
-        for name, call in calls.items():
-            yield name, *(call if isinstance(call, tuple) else (call, bool))
 
     def partial(self) -> Call:
         """The call that checks nothing."""
@@ -176,20 +143,18 @@ class Bench:
         return lambda: partial(self.x)
 
 
-def measure(rows: list[Row], rounds: int) -> dict[str, float]:
+def measure(rows: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median seconds of CPU time of a call, for each row."""
-    times: dict[str, list[float]] = {name: [] for name, *_ in rows}
-    for _, call, before in rows:
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for call in rows.values():
         for _ in range(WARM_UP):
-            before()
             jax.block_until_ready(call())
     gc.collect()
     gc.freeze()
     gc.disable()
     for _ in range(max(1, rounds // IN_A_ROW)):
-        for name, call, before in rows:
+        for name, call in rows.items():
             for _ in range(IN_A_ROW):
-                before()
                 start = time.thread_time()
                 result = call()
                 times[name].append(time.thread_time() - start)
@@ -213,9 +178,9 @@ def main() -> None:
         for variables in arguments.variables:
             print(f"{variables} Variables, {devices} devices", file=sys.stderr)
             heads.append(f"{variables}, {devices} dev.")
-            rows = list(Bench(variables, devices).rows())
+            rows = Bench(variables, devices).rows()
             measured = measure(rows, arguments.rounds)
-            floor = measured[rows[0][0]]
+            floor = measured[next(iter(rows))]
             for name, seconds in measured.items():
                 cell = f"{seconds * 1e6:,.0f} µs ({seconds / floor:.2f}×)"
                 cells.setdefault(name, []).append(cell)

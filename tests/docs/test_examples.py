@@ -8,7 +8,7 @@ from types import ModuleType
 import forks
 import numpy as np
 import pytest
-from helpers import ROOT, run_python
+from helpers import ROOT
 
 TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
 
@@ -88,43 +88,6 @@ def test_train_linen_continues_on_another_mesh() -> None:
     assert np.ptp(losses, axis=1).max() < 0.01
 
 
-def test_dtensor_tour() -> None:
-    path = ROOT / "examples" / "dtensor_tour.py"
-    # It asks for eight devices before JAX is imported.
-    out = run_python(
-        f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
-    )
-    lines = out.splitlines()
-    row = next(line for line in lines if "TPU:5" in line)
-    assert re.findall(r"\(\d, \d\)", row) == ["(2, 0)", "(0, 1)", "(2, 1)", "(1, 2)"]
-    for line in (
-        "result  ('batch', None)",
-        "its gradient returns to ('x', 'y')",
-        "d2.kernel has ('y', 'x')",
-    ):
-        assert line in lines
-    assert "hold the same part of an array (4, 2)" in out
-
-
-@pytest.mark.slow
-def test_port_from_keras_trains_by_rules_of_keras() -> None:
-    done = run_example("port_from_keras.py", "--steps=12")
-    assert done.code == 0, done.err
-    assert "LayoutWarning" not in done.err
-    assert re.search(
-        r"^decoder_block/0/ffw_norm/scale +gpt/decoder_block_0/ffw_norm/gamma$",
-        done.out,
-        flags=re.MULTILINE,
-    )
-    assert "mesh data=2,model=4" in done.out
-    assert "ffw_gating/output -> ('data', None, 'model')" in done.out
-    found = re.findall(r"^step +(\d+) +loss (\d\.\d+) ", done.out, re.MULTILINE)
-    assert [int(step) for step, _ in found] == [*range(12)]
-    losses = [float(loss) for _, loss in found]
-    assert losses[0] > 5 and losses[-1] < losses[0] - 0.5
-    assert "The loss fell." in done.out
-
-
 @pytest.mark.slow
 def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() -> None:
     done = run_example("load_hugging_face.py")
@@ -143,31 +106,6 @@ def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() ->
     assert done.code == 0, done.err
     assert "data=4,model=2: read 90,752 bytes (90,752 planned" in done.out
     assert "within the tolerance" in done.out
-
-
-def test_restore_on_another_mesh() -> None:
-    done = run_example("restore_on_another_mesh.py")
-    assert done.code == 0, done.err
-    assert "saved on DeviceMesh('data=2,model=4', abstract)" in done.out
-    assert "20 leaves are as saved (6.0 MiB)" in done.out
-    for mesh in ("data=4,model=2", "data=1,model=1"):
-        assert re.search(
-            rf"{mesh}.*up/kernel is \('data', 'model'\), the values are the same",
-            done.out,
-        )
-    assert "as asked for: bfloat16" in done.out
-    assert "cannot restore" in done.out and "down/kernel (1024,256)" in done.out
-
-
-def test_restore_without_the_model() -> None:
-    done = run_example("restore_without_the_model.py")
-    assert done.code == 0, done.err
-    assert "orbax-v0, step 200 (2 of 2)" in done.out
-    assert "values are the same" in done.out
-    found = re.search(r"read ([\d,]+) bytes of ([\d,]+)", done.out)
-    assert found is not None
-    read, held = (int(count.replace(",", "")) for count in found.groups())
-    assert read < held / 3  # the optimizer's state is left where it is
 
 
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
@@ -200,28 +138,3 @@ def test_batches_depend_on_the_step_alone() -> None:
     np.testing.assert_array_equal(batch, again)
     assert (batch != train_lm.batch_of(text, 8, batch=4, seq=16, seed=0)).any()
     assert (batch != train_lm.batch_of(text, 7, batch=4, seq=16, seed=1)).any()
-
-
-# What each example of several models prints at its end.
-SEVERAL_MODELS = {
-    "gan": ["generator P(None, 'model')", "critic P(None, 'data'), as its moments"],
-    "dpo": ["policy P('data', 'model')", "reference P(None, 'model')"],
-    "actor_critic": ["encoder P(None, 'model'), in both heads"],
-    "distillation": ["the teacher is untouched: P(None, 'model')"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEVERAL_MODELS)
-def test_several_models_in_one_step(name: str) -> None:
-    done = run_example(f"several_models/{name}.py")
-    assert done.code == 0, done.err
-    lines = SEVERAL_MODELS[name]
-    assert done.out.splitlines()[-len(lines) :] == lines
-    assert "LayoutWarning" not in done.err
-    reached = re.findall(r"(?:loss|reward)\D* (\d\.\d+)", done.out)
-    first, last = float(reached[0]), float(reached[-1])
-    if name == "actor_critic":
-        assert last > first + 0.3
-    elif name != "gan":  # whose losses do not fall
-        assert last < first - 0.1

@@ -738,58 +738,6 @@ def keras_3() -> None:
                 }
         return slots
 
-    class DecoderBlock(layers.Layer):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.attention_norm = layers.LayerNormalization(name="attention_norm")
-            self.attention = layers.MultiHeadAttention(
-                4, 16, use_bias=False, name="attention"
-            )
-            self.ffw_norm = layers.LayerNormalization(name="ffw_norm")
-            self.ffw_gating = layers.Dense(256, use_bias=False, name="ffw_gating")
-            self.ffw_linear = layers.Dense(64, use_bias=False, name="ffw_linear")
-
-        def call(self, x: Any) -> Any:
-            y = self.attention_norm(x)
-            x = x + self.attention(y, y, use_causal_mask=True)
-            return x + self.ffw_linear(self.ffw_gating(self.ffw_norm(x)))
-
-    class GPT(keras.Model):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.tokens = layers.Embedding(256, 64, name="token_embedding")
-            self.positions = layers.Embedding(64, 64, name="position_embedding")
-            self.blocks = [DecoderBlock(name=f"decoder_block_{at}") for at in range(2)]
-            self.final_norm = layers.LayerNormalization(name="final_norm")
-
-        def call(self, tokens: Any) -> Any:
-            x = self.tokens(tokens) + self.positions(np.arange(64))
-            for block in self.blocks:
-                x = block(x)
-            return self.final_norm(x)
-
-    def port() -> Iterator[Vector]:
-        """The model of `examples/port_from_keras.py`, and its rules, in Keras."""
-        sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "examples")]
-        rules: Any = importlib.import_module("port_from_keras").RULES
-        with under([(path, list(axes)) for path, axes in rules.items()], 0) as parallel:
-            model = GPT(name="gpt")
-            model(np.zeros((2, 64), np.int32))
-            outputs = [f"gpt/decoder_block_{at}/ffw_gating/output" for at in range(2)]
-            yield {
-                "mesh": MESHES[0],
-                "rules": [[path, list(axes)] for path, axes in rules.items()],
-                "variables": [
-                    [v.path, list(v.shape), spec_of(v), indices(v.value)]
-                    for v in model.variables
-                    if "seed_generator" not in v.path
-                ],
-                "outputs": [
-                    [path, axes_of(parallel.get_tensor_layout(path))]
-                    for path in outputs
-                ],
-            }
-
     def data() -> Iterator[Vector]:
         lib: Any = importlib.import_module("keras.src.backend.jax.distribution_lib")
         shapes: list[list[int]] = [[8], [8, 3], [16, 2, 2], [4, 4], [6, 2], [2, 8], []]
@@ -864,7 +812,6 @@ def keras_3() -> None:
     write("data", data())
     write("outputs", outputs())
     write("models", built())
-    write("port", port())
 
 
 if __name__ == "__main__":

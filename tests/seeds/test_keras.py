@@ -5,13 +5,11 @@ is deliberate, and one of the tables here has the reason.
 """
 
 import functools
-import importlib
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -1107,40 +1105,3 @@ def test_the_summary_of_tf_keras() -> None:
     assert per_device == 4 * (220 + 600 // 4 + 30 // 2) == 1540  # 1.50 KB
     assert round(4 * (220 + 600 + 30) / per_device, 2) == 2.21
     assert "1.5 KiB per device" in resolution.report()
-
-
-# ------------------------------------------------------ a script that came from Keras
-
-
-@pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example `port_from_keras.py`, as a module."""
-    monkeypatch.syspath_prepend(str(TESTS.parent / "examples"))
-    return importlib.import_module("port_from_keras")
-
-
-def test_rules_that_came_over_unchanged(port: ModuleType) -> None:
-    """Real Keras, with the same rules, has the weights where the example has them."""
-    (vector,) = load("port")
-    assert vector["rules"] == [[key, list(axes)] for key, axes in port.RULES.items()]
-    layout_map = port.layout_map_for(mesh_in(vector))
-    theirs = {path: held for path, _, _, held in vector["variables"]}
-    resolution = layout_map.resolve(port.make_model)
-    ours = {
-        port.keras_path(leaf.path): indices_of(
-            leaf.layout.sharding(len(leaf.shape)), leaf.shape
-        )
-        for leaf in resolution
-    }
-    assert ours == theirs
-    assert sum("model" in leaf.layout.axis_names for leaf in resolution) == 14
-    for path, axes in vector["outputs"]:
-        here = path.removeprefix("gpt/").replace("block_", "block/")
-        assert look_up(layout_map, here) == look_up(layout_map, path) == axes
-
-
-def test_the_example_needs_no_keras(port: ModuleType) -> None:
-    source = Path(str(port.__file__)).read_text(encoding="utf-8")
-    imported = re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE)
-    assert "flax_layoutmap" in imported
-    assert not {"keras", "tensorflow"} & set(imported)
