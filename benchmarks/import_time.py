@@ -84,7 +84,8 @@ def main() -> None:
         modules = f"{len(extra)} beyond those" if known else str(len(extra))
         names = ", ".join(sorted(extra)) if len(extra) < 5 else ""
         seconds = statistics.median(own_seconds(code) for _ in range(repeats))
-        print(f"| {what} | {modules} {names} | {seconds * 1000:.1f} ms |")
+        cell = f"{modules} {names}".strip()
+        print(f"| {what} | {cell} | {seconds * 1000:.1f} ms |")
 
 
 if __name__ == "__main__":

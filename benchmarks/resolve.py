@@ -9,8 +9,9 @@ times that is the floor. All rows of a tree are measured in turn, round after ro
 Garbage collection is off inside the clock, and Python's cache of compiled patterns is
 emptied before each call, because rules are applied once per job. On the smallest tree
 the specs of all libraries are compared with ours first; a difference stops the run.
-A library that cannot be imported has no row, and one that would take longer than
-`--limit` seconds by its time for the last smaller tree has an empty cell.
+A library that cannot be imported has no row. One that has taken `--limit` seconds sits
+the other rounds out, and one that would take longer than that for one call, by its time
+for the last smaller tree, has an empty cell.
 """
 
 import argparse
@@ -259,7 +260,7 @@ def cpu_seconds(prepare: Callable[[Case], Call], case: Case) -> float:
 
 
 def measure(
-    rows: dict[str, Callable[[Case], Call]], case: Case, repeats: int
+    rows: dict[str, Callable[[Case], Call]], case: Case, repeats: int, limit: float
 ) -> dict[str, float]:
     """Median seconds of each row; another row goes first in each round."""
     samples: dict[str, list[float]] = {name: [] for name in rows}
@@ -268,7 +269,9 @@ def measure(
         names = list(rows)
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            samples[name].append(cpu_seconds(rows[name], case))
+            spent = samples[name]
+            if not spent or sum(spent) + spent[-1] <= limit:
+                spent.append(cpu_seconds(rows[name], case))
     return {name: statistics.median(seconds) for name, seconds in samples.items()}
 
 
@@ -295,6 +298,11 @@ def usable(case: Case) -> dict[str, Callable[[Case], Call]]:
     return rows
 
 
+def three_digits(value: float) -> str:
+    """A number for people."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def measure_kind(kind: str, options: argparse.Namespace) -> None:
     """Print the rows of one kind of tree."""
     columns = list(itertools.product(options.sizes, options.rules))
@@ -311,13 +319,13 @@ def measure_kind(kind: str, options: argparse.Namespace) -> None:
             seconds, smaller = last.get((name, count), (0.0, 1))
             if seconds * size / smaller > options.limit:
                 del wanted[name]
-        medians = measure(wanted, case, options.repeats)
+        medians = measure(wanted, case, options.repeats, options.limit)
         last |= {(name, count): (medians[name], size) for name in wanted}
         for name in rows:
             cell = ""
             if name in wanted:
                 seconds, ratio = medians[name], medians[name] / medians["floor"]
-                cell = f"{seconds * 1000:,.3g} ms ({ratio:.2g}×)"
+                cell = f"{three_digits(seconds * 1000)} ms ({three_digits(ratio)}×)"
             cells[name].append(cell)
     for name, found in cells.items():
         print(f"| {kind} | {name} | " + " | ".join(found) + " |")
