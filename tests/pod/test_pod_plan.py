@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import jax
 import jax.numpy as jnp
 import optax
@@ -33,7 +34,7 @@ from pods import (
 
 import flax_layoutmap as flm
 
-EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "_decoders.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pod_plan.py"
 MIB = 1 << 20
 # A step, its arguments, and layouts of its state.
 Made = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -341,8 +342,7 @@ def test_as_the_tpu_compiler_counts() -> None:
     """
     example = runpy.run_path(str(EXAMPLE))
     state = example["abstract_state"](example["CONFIGS"]["1B"])
-    topology, slices, mesh = "v5e:4x4", 1, "data=1,fsdp=4,tensor=4"
-    batch, length = 16, 2048
+    topology, slices, mesh, batch, length = example["PLANS"][0]
     found = flm.pod.plan(
         example["train_step"],
         *state,
@@ -359,6 +359,18 @@ def test_as_the_tpu_compiler_counts() -> None:
     assert found.memory.at_rest["optimizer"] == pytest.approx(
         2 * found.memory.at_rest["parameter"], rel=1e-3
     )
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    done = forks.run([str(EXAMPLE), "--model=1B"], {"COLUMNS": "120"})
+    assert done.code == 0, done.err
+    for where in ("v5e:4x4", "v5p:4x4x4", "2 × v6e:16x16"):
+        assert f"({where})" in done.out
+    assert "data (DCN)" in done.out
+    # The third mesh is made only where DeviceMesh is told to split a dim.
+    assert done.out.count("warning: ") == 1 and "warning" not in done.err.lower()
+    assert "allow_split_physical_axes=True" in done.out
 
 
 def test_a_plan_counts_host_memory_apart() -> None:
