@@ -7,7 +7,5 @@ from flax_layoutmap.pod._plan import compile as compile
 from flax_layoutmap.pod._plan import plan as plan
 from flax_layoutmap.pod._records import Collective as Collective
 from flax_layoutmap.pod._records import Drift as Drift
-from flax_layoutmap.pod._records import Host as Host
 from flax_layoutmap.pod._records import Memory as Memory
-from flax_layoutmap.pod._records import Reshard as Reshard
 from flax_layoutmap.pod._report import PodReport as PodReport

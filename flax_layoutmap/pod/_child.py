@@ -1,18 +1,20 @@
 """The child process of `flm.pod.plan` and `compile`, which runs XLA on one program.
 
 It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
-only jaxlib or, to compile for TPUs, JAX and the TPU library, which may end the process
-at any moment. The folder has `request.json` and `module.mlirbc`; results go to
-`program.txt` and, last and atomically, to `result.json`.
+only jaxlib or, for libtpu, JAX. libtpu may end the process at any moment. The folder
+has `request.json` and `module.mlirbc`; the answer is in `program.txt`, `given.txt` and,
+last and atomically, `result.json`.
+
+The module goes to the compiler by the client's own interface, the one place where the
+package uses `jaxlib`: `jax.export` would lose what is donated, and needs `flatbuffers`.
 
 Nearly all of a compile is code generation. XLA writes its programs to files before
-that, so the process ends when the one that is wanted is there: the partitioned program
-for a plan; the final program and its buffers for `compile`, unless the request says
+that, so the process ends when the one that is wanted is there: the partitioned program,
+or the final program of libtpu and its buffers, unless the request says
 `"exact_memory"`.
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -32,11 +34,15 @@ _FIGURES = {
 _ON_HOST = {"argument": 1, "output": 1, "temp": 1, "alias": -1}
 # The compiler writes these one after the other; the last one begins when the others
 # are complete.
+_GIVEN = "before_optimizations.txt"
 _PARTITIONED = ".after_spmd-partitioning."
 _PROGRAM = "after_optimizations.txt"
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
 _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?!color)(.*)", re.MULTILINE)
+# libtpu 0.0.50 (jax 0.12) writes "page 0, " before the kind.
+_ALLOCATION = re.compile(
+    r"^allocation \d+: size (\d+), (?!color)(?:page \d+, )?(.*)", re.MULTILINE
+)
 # What JAX and the compiler raise. Anything else ends the process, with a trace that
 # the parent shows.
 _FAILURES = (
@@ -78,17 +84,15 @@ def _partition(folder: Path, request: dict[str, Any], answer: dict[str, Any]) ->
     code = (folder / "module.mlirbc").read_bytes()
     with _answering_early(folder, dict(answer), _partitioned):
         client.compile_and_load(code, xla_client.DeviceList(tuple(devices)), made)
-    if any((folder / "dump").glob(f"*{_PARTITIONED}*")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    raise RuntimeError("XLA wrote no partitioned program")
+    raise RuntimeError("XLA wrote no partitioned program; is the disk full?")
 
 
-def _partitioned(dump: Path) -> dict[str, Any] | None:
+def _partitioned(dump: Path) -> dict[str, str] | None:
     """The partitioned program; None until all of it is there, the entry last."""
     for path in dump.glob(f"*{_PARTITIONED}*"):
         text = path.read_text(encoding="utf-8")
         if "\nENTRY " in text and text.endswith("}\n\n"):
-            return {"text": text}
+            return {"program": text, "given": _dumped(dump, _GIVEN)}
     return None
 
 
@@ -100,9 +104,9 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
-    found = topologies.get_topology_desc(request["topology"], "tpu", **options)
+    described = topologies.get_topology_desc(request["topology"], "tpu", **options)
     answer["stage"] = "mesh"
-    devices = _grid(found.devices, request, answer)
+    devices = _grid(described.devices, request, answer)
     flat = list(np.asarray(devices, dtype=object).flat)
     answer["slice_of"] = [getattr(device, "slice_index", 0) for device in flat]
     answer["stage"] = "compile"
@@ -110,10 +114,9 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     options = request["compiler_options"] | _dump_to(folder)
     early = contextlib.nullcontext()
     if not request["exact_memory"]:
-        early = _answering_early(folder, dict(answer), _assigned)
+        early = _answering_early(folder, answer, _assigned)
     with early:
         executable = _compiled(code, flat, options, request)
-    answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
     answer["memory"] = {
         key: int(getattr(stats, name))
@@ -125,10 +128,8 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
             sign * int(getattr(stats, f"host_{name}_size_in_bytes"))
             for name, sign in _ON_HOST.items()
         )
-    answer["stage"] = "text"
-    text = _dumped(folder / "dump", _PROGRAM, "}\n\n")
-    _write(folder / "program.txt", text)
-    answer["stage"] = "done"
+    for name, text in _texts(folder / "dump").items():
+        _write(folder / f"{name}.txt", text)
 
 
 def _dump_to(folder: Path) -> dict[str, Any]:
@@ -140,14 +141,12 @@ def _dump_to(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _answering_early(
-    folder: Path,
-    answer: dict[str, Any],
-    found: Callable[[Path], dict[str, Any] | None],
+    folder: Path, answer: dict[str, Any], written: Callable[[Path], Any]
 ) -> Any:
-    """Answer and end the process as soon as `found` finds the program in the dump.
+    """Answer and end the process as soon as `written` finds the program in the dump.
 
-    It returns the program as `"text"`, with more for the answer, or None if it is not
-    there yet.
+    It returns the texts by name, with `"memory"` for the answer, or None while they are
+    not there.
     """
     is_compiled = threading.Event()
 
@@ -155,16 +154,18 @@ def _answering_early(
         try:
             while True:
                 ended = is_compiled.is_set()
-                more = found(folder / "dump")
-                if more is not None:
+                texts = written(folder / "dump")
+                if texts is not None:
                     break
                 if ended:
                     return  # this compiler writes no such file
                 is_compiled.wait(0.02)
-            _write(folder / "program.txt", more.pop("text"))
-            answer.update(more, stage="done")
+            if "memory" in texts:
+                answer["memory"] = texts.pop("memory")
+            for name, text in texts.items():
+                _write(folder / f"{name}.txt", text)
         except _FAILURES as error:
-            answer.update(stage="text", error=f"{type(error).__name__}: {error}")
+            answer["error"] = f"{type(error).__name__}: {error}"
         _end(folder, answer)
 
     thread = threading.Thread(target=look, daemon=True)
@@ -180,17 +181,17 @@ def _assigned(dump: Path) -> dict[str, Any] | None:
     """The final program and its memory; None until buffers are assigned."""
     if not any(dump.glob(f"*.{_ASSIGNED}")):
         return None
-    memory = allocated(_dumped(dump, _BUFFERS, "\n"))
-    return {"memory": memory, "text": _dumped(dump, _PROGRAM, "}\n\n")}
+    return {"memory": allocated(_dumped(dump, _BUFFERS)), **_texts(dump)}
 
 
-def _dumped(dump: Path, name: str, end: str) -> str:
-    """A text of the compiler, which does not report a full disk."""
-    (path,) = dump.glob(f"*.{name}")
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith(end):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path.name)
-    return text
+def _texts(dump: Path) -> dict[str, str]:
+    return {"program": _dumped(dump, _PROGRAM), "given": _dumped(dump, _GIVEN)}
+
+
+def _dumped(dump: Path, name: str) -> str:
+    """A text of the compiler; of several, that of the step, which is the largest."""
+    paths = sorted(dump.glob(f"*.{name}"), key=lambda path: path.stat().st_size)
+    return paths[-1].read_text(encoding="utf-8")
 
 
 def allocated(buffers: str) -> dict[str, int]:
@@ -199,16 +200,16 @@ def allocated(buffers: str) -> dict[str, int]:
     Allocations with a color are in other memories, such as that of the vector unit or
     of the host; thread-local ones are those of computations within the program.
     """
-    found = {"arguments": 0, "temporary": 0, "allocated": 0}
-    for size, what in _ALLOCATION.findall(buffers):
-        if what.startswith("thread-local"):
+    sizes = {"arguments": 0, "temporary": 0, "allocated": 0}
+    for size, kind in _ALLOCATION.findall(buffers):
+        if kind.startswith("thread-local"):
             continue
-        found["allocated"] += int(size)
-        if what.startswith("parameter "):
-            found["arguments"] += int(size)
-        elif what.startswith("preallocated-temp"):
-            found["temporary"] += int(size)
-    return found
+        sizes["allocated"] += int(size)
+        if kind.startswith("parameter "):
+            sizes["arguments"] += int(size)
+        elif kind.startswith("preallocated-temp"):
+            sizes["temporary"] += int(size)
+    return sizes
 
 
 def _end(folder: Path, answer: dict[str, Any]) -> None:
@@ -249,13 +250,12 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
 
 
 def _compiled(
-    code: bytes, devices: Sequence[Any], options: dict[str, Any], own: dict[str, Any]
+    code: bytes,
+    devices: Sequence[Any],
+    options: dict[str, Any],
+    request: dict[str, Any],
 ) -> Any:
-    """Compile a lowered module ahead of time, without devices.
-
-    `jax.jit` lowers for the devices it is going to run on; a module that was lowered
-    for a mesh without devices goes to the compiler by the client's own interface.
-    """
+    """Compile a lowered module ahead of time, without devices."""
     import numpy as np
     from jax.interpreters import mlir
     from jaxlib import xla_client
@@ -263,15 +263,16 @@ def _compiled(
 
     with mlir.make_ir_context():
         module = ir.Module.parse(code)
-    made = _options(np.array([[device.id for device in devices]]), options, own)
+    ids = np.array([[device.id for device in devices]])
+    made = _options(ids, options, request)
     where = xla_client.DeviceList(tuple(devices))
     return devices[0].client.compile(module, where, made)
 
 
-def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
+def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:
     """Options for one program on devices with these ids, of shape [1, devices].
 
-    `own` has which arguments and results have no sharding.
+    The request has which arguments and results have no sharding.
     """
     from jaxlib import xla_client
 
@@ -285,8 +286,8 @@ def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
     build.num_partitions = ids.size
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
-    build.allow_spmd_sharding_propagation_to_parameters = own["free_arguments"]
-    build.allow_spmd_sharding_propagation_to_output = own["free_results"]
+    build.allow_spmd_sharding_propagation_to_parameters = request["free_arguments"]
+    build.allow_spmd_sharding_propagation_to_output = request["free_results"]
     return made
 
 

@@ -64,7 +64,7 @@ class Program:
     # operations of several leaves.
     collectives: tuple[Collective, ...]
     # Lines that could not be read, and loops of unknown length.
-    unrecognised: tuple[str, ...]
+    unread: tuple[str, ...]
     # Lines that repeat an operation of another line.
     repeated: int
     # Lines that move nothing, as each device is alone in its group.
@@ -79,6 +79,7 @@ def read_program(
     sizes: Iterable[int],
     *,
     slice_of: Iterable[int] = (),
+    crossing: Collection[str] = (),
     paths: Sequence[str] = (),
     results: Mapping[int, str] | None = None,
     parameters: Collection[int] = (),
@@ -91,6 +92,7 @@ def read_program(
         names: names of the mesh axes.
         sizes: their sizes.
         slice_of: slice of each place of the mesh, row by row; empty for one slice.
+        crossing: axes that cross slices, where `slice_of` is empty.
         paths: path of each argument of the program.
         results: position of a result → path of the leaf that it updates, which the sums
             that it is computed from get; of several results the first counts.
@@ -106,7 +108,7 @@ def read_program(
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
     sources = Sources(module, paths, results or {}, parameters, new_parameters)
-    return _Reader(module, grid, sources).read()
+    return _Reader(module, grid, sources, frozenset(crossing)).read()
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,8 +123,11 @@ class _Found:
 
 
 class _Reader:
-    def __init__(self, module: Module, grid: Grid, sources: Sources) -> None:
+    def __init__(
+        self, module: Module, grid: Grid, sources: Sources, crossing: frozenset[str]
+    ) -> None:
         self.module = module
+        self.crossing = crossing
         self.grid = grid
         self.sources_of = sources
         self.seen: set[int] = set()
@@ -274,7 +279,7 @@ class _Reader:
             kind = "reduce-scatter"
         elif instruction.opcode.startswith("reduce-scatter"):
             arrays = _widened(arrays, groups.shape[1])
-        crosses = self.grid.crosses(groups)
+        crosses = self.grid.crosses(groups) or not self.crossing.isdisjoint(axes)
         return self.record(found, kind, axes, arrays, groups.shape[1], crosses)
 
     def between_slices(self, found: _Found) -> list[Collective] | str:
@@ -343,16 +348,6 @@ def wire_bytes(kind: Kind, size: int, members: int) -> int:
     if kind == "all-reduce":
         return 2 * size * (members - 1) // members
     return size * (members - 1) // members
-
-
-def members_of(one: Collective, sizes: Mapping[str, int]) -> int | None:
-    """The size of a collective's groups: all devices along its axes, or fewer."""
-    every = math.prod(sizes[name] for name in one.axes)
-    for parts in range(1, every + 1):
-        sent = wire_bytes(one.kind, one.bytes, every // parts)
-        if every % parts == 0 and sent == one.wire_bytes:
-            return every // parts
-    return None
 
 
 def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:

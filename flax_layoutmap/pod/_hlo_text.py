@@ -6,14 +6,11 @@ What cannot be read returns None, so that the caller can count it.
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-
-from flax_layoutmap.pod._mlir import element_type
 
 _ARRAY = re.compile(
     r"([a-z]\w*)\[((?:<?=?[0-9]{1,18}(?:,<?=?[0-9]{1,18})*)?)\](?:\{[^{}]*\})?"
@@ -28,6 +25,29 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
+
+# `bf16`, `u4`, `f8e4m3fn`.
+_ELEMENT_TYPE = re.compile(r"(bf|f|u|s)(\d+)(e\w+)?")
+_KINDS = {"bf": "bfloat", "f": "float", "u": "uint", "s": "int"}
+_OTHER_TYPES = {
+    "pred": ("bool", 8),
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
+}
+
+
+@functools.cache
+def _element_type(name: str) -> tuple[str, int] | None:
+    """NumPy's name and the bits of an element type.
+
+    >>> _element_type("f8e4m3fn"), _element_type("s4"), _element_type("token")
+    (('float8_e4m3fn', 8), ('int4', 4), None)
+    """
+    parts = _ELEMENT_TYPE.fullmatch(name)
+    if parts is None:
+        return _OTHER_TYPES.get(name)
+    kind, bits, form = parts.groups()
+    return f"{_KINDS[kind]}{bits}{'_' * bool(form)}{form or ''}", int(bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,19 +124,11 @@ class Module:
         line = self.by_name.get((computation, name or ""))
         return None if line is None else line.instruction
 
-    def changed(self, made: Mapping[Line, Sequence[Instruction]]) -> "Module":
+    def changed(self, made: Mapping[Line, Instruction]) -> "Module":
         """The program with other instructions in the place of some lines."""
-        after = sum(map(len, self.computations.values())) + len(self.loose)
-        numbers = itertools.count(self.text.count("\n") + after)
         computations = {
             name: [
-                line
-                for old in lines
-                for line in (
-                    [old]
-                    if old not in made
-                    else (_written(one, next(numbers)) for one in made[old])
-                )
+                _written(made[line], line) if line in made else line for line in lines
             ]
             for name, lines in self.computations.items()
         }
@@ -134,6 +146,20 @@ class Module:
                         found[computation, name] = line.instruction
         return found
 
+    def parameters(self) -> list["Array"]:
+        """The arguments of the program, in order; of a partitioned one their shards."""
+        found: dict[int, Array] = {}
+        for line in self.computations.get(self.entry or "", []):
+            number = _PARAMETER.search(line.text)
+            if number and line.instruction and isinstance(line.instruction.type, Array):
+                found[int(number[1])] = line.instruction.type
+        return [found[at] for at in sorted(found)]
+
+    def results(self) -> list["Array"]:
+        """The results of the program, in order; of a partitioned one their shards."""
+        root = self.root(self.entry or "")
+        return [] if root is None else arrays_of(root.type)
+
     def root(self, computation: str) -> Instruction | None:
         """The result of a computation."""
         for line in reversed(self.computations.get(computation, [])):
@@ -148,12 +174,12 @@ class Module:
         return int(found[1]) if found else None
 
 
-def _written(one: Instruction, number: int) -> Line:
+def _written(op: Instruction, old: Line) -> Line:
     """A line for an instruction, without its type."""
-    root, operands = "ROOT " * one.root, ", ".join(f"%{name}" for name in one.operands)
-    text = f"{root}%{one.name} = {one.opcode}({operands}){one.attributes}"
-    line = Line(number, text)
-    line.__dict__["instruction"] = one
+    root, operands = "ROOT " * op.root, ", ".join(f"%{name}" for name in op.operands)
+    text = f"{root}%{op.name} = {op.opcode}({operands}){op.attributes}"
+    line = Line(old.number, text)
+    line.__dict__["instruction"] = op
     return line
 
 
@@ -202,7 +228,7 @@ def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]
         name, index = found[1], int(found[2])
         element = f"{name}.element.{index}"
         if element not in tuples:
-            kind = _element_type(tuples.get(name, ""), index)
+            kind = _type_of_element(tuples.get(name, ""), index)
             line = f"%{element} = {kind} get-tuple-element(%{name}), index={index}"
             tuples[element] = line
             made.append(Line(number, line))
@@ -215,7 +241,7 @@ def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]
     return [*made, Line(number, text)]
 
 
-def _element_type(text: str, index: int) -> str:
+def _type_of_element(text: str, index: int) -> str:
     """The type of an element of the tuple that a line defines."""
     found = _LINE.fullmatch(text)
     end = None if found is None else _closing(found[3], 0)
@@ -266,7 +292,7 @@ def read_type(written: str) -> Type | None:
         return None
     if found[1] in ("token", "opaque"):
         return ()
-    known = element_type(found[1])
+    known = _element_type(found[1])
     if known is None:
         return None
     shape = tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size)
@@ -397,8 +423,10 @@ def communicates(text: str, instruction: Instruction) -> bool:
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _ESCAPED = re.compile(rb"\\([\\'\"]|[0-3][0-7]{2})")
-# Frames of libraries, which are skipped.
-_LIBRARIES = re.compile(r"(?:site|dist)-packages[/\\]")
+# Frames of these libraries are skipped; a model may be installed with pip, too.
+_LIBRARIES = re.compile(
+    r"[/\\](?:jax|jaxlib|flax|optax|chex|contextlib\.py)(?:[/\\]|$)"
+)
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 

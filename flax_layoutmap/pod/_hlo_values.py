@@ -84,10 +84,13 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
     called = dict(_LOOP_PARTS.findall(loop.attributes))
     condition, body = called.get("condition", ""), called.get("body", "")
     lines = module.computations.get(condition, [])
+    used = {name for line in lines for name in operand_names(line.text)}
     at = {
         int(found[1])
         for line in lines
-        if " get-tuple-element(" in line.text and (found := _INDEX.search(line.text))
+        if " get-tuple-element(" in line.text
+        and line.name in used
+        and (found := _INDEX.search(line.text))
     }
     below = any("direction=LT" in line.text for line in lines)
     bounds = {bound for bound in _constants(module, condition, set()) if bound > 0}

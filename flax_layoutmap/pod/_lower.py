@@ -1,49 +1,80 @@
 """Lower a step on an abstract mesh, with the arguments sharded by the rules."""
 
-import contextlib
-import functools
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
 from flax_layoutmap._core.topologies import Topology
-from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
     Argument,
-    Slot,
     call_with,
     names_of,
     signature_of,
     slots_of,
+    spans,
     take_apart,
 )
 from flax_layoutmap._step.inputs import holds_parameters
 from flax_layoutmap._step.jit import Jitted, jit
-from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.shardings import abstract
-from flax_layoutmap._step.trace import Job, mesh_context
 from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap.pod._aot import split_over_slices
-from flax_layoutmap.pod._lowered import (
-    Layouts,
-    Lowered,
-    constants_of,
-    kept_by,
+from flax_layoutmap._tree.paths import Roots
+from flax_layoutmap.pod._ask import split_over_slices
+from flax_layoutmap.pod._leaves import (
+    Leaf,
     leaves_of,
-    lower,
     notes_of,
+    same_trees,
     split_data,
 )
-from flax_layoutmap.pod._mlir import meshes
-from flax_layoutmap.pod._pairs import Results, comes_back, look_at, pairs_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A step, lowered for a mesh without devices.
+
+    Attributes:
+        name: of the step.
+        program: the `jax.stages.Lowered`.
+        leaves: one for each argument of the program, in order.
+        updates: position of a result → that of the argument in the same place of an
+            equal tree: its new value, or its gradient.
+        constants: shape and bytes of each array that the step closes over.
+        notes: warnings about the arguments.
+    """
+
+    name: str
+    program: Any
+    leaves: list[Leaf]
+    updates: dict[int, int]
+    constants: list[tuple[tuple[int, ...], int]]
+    notes: tuple[str, ...] = ()
+
+    def state(self) -> list[tuple[int, int]]:
+        """The updates of parameters, then those of optimizer state.
+
+        In this order a sum that both are computed from counts as the parameter's.
+        """
+        return [
+            (result, at)
+            for role in ("parameter", "optimizer")
+            for result, at in self.updates.items()
+            if self.leaves[at].role == role
+        ]
+
+
+# ------------------------------------------------------------------ rules and mesh
 
 
 def rules_and_mesh(
@@ -62,25 +93,25 @@ def rules_and_mesh(
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
     rules = None if layout_map is None else rule_set_of(layout_map, "layout_map=")
-    own = _abstract_mesh(mesh, topology)
-    if own is None and rules is not None and rules.mesh is not None:
-        own = _abstract_mesh(rules.mesh, topology)
-    if own is None and rules is None:
-        own = _mesh_of_arguments(args, kwargs)
-    if own is None:
+    chosen = _abstract_mesh(mesh, topology)
+    if chosen is None and rules is not None and rules.mesh is not None:
+        chosen = _abstract_mesh(rules.mesh, topology)
+    if chosen is None and rules is None:
+        chosen = _mesh_of_arguments(args, kwargs)
+    if chosen is None:
         raise MeshError(
             'a mesh is missing: pass mesh="fsdp=16,tensor=4", or rules that have one'
         )
-    types = zip(own.axis_names, own.axis_types, strict=True)
+    types = zip(chosen.axis_names, chosen.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]
     if manual:
         raise MeshError(
-            f"the axes {', '.join(map(repr, manual))} of the mesh {own} are manual, "
-            f'as inside of a shard_map; plan for a mesh of auto axes: mesh="{own}"'
+            f"the axes {', '.join(map(repr, manual))} of the mesh {chosen} are manual, "
+            f'as inside of a shard_map; plan for a mesh of auto axes: mesh="{chosen}"'
         )
     if topology is not None:
-        split_over_slices(own.axis_sizes, topology)
-    return None if rules is None else rules.on(own), own
+        split_over_slices(chosen.axis_sizes, topology)
+    return None if rules is None else rules.on(chosen), chosen
 
 
 def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
@@ -110,6 +141,8 @@ def _mesh_of_arguments(
     return None
 
 
+# -------------------------------------------------------------------------- errors
+
 # Errors of a step that needs the values of its arguments.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -118,17 +151,14 @@ _NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 # A mesh of devices that has another size than the plan's.
-_OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
+_OTHER_DEVICES = re.compile(
+    "AbstractMesh size: .* does not match the device|context mesh"
+)
 _WITHOUT_MESH = (
     ": in a NamedSharding, a jax.shard_map(mesh=…), or in out_shardings; name axes "
     'alone, jax.lax.with_sharding_constraint(x, PartitionSpec("data")), '
     'flm.distribute_tensor(x, ("data", None)), jax.shard_map without mesh=, or take '
     "jax.sharding.get_abstract_mesh() in the step"
-)
-# Axes are named, and no mesh is in context.
-_LACKS_MESH = re.compile(
-    r"mesh.*empty|empty.*mesh|not found in mesh: \(\)|not under a mesh context",
-    re.DOTALL | re.IGNORECASE,
 )
 
 
@@ -137,7 +167,7 @@ def lower_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rules: RuleSet | None,
-    donated: Any,
+    donated: str | Iterable[str],
     platform: str,
     mesh: DeviceMesh,
 ) -> Lowered:
@@ -147,11 +177,12 @@ def lower_step(
     `donated` arguments of a function of `jax.jit` are state, and not donated by this.
     """
     name = getattr(step, "__name__", "the step")
-    call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
+    jax_mesh: Any = mesh.jax_mesh
     try:
-        found = _in_its_mesh(call, mesh)
-        _check_mesh(found, mesh)
-        return found
+        with jax.sharding.use_abstract_mesh(jax_mesh):
+            lowered = _lower_step(step, args, kwargs, rules, donated, platform)
+        _check_mesh(lowered, mesh)
+        return lowered
     except _NEEDS_VALUES as error:
         raise LayoutError(
             f"{name} needs the values of its arguments, and a plan has none: "
@@ -163,11 +194,11 @@ def lower_step(
         if "ShapeDtypeStruct" not in str(error):
             raise
         raise LayoutError(
-            f"{name} uses a jax.ShapeDtypeStruct that is none of its arguments "
+            f"{name} uses a jax.ShapeDtypeStruct that is not among its arguments "
             f"({error}), such as a model in its closure; pass that as an argument"
         ) from error
     except ValueError as error:
-        if not _OTHER_DEVICES.search(str(error)):
+        if isinstance(error, LayoutError) or not _OTHER_DEVICES.search(str(error)):
             raise
         raise MeshError(
             f"{name} is planned for the mesh {mesh}, and names a mesh of other devices "
@@ -183,8 +214,8 @@ def _check_arguments(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        wanted = signature.parameters.values()
-        names = [str(one.replace(annotation=one.empty)) for one in wanted]
+        parameters = signature.parameters.values()
+        names = [str(each.replace(annotation=each.empty)) for each in parameters]
         given = [*map(_kind, args), *(f"{key}={_kind(kwargs[key])}" for key in kwargs)]
         raise LayoutError(
             f"{name}({', '.join(names)}) cannot be called with ({', '.join(given)}): "
@@ -199,34 +230,25 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
-    """Lower, and again in the context of the mesh if the step needs one and has none.
-
-    Constraints that name axes alone, as under `jax.set_mesh`, need one.
-    """
-    try:
-        return call()
-    except (RuntimeError, ValueError) as error:
-        context: Any = jax.sharding.get_abstract_mesh()
-        if isinstance(error, LayoutError) or context.axis_names:
-            raise
-        if not _LACKS_MESH.search(str(error)):
-            raise
-    jax_mesh: Any = mesh.jax_mesh
-    with jax.sharding.use_abstract_mesh(jax_mesh):
-        return call()
+_MESH = re.compile(r'"([^"]+)"=(\d+)')
 
 
 def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
     """Raise MeshError where the step names another mesh than the plan's."""
-    module = lowered.lowered.compiler_ir("stablehlo")
-    for _, sizes in meshes(module.operation):
-        if sizes and list(sizes.items()) != list(mesh.axis_sizes.items()):
-            other = ",".join(f"{name}={size}" for name, size in sizes.items())
+    for op in lowered.program.compiler_ir("stablehlo").body.operations:
+        if op.operation.name != "sdy.mesh":
+            continue
+        axes = _MESH.findall(str(op.attributes["mesh"]))
+        sizes = [(name, int(size)) for name, size in axes]
+        if sizes and sizes != list(mesh.axis_sizes.items()):
+            other = ",".join(f"{name}={size}" for name, size in sizes)
             raise MeshError(
                 f"{lowered.name} is planned for the mesh {mesh}, and names another "
                 f"one, {other}{_WITHOUT_MESH}"
             )
+
+
+# ------------------------------------------------------------------------ lowering
 
 
 def _lower_step(
@@ -234,82 +256,73 @@ def _lower_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rules: RuleSet | None,
-    donated: Any,
+    donated: str | Iterable[str],
     platform: str,
 ) -> Lowered:
-    _check_step(step)
+    owner = getattr(step, "__self__", step)
+    if is_nnx_object(owner):
+        raise LayoutError(
+            f"the step is a module ({type(owner).__name__}), whose arrays would be "
+            "constants of the program; pass it as an argument: "
+            "flm.pod.plan(lambda model, x: model(x), model, x, …)"
+        )
     is_nnx = type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
     if not isinstance(step, Jitted):
         if not is_nnx and callable(getattr(step, "trace", None)):
-            return lower_jitted(step, args, kwargs, rules, donated, platform)
+            return _lower_jitted(step, args, kwargs, rules, donated, platform)
         # nnx.jit wraps the user's function; its own options do not count here.
         step = jit(step.__wrapped__ if is_nnx else step, layout_map=rules)
     if rules is None:
         raise LayoutError(
-            "plan needs rules for a step that is no function of jax.jit; pass "
-            "layout_map=layout_map"
+            "plan needs layout_map= unless step is a jax.jit function whose arguments "
+            "have shardings"
         )
+    return _lower_ours(step, args, kwargs, rules, donated, platform)
+
+
+def _lower_ours(
+    step: Jitted,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet,
+    donated: str | Iterable[str],
+    platform: str,
+) -> Lowered:
+    """Lower what `flm.jit` would run."""
     job, arguments, program = step.without_running(
         args, kwargs, rules, split_data, donated
     )
-    return _lower_program(rules, platform, job, arguments, program)
-
-
-def _check_step(step: Any) -> None:
-    owner = getattr(step, "__self__", step)
-    if is_nnx_object(owner):
-        kind = type(owner).__name__
-        raise LayoutError(
-            f"the step is a module ({kind}), whose arrays would be constants of the "
-            "program; pass it as an argument: "
-            "flm.pod.plan(lambda model, x: model(x), model, x, …)"
-        )
-
-
-def _lower_program(
-    rules: RuleSet,
-    platform: str,
-    job: Job,
-    arguments: Sequence[Argument],
-    program: Program,
-) -> Lowered:
-    """Lower what `flm.jit` would run."""
-    leaves = [leaf for one in arguments for leaf in one.leaves]
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
     avals = [
         abstract(leaf, wanted or getattr(leaf, "sharding", None))
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
-    with mesh_context(rules, leaves):
-        traced = program.jitted.trace(*program.places.inputs(avals))
-        lowered = lower(traced, platform, job.name)
+    traced = program.jitted.trace(*program.places.inputs(avals))
+    lowered = _lower(traced, platform, job.name)
+    # The program has its inputs in another order than the leaves.
     order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
-    kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
-    place = {leaf: at for at, leaf in enumerate(kept)}
-    known: dict[int, int] = {}
+    place = {leaf: at for at, leaf in enumerate(order)}
     outcome, (changed, out_shapes) = program.outcome, program.shapes
+    updates: dict[int, int] = {}
     if outcome.change is None:
-        known = dict(enumerate((*outcome.changed, *outcome.nested)))
-    start = len(changed)
-    plain = jax.tree.unflatten(outcome.out_tree, out_shapes)
-    results = look_at(traced, order, plain, start, arguments)
-    shapes = [*changed, *out_shapes]
-    found, gradients = pairs_of(results, arguments, shapes, known)
-    fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
-    donated = set(program.donated)
+        updates = dict(enumerate((*outcome.changed, *outcome.nested)))
+    result = jax.tree.unflatten(outcome.out_tree, out_shapes)
+    updates |= {
+        len(changed) + at: leaf for at, leaf in same_trees(result, arguments).items()
+    }
+    gone = set(program.donated)
+    every = leaves_of(arguments, [at in gone for at in range(len(leaves))], avals)
     return Lowered(
         job.name,
         lowered,
-        leaves_of(arguments, kept, [at in donated for at in kept], avals),
-        {result: place[leaf] for result, leaf in found.items() if leaf in place},
-        kept,
-        Layouts(arguments, fixed),
-        constants_of(traced),
+        [every[at] for at in order],
+        {result: place[leaf] for result, leaf in updates.items()},
+        _constants(traced),
         notes=notes_of(arguments, rules),
-        gradients=gradients,
     )
 
 
-def lower_jitted(
+def _lower_jitted(
     step: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -319,124 +332,137 @@ def lower_jitted(
 ) -> Lowered:
     """Lower a `jax.jit` function, with its arguments sharded by the rules.
 
-    `state` names arguments that are state, beside those that are taken for it.
+    `state` names arguments that are state, beside those that are donated, hold
+    parameters by the rules, or come back. Numbers and other values stay as they are.
+    The function is called in another one, where its in_shardings are constraints:
+    arguments that the rules place otherwise are moved first.
     """
     signature = inspect.signature(step)
     named = names_of(signature, state, (), "donate_argnames")
     slots = slots_of(signature.bind(*args, **kwargs))
-    # An argument that holds anything else is static.
-    every = [
+    arguments = [
         take_apart(slot, value, is_state=slot.is_among(named), is_donated=False)
         for slot, value in slots
-        if all(map(_is_array_or_number, jax.tree.leaves(value)))
+        if _has_arrays(value)
     ]
-
-    def trace() -> Any:
-        own = {one.slot: one for one in every}
-        values = [
-            (slot, own[slot].plain() if slot in own else value) for slot, value in slots
-        ]
-        leaves = [leaf for one in every for leaf in one.leaves]
-        with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
-            return call_with(step.trace, signature, values)
-
+    traced = step.trace(*args, **kwargs)
+    donated = _donated(traced, arguments)
+    result = traced.out_info
+    arguments = _with_state(arguments, donated, result, rules)
     if rules is not None:
-        for at, one in enumerate(every):
-            if not one.is_state and holds_parameters(one, rules):
-                every[at] = one.as_state()
-        if any(one.is_container and not one.is_state for one in every):
-            every = _with_state(every, _donated(trace()))
-        every = _laid_out(every, rules)
-    traced = trace()
-    lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
-    donated = _donated(lowered)
-    taken = _taken(every, len(donated))
-    kept = kept_by(lowered, [one.slot.parameter for one in taken])
-    place = {leaf: at for at, leaf in enumerate(kept)}
-    count = sum(len(one.leaves) for one in taken)
-    results = look_at(traced, range(count), lowered.out_info, 0, taken)
-    if rules is None:
-        taken = _with_state(taken, donated, results)
-    shapes = jax.tree.leaves(lowered.out_info)
-    found, gradients = pairs_of(results, taken, shapes, {})
+        arguments = _sharded(arguments, rules)
+    placed = {
+        argument.slot: (argument, span)
+        for argument, span in zip(arguments, spans(arguments), strict=True)
+    }
+
+    def flat(*leaves: Any) -> Any:
+        values = []
+        for slot, value in slots:
+            if slot in placed:
+                argument, span = placed[slot]
+                value = argument.plain(leaves[span.start : span.stop])
+            values.append((slot, value))
+        return call_with(step, signature, values)
+
+    flat.__name__ = name = getattr(step, "__name__", "the step")
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    avals = [abstract(leaf, getattr(leaf, "sharding", None)) for leaf in leaves]
+    gone = [at for at, is_donated in enumerate(donated) if is_donated]
+    whole = jax.jit(flat, keep_unused=True, donate_argnums=gone)
     return Lowered(
-        getattr(step, "__name__", "the step"),
-        lowered,
-        leaves_of(
-            taken,
-            kept,
-            [donated[at] for at in kept],
-            [leaf for one in taken for leaf in one.leaves],
-        ),
-        {result: place[leaf] for result, leaf in found.items() if leaf in place},
-        kept,
-        Layouts(taken),
-        constants_of(traced),
-        {} if rules is None else _specs(taken, kept),
-        () if rules is None else notes_of(taken, rules),
-        gradients,
+        name,
+        _lower(whole.trace(*avals), platform, name),
+        leaves_of(arguments, donated, avals),
+        same_trees(result, arguments),
+        _constants(traced),
+        () if rules is None else notes_of(arguments, rules),
     )
 
 
-def _donated(step: Any) -> list[bool]:
-    """Whether each leaf that a traced or lowered step takes is donated."""
-    return [info.donated for info in jax.tree.leaves(step.args_info)]
+def _has_arrays(value: Any) -> bool:
+    """Whether an argument of `jax.jit` is a tree of arrays, and so is not static."""
+    leaves = jax.tree.leaves(value)
+    arrays = [hasattr(leaf, "dtype") for leaf in leaves]
+    numbers = [isinstance(leaf, bool | int | float | complex) for leaf in leaves]
+    return any(arrays) and all(map(max, arrays, numbers))
 
 
-def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
-    """The arguments that are not static, where a step takes so many leaves."""
-    if sum(len(one.leaves) for one in arguments) > count:
-        # Static numbers; only jax.jit knows which.
-        return [one for one in arguments if any(map(_is_array, one.raw))]
-    return list(arguments)
+def _donated(traced: Any, arguments: Sequence[Argument]) -> list[bool]:
+    """Whether a traced function of `jax.jit` donates each leaf of these arguments.
+
+    It has more leaves: numbers that are not static.
+    """
+    infos = iter(jax.tree.leaves(traced.args_info))
+    found = []
+    for argument in arguments:
+        for leaf in argument.leaves:
+            shape = np.shape(leaf)
+            found.append(next(info.donated for info in infos if info.shape == shape))
+    return found
 
 
 def _with_state(
     arguments: Sequence[Argument],
     donated: Sequence[bool],
-    results: Results | None = None,
+    result: Any,
+    rules: RuleSet | None,
 ) -> list[Argument]:
-    """Mark donated arguments as state, and those that are returned with other values.
-
-    With rules, which shard data over the batch axes, `results` is None: then only
-    containers that are donated are state.
-    """
-    start = 0
-    state: set[Slot] = set()
-    for one in _taken(arguments, len(donated)):
-        own = range(start, start + len(one.leaves))
-        start = own.stop
-        found = any(donated[at] for at in own)
-        if results is None:
-            found = found and one.is_container
+    """Mark the arguments that are state: donated, with parameters, or returned."""
+    returned = {*same_trees(result, arguments).values()} if rules is None else set()
+    marked = []
+    for argument, span in zip(arguments, spans(arguments), strict=True):
+        is_tuple = argument.treedef == jax.tree.structure(tuple(argument.leaves))
+        is_donated = any(donated[at] for at in span)
+        is_state = argument.is_state or (is_donated and argument.is_container)
+        if rules is None:
+            is_state |= is_donated or not (is_tuple or returned.isdisjoint(span))
         else:
-            found = found or comes_back(results, one, own)
-        if found and not one.is_state:
-            state.add(one.slot)
-    return [one.as_state() if one.slot in state else one for one in arguments]
+            is_state = is_state or holds_parameters(argument, rules)
+        marked.append(argument.as_state() if is_state else argument)
+    return marked
 
 
-def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
-    """Position of each argument of a program → the spec of its leaf."""
-    leaves = [leaf for one in arguments for leaf in one.leaves]
-    found = {
-        at: getattr(leaves[leaf], "sharding", None) for at, leaf in enumerate(kept)
-    }
-    return {at: one.spec for at, one in found.items() if one is not None}
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype")
-
-
-def _is_array_or_number(leaf: Any) -> bool:
-    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-
-
-def _laid_out(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
+def _sharded(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
     """Arguments whose leaves have the shardings of the rules."""
-    shardings = iter(Layouts(arguments).under(rules))
+    trees = {
+        argument.name: argument.plain(
+            [abstract(leaf, None) for leaf in argument.leaves]
+        )
+        for argument in arguments
+        if argument.is_state
+    }
+    shardings: Any = ()
+    if trees:
+        resolution = resolve(Roots(trees), rules)
+        resolution.announce()
+        shardings = resolution.sharding_list()
+    by_rule = iter(shardings)
     return [
-        one.with_leaves([abstract(leaf, next(shardings)) for leaf in one.leaves])
-        for one in arguments
+        argument.with_leaves(
+            [abstract(leaf, next(by_rule)) for leaf in argument.leaves]
+            if argument.is_state
+            else split_data(argument, rules)
+        )
+        for argument in arguments
     ]
+
+
+def _lower(traced: Any, platform: str, name: str) -> Any:
+    """Lower a trace for a platform; callbacks into Python are refused."""
+    try:
+        return traced.lower(lowering_platforms=(platform,))
+    except ValueError as error:
+        if not re.search("AbstractMesh|backend", str(error)):
+            raise
+        raise LayoutError(
+            f"{name} cannot be lowered without devices ({error}): leave out of the "
+            "planned step what calls back into Python (jax.debug.print, "
+            "jax.pure_callback and the like)"
+        ) from error
+
+
+def _constants(traced: Any) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of the arrays that a traced function closes over."""
+    constants = {id(array): array for array in traced.jaxpr.consts}
+    return [(tuple(np.shape(each)), int(each.nbytes)) for each in constants.values()]

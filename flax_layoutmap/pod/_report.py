@@ -1,23 +1,22 @@
-"""PodReport: the result of a plan or a compile, with assertions for tests."""
+"""PodReport: the result of a plan, with assertions for tests."""
 
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import NOTEBOOK_WIDTH, as_html, show
+from flax_layoutmap._show.terminal import Shown
 from flax_layoutmap.pod import _report_text
-from flax_layoutmap.pod._records import KINDS, Collective, Findings, Kind
+from flax_layoutmap.pod._records import KINDS, Collective, Drift, Engine, Kind, Memory
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
     from rich.text import Text
-
-
-Format = Literal["text", "markdown", "json"]
 
 # Collectives that send fewer bytes than this in a step do not count for `expect`, such
 # as the mean of a loss or the norm of gradients.
@@ -25,95 +24,80 @@ _SMALL = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PodReport(Findings):
-    """The collectives, memory, reshards and fit of a step on a mesh.
+class PodReport(Shown):
+    """The collectives, memory and fit of a step on a mesh.
 
     Made by `flm.pod.plan` and `flm.pod.compile`.
 
     Attributes:
-        engine: the source: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
-            TPUs) or `"estimate"` (Shardy's passes).
+        engine: who was asked: `"libtpu"`, or `"partitioner"` (XLA's).
         step: name of the step.
         mesh: the mesh, without devices.
         topology: the slices that it is on, or None.
         platform: what the step was lowered for: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`.
-        fits: whether the compiler accepts it; of a plan, False where what is at rest is
-            too much already, else None.
+        fits: whether libtpu accepts it; of the partitioner False where what is at rest
+            is too much already, else None.
         memory: bytes on one device.
         collectives: in the order of the program.
-        reshards: values that a layout or a constraint forces to another sharding;
-            parameters that are gathered for use are among the collectives only.
-        hosts: what each host holds and reads; empty without a topology.
         flops_per_device: operations of the matrix products of a step, on one device.
-        flops_total: the same if no device did the work of another.
+        flops_total: the same of the step, before it is partitioned.
         compute_seconds: the least time for them; None without a topology.
         seconds_bound: axes (`"fsdp"`, `"data (DCN)"`) → least time of their
             collectives, bandwidth alone: no latency, no overlap.
         drift: state that leaves the step in another layout than it came in.
-        unrecognised: what could not be read in the program → how often.
-        unrecognised_at: the same → the lines of the step that it comes from, each once;
-            of a plan.
-        warnings: what is worth a look.
-        took_seconds: how long it took to find out.
-        replan: what `with_layout` calls; None but for a plan.
-        values: what `shardings` calls; None but for a plan.
-        paths: every leaf of the arguments, so that `forbid` knows a path that is none.
+        unread: part of the program that could not be read → how often.
+        warnings: messages to read.
+        paths: every leaf of the arguments.
+        took_seconds: wall-clock seconds of the plan.
     """
 
     __module__ = "flax_layoutmap.pod"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but the program, which `with_layout` would need."""
-        return {**self.__dict__, "replan": None, "values": None}
+    engine: Engine
+    step: str
+    mesh: DeviceMesh
+    topology: Topology | None = None
+    platform: str = "tpu"
+    fits: bool | None = None
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    collectives: tuple[Collective, ...] = ()
+    flops_per_device: int = 0
+    flops_total: int = 0
+    compute_seconds: float | None = None
+    seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    drift: tuple[Drift, ...] = ()
+    unread: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    paths: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    took_seconds: float = dataclasses.field(default=0.0, compare=False)
 
     # ------------------------------------------------------------------- output
 
-    def report(self, format: Format = "text", *, width: int | None = None) -> str:
-        """Return the report as text, Markdown or JSON.
-
-        Args:
-            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
-            width: of the text, in characters; None for as wide as it gets.
-
-        Raises:
-            LayoutError: there is no such format.
-        """
-        if format == "json":
-            return json.dumps(self.to_json(), indent=1)
-        if format == "text":
-            return _report_text.as_text(self, width)
-        if format == "markdown":
-            return _report_text.as_markdown(self)
-        raise LayoutError(
-            f'format must be "text", "markdown" or "json", got {format!r}'
-        )
-
-    def show(self, file: IO[str] | None = None) -> None:
-        """Print the report, in colours on a terminal.
-
-        Args:
-            file: where to; None for standard output.
-        """
-        show(
-            lambda width: _report_text.coloured(self, width),
-            lambda width: self.report(width=width),
-            file,
-        )
-
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterable[Text]":
-        return _report_text.coloured(self, options.max_width)
-
-    def _repr_html_(self) -> str:
-        return as_html(_report_text.coloured(self, NOTEBOOK_WIDTH))
+    def _lines(self, width: int | None) -> "Iterable[Text]":
+        return _report_text.lines(self, width)
 
     def __str__(self) -> str:
         return self.report()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, schema 1."""
-        return {"schema": 1, **_report_text.as_json(self)}
+        """Return the report as plain JSON values, schema 2."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("mesh", "topology")
+        }
+        topology = None if self.topology is None else str(self.topology)
+        plain = json.loads(json.dumps(fields, default=dataclasses.asdict))
+        plain["memory"]["at_rest_bytes"] = self.memory.at_rest_bytes
+        plain["memory"]["headroom_bytes"] = self.memory.headroom_bytes
+        mesh = mesh_to_json(self.mesh)
+        return {"schema": 2, "mesh": mesh, "topology": topology, **plain}
+
+    def __repr__(self) -> str:
+        sent = human_bytes(self.wire_bytes())
+        return (
+            f"<PodReport by {self.engine}: {self.step} on {self.mesh}, "
+            f"{len(self.collectives)} collectives, {sent} sent per device>"
+        )
 
     # ---------------------------------------------------------------- questions
 
@@ -127,14 +111,12 @@ class PodReport(Findings):
         Raises:
             LayoutError: there is no such axis or kind.
         """
-        if axis is not None:
-            _check_axis(self, axis)
-        if kind is not None:
-            _check_kind(kind)
+        _check(self, axis, kind)
         return sum(
-            one.wire_bytes_per_step
-            for one in self.collectives
-            if (axis is None or axis in one.axes) and kind in (None, one.kind)
+            collective.wire_bytes_per_step
+            for collective in self.collectives
+            if (axis is None or axis in collective.axes)
+            and kind in (None, collective.kind)
         )
 
     def expect(
@@ -143,32 +125,32 @@ class PodReport(Findings):
         axis: str,
         kinds: Collection[Kind] | Kind,
         small_bytes: int = _SMALL,
-        unrecognised: bool = False,
+        allow_unread: bool = False,
     ) -> None:
         """Assert that exactly these kinds of collectives run over an axis.
 
-        One whose axes are not known counts for every axis.
+        One whose axes are unknown counts for every axis.
 
         Args:
             axis: a mesh axis.
             kinds: such as `{"all-reduce"}`; `set()` for none.
             small_bytes: collectives of one kind over the same axes do not count where
                 they send less than this together in a step.
-            unrecognised: whether it may pass where not all of the program was read.
+            allow_unread: pass even if parts of the program could not be read.
 
         Raises:
             AssertionError: other kinds run over it, or one of them does not; or
-                `report.unrecognised` is not empty.
+                `report.unread` is not empty.
             LayoutError: there is no such axis or kind.
         """
         wanted = {kinds} if isinstance(kinds, str) else set(kinds)
         for kind in wanted:
-            _check_kind(kind)
-        _check_axis(self, axis)
-        every = [one for one in self.collectives if _may_be_over(one, axis)]
-        large = _large(every, small_bytes)
-        other = [one for one in large if one.kind not in wanted]
-        missing = sorted(wanted - {one.kind for one in large if axis in one.axes})
+            _check(self, axis, kind)
+        _check(self, axis, None)
+        over = [each for each in self.collectives if _may_be_over(each, axis)]
+        large = _large(over, small_bytes)
+        other = [each for each in large if each.kind not in wanted]
+        missing = sorted(wanted - {each.kind for each in large if axis in each.axes})
         lines = _report_text.lines_of(other)
         lines += [f"{kind}: expected, and none runs over it" for kind in missing]
         if lines:
@@ -177,7 +159,7 @@ class PodReport(Findings):
                 f"run {', '.join(sorted(wanted)) or 'no collectives'}:\n"
                 f"{bullet_list(lines)}"
             )
-        _check_all_read(self, unrecognised)
+        _check_all_read(self, allow_unread)
 
     def forbid(
         self,
@@ -187,11 +169,11 @@ class PodReport(Findings):
         axis: str | None = None,
         source: str | None = None,
         small_bytes: int = 0,
-        unrecognised: bool = False,
+        allow_unread: bool = False,
     ) -> None:
         """Assert that no collective matches.
 
-        One whose axes are not known counts for every axis.
+        One whose axes are unknown counts for every axis.
 
         Args:
             path: regex, searched in the path of the leaf that is moved.
@@ -201,13 +183,12 @@ class PodReport(Findings):
                 `"model.py:36 Attention.__call__"`.
             small_bytes: those of one kind over the same axes do not count where they
                 send less than this together in a step.
-            unrecognised: whether it may pass where not all of the program was read.
+            allow_unread: pass even if parts of the program could not be read.
 
         Raises:
-            AssertionError: there is one; all are listed. Or `report.unrecognised` is
-                not empty.
-            LayoutError: nothing is forbidden, there is no such axis, kind or leaf, or,
-                in a plan, nothing comes from such a line.
+            AssertionError: there is one; all are listed. Or `report.unread` is not
+                empty.
+            LayoutError: nothing is forbidden, or there is no such axis, kind or leaf.
         """
         given = {"path": path, "kind": kind, "axis": axis, "source": source}
         what = ", ".join(f"{key}={value!r}" for key, value in given.items() if value)
@@ -218,27 +199,23 @@ class PodReport(Findings):
             )
         _check_pattern("source", source)
         _check_pattern("path", path)
-        if kind is not None:
-            _check_kind(kind)
-        if axis is not None:
-            _check_axis(self, axis)
+        _check(self, axis, kind)
         _check_path(self, path)
-        _check_source(self, source)
         some = [
-            one
-            for one in self.collectives
-            if (axis is None or _may_be_over(one, axis))
-            and kind in (None, one.kind)
-            and any(_matches(path, leaf) for leaf in (one.path, *one.joined))
-            and _matches(source, one.source)
+            each
+            for each in self.collectives
+            if (axis is None or _may_be_over(each, axis))
+            and kind in (None, each.kind)
+            and any(_matches(path, leaf) for leaf in (each.path, *each.joined))
+            and _matches(source, each.source)
         ]
-        found = _large(some, small_bytes)
-        if found:
+        large = _large(some, small_bytes)
+        if large:
             raise AssertionError(
                 f"{self.step} on mesh {self.mesh} was to have no collective with "
-                f"{what}:\n{bullet_list(_report_text.lines_of(found))}"
+                f"{what}:\n{bullet_list(_report_text.lines_of(large))}"
             )
-        _check_all_read(self, unrecognised)
+        _check_all_read(self, allow_unread)
 
     def compare(self, other: "PodReport") -> str:
         """Compare with another report in a table.
@@ -247,134 +224,67 @@ class PodReport(Findings):
             other: of another layout, mesh, or engine.
 
         Raises:
-            LayoutError: it is no report.
+            LayoutError: it is not a report.
         """
         if not isinstance(other, PodReport):
             raise LayoutError(
                 f"compare needs another report, got {other!r}; make one with "
-                "report.with_layout(layout_map) or flm.pod.plan(step, …)"
+                "flm.pod.plan(step, …, layout_map=other)"
             )
         return _report_text.comparison(self, other)
 
-    def with_layout(self, layout_map: Any) -> "PodReport":
-        """Plan the same step with other rules, without tracing it again.
 
-        Constraints inside of the model stay as they were traced: rules for activations
-        and names have no effect here, and the report warns where they are others.
-
-        Args:
-            layout_map: other rules; their mesh must have the same axes, or none.
-
-        Raises:
-            LayoutError: this report is none of a plan, or the mesh is another.
-            ResolveError: the step's arguments do not fit the rules.
-        """
-        if self.replan is None:
-            raise LayoutError(
-                f"a report of {self.engine!r} has no program to lay out again; use "
-                "flm.pod.plan(step, …).with_layout(layout_map)"
-            )
-        return self.replan(layout_map)
-
-    def shardings(self, pattern: str = "") -> list[tuple[str, str, str]]:
-        """Return the shardings of the values in the program, by operation.
-
-        Args:
-            pattern: regex, searched in `"dot_general model.py:36 Attention.__call__"`.
-
-        Returns:
-            For each operation: what it is and where it comes from, its type, its spec.
-
-        Raises:
-            LayoutError: this report is none of a plan, or the regex is none.
-        """
-        _check_pattern("pattern", pattern)
-        if self.values is None:
-            raise LayoutError(
-                f"a report of {self.engine!r} has no shardings of values; use "
-                "flm.pod.plan(step, …).shardings()"
-            )
-        return self.values(pattern)
-
-    def __repr__(self) -> str:
-        sent = human_bytes(self.wire_bytes())
-        return (
-            f"<PodReport of {self.engine}: {self.step} on {self.mesh}, "
-            f"{len(self.collectives)} collectives, {sent} sent per device>"
-        )
-
-
-def _may_be_over(one: Collective, axis: str) -> bool:
-    """Whether a collective may run over an axis: its own axes may be unknown."""
-    return not one.axes or axis in one.axes
+def _may_be_over(collective: Collective, axis: str) -> bool:
+    """Whether a collective may run over an axis: its axes may be unknown."""
+    return not collective.axes or axis in collective.axes
 
 
 def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
     """Those of a kind and axes that send at least so many bytes together in a step."""
     alike: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for one in some:
-        alike.setdefault((one.kind, one.axes), []).append(one)
+    for collective in some:
+        alike.setdefault((collective.kind, collective.axes), []).append(collective)
     return [
-        one
+        collective
         for members in alike.values()
         if sum(member.wire_bytes_per_step for member in members) >= small_bytes
-        for one in members
+        for collective in members
     ]
 
 
-def _check_all_read(report: PodReport, unrecognised: bool) -> None:
+def _check_all_read(report: PodReport, allow_unread: bool) -> None:
     """Raise AssertionError if a part of the program was not read."""
-    if report.unrecognised and not unrecognised:
-        parts = bullet_list(_report_text.not_read(report))
+    if report.unread and not allow_unread:
+        parts = [f"{part} ({times})" for part, times in report.unread.items()]
         raise AssertionError(
-            f"the {report.engine} found nothing against it, but did not read all of "
-            f"{report.step} on mesh {report.mesh}:\n{parts}\n"
-            "pass unrecognised=True where these may do what they like"
+            f"no violation found in {report.step} on mesh {report.mesh}, but parts of "
+            f"the program could not be read:\n{bullet_list(parts)}\n"
+            "pass allow_unread=True to ignore them"
+        )
+
+
+def _check(report: PodReport, axis: str | None, kind: str | None) -> None:
+    """Raise LayoutError for an axis or a kind that there is not."""
+    names: Sequence[str] = report.mesh.axis_names
+    if axis is not None and axis not in names:
+        raise LayoutError(
+            f"the mesh {report.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
+        )
+    if kind is not None and kind not in KINDS:
+        raise LayoutError(
+            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
+            f"are {', '.join(KINDS)}"
         )
 
 
 def _check_path(report: PodReport, path: str | None) -> None:
     if not path or not report.paths:
         return
-    if not any(re.search(path, one) for one in report.paths):
-        parts = {part for one in report.paths for part in (one, *one.split("/"))}
+    if not any(re.search(path, leaf) for leaf in report.paths):
+        parts = {part for leaf in report.paths for part in (leaf, *leaf.split("/"))}
         raise LayoutError(
-            f"no leaf of the arguments of {report.step} is like {path!r}"
-            f"{did_you_mean(path, parts)}, so that nothing would be forbidden"
-        )
-
-
-def _check_source(report: PodReport, source: str | None) -> None:
-    """Raise LayoutError for a source without operations; only a plan lists them."""
-    if not source or report.values is None:
-        return
-    known = [one.source for one in (*report.collectives, *report.reshards)]
-    if any(line is not None and _matches(source, line) for line in known):
-        return
-    lines = {text.partition(" ")[2] for text, _, _ in report.values("")} - {""}
-    if not any(re.search(source, line) for line in lines):
-        parts = {part for line in lines for part in (line, *line.split(" "))}
-        raise LayoutError(
-            f"no operation of {report.step} comes from a line like {source!r}"
-            f"{did_you_mean(source, parts)}, so that nothing would be forbidden"
-        )
-
-
-def _check_axis(report: PodReport, axis: str) -> None:
-    """Raise LayoutError for an axis that the mesh does not have."""
-    names: Sequence[str] = report.mesh.axis_names
-    if axis not in names:
-        raise LayoutError(
-            f"the mesh {report.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
-        )
-
-
-def _check_kind(kind: str) -> None:
-    """Raise LayoutError for an unknown kind."""
-    if kind not in KINDS:
-        raise LayoutError(
-            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
-            f"are {', '.join(KINDS)}"
+            f"no argument of {report.step} matches path={path!r}"
+            f"{did_you_mean(path, parts)}; the check would always pass"
         )
 
 
@@ -384,7 +294,7 @@ def _check_pattern(name: str, pattern: str | None) -> None:
         re.compile(pattern or "")
     except re.error as error:
         raise LayoutError(
-            f"{name}={pattern!r} is no regular expression: {error}; write a literal "
+            f"{name}={pattern!r} is not a regular expression: {error}; write a literal "
             "bracket as \\(, or use re.escape"
         ) from error
 

@@ -1,4 +1,4 @@
-"""A PodReport as text, Markdown, colours or plain JSON values."""
+"""The lines of a PodReport."""
 
 import collections
 import dataclasses
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._show.table import (
     Grid,
     Line,
@@ -14,22 +13,15 @@ from flax_layoutmap._show.table import (
     cut_path,
     human_bytes,
     human_share,
-    markdown_list,
-    markdown_table,
-    markdown_text,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import fold
-from flax_layoutmap.pod._records import (
-    Collective,
-    Drift,
-    Findings,
-    Host,
-    Reshard,
-)
+from flax_layoutmap.pod._records import Collective, axes_text
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from flax_layoutmap.pod._report import PodReport
 
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
@@ -37,101 +29,44 @@ _ROWS = 20
 _CELL = 16
 
 
-def as_text(report: Findings, width: int | None) -> str:
+def lines(report: "PodReport", width: int | None) -> "Iterator[Text]":
     """Title, two tables, remarks."""
-    parts = _parts(report, width)
-    return "\n".join(
-        part.text() if isinstance(part, Grid) else "\n".join(part) for part in parts
-    )
-
-
-def coloured(report: Findings, width: int) -> "Iterator[Text]":
-    """The lines of the text for rich; without colours, those of the text."""
     axes = report.mesh.axis_names
-    for part in _parts(report, width):
-        if isinstance(part, Grid):
-            yield from coloured_grid(part, axes)
-        else:
-            yield from coloured_lines(part, axes)
-
-
-def _parts(report: Findings, width: int | None) -> Iterator[Grid | list[str]]:
-    """Tables, and lines between them."""
-    yield [title(report), ""]
-    yield _by_axis(report)
     largest, more = _largest(report, width)
+    yield from coloured_lines([title(report), ""], axes)
+    yield from coloured_grid(_by_axis(report), axes)
     if largest.lines:
-        yield [""]
-        yield largest
-        yield from [[more]] if more else []
-    yield ["", *wrapped(remarks(report), width)]
+        yield from coloured_lines([""], axes)
+        yield from coloured_grid(largest, axes)
+        yield from coloured_lines([more] if more else [], axes)
+    yield from coloured_lines(["", *wrapped(_remarks(report), width)], axes)
 
 
-def as_markdown(report: Findings) -> str:
-    """The same as Markdown."""
-    parts = [f"**{markdown_text(title(report))}**"]
-    largest, more = _largest(report, None)
-    for grid in (_by_axis(report), largest):
-        if grid.lines:
-            parts.append(markdown_table(grid, ("path", "source")))
-    lines = [more] if more else []
-    return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
-
-
-def as_json(report: Findings) -> dict[str, Any]:
-    """Plain JSON values."""
-    memory, topology = report.memory, report.topology
-    names = [field.name for field in dataclasses.fields(Findings)]
-    left_out = ("replan", "values", "paths")
-    return {
-        **{n: _plain(getattr(report, n)) for n in names if n not in left_out},
-        "mesh": mesh_to_json(report.mesh),
-        "topology": None if topology is None else str(topology),
-        "memory": {
-            **_plain(memory),
-            "at_rest_bytes": memory.at_rest_bytes,
-            "headroom_bytes": memory.headroom_bytes,
-        },
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Records as dicts, and tuples as lists."""
-    if isinstance(value, tuple):
-        return [*map(_plain, value)]
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    return value
-
-
-def title(report: Findings) -> str:
+def title(report: "PodReport") -> str:
     """The title of the report."""
     where = "" if report.platform == "tpu" else f" ({report.platform})"
     if report.topology is not None:
         where = f" ({report.topology})"
     return visible(
-        f"{report.engine} of {report.step} on mesh {report.mesh}{where}: "
-        f"{report.mesh.size} devices"
+        f"plan of {report.step} on mesh {report.mesh}{where}: {report.mesh.size} "
+        f"devices, by {report.engine}"
     )
 
 
 # ------------------------------------------------------------------------- tables
 
 
-def _by_axis(report: Findings) -> Grid:
+def _by_axis(report: "PodReport") -> Grid:
     """One row per axes and kind, the most bytes first."""
     sums: dict[tuple[str, str], list[int]] = {}
-    by_axes: dict[str, int] = {}
-    for one in report.collectives:
-        axes = axes_text(one)
-        row = sums.setdefault((axes, one.kind), [0, 0, 0])
-        row[0] += one.executions
-        row[1] += one.bytes_per_step
-        row[2] += one.wire_bytes_per_step
-        by_axes[axes] = by_axes.get(axes, 0) + one.wire_bytes_per_step
+    by_axes: collections.Counter[str] = collections.Counter()
+    for collective in report.collectives:
+        axes = axes_text(collective)
+        row = sums.setdefault((axes, collective.kind), [0, 0, 0])
+        row[0] += collective.executions
+        row[1] += collective.bytes_per_step
+        row[2] += collective.wire_bytes_per_step
+        by_axes[axes] += collective.wire_bytes_per_step
     order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
     rows, last = [], None
     for axes, kind in order:
@@ -143,12 +78,12 @@ def _by_axis(report: Findings) -> Grid:
         last = axes
     names = ("axes", "kind", "times", "payload", "sent/device", "at least")
     shown = 6 if report.seconds_bound else 5
-    lines = tuple(Line(cells[:shown]) for cells in rows)
-    return Grid(names[:shown], (False, False, True, True, True, True)[:shown], lines)
+    written = tuple(Line(cells[:shown]) for cells in rows)
+    return Grid(names[:shown], (False, False, True, True, True, True)[:shown], written)
 
 
-def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
-    """The leaves or source lines that send the most bytes, and the remainder."""
+def _largest(report: "PodReport", width: int | None) -> tuple[Grid, str]:
+    """The collectives that send the most, and a line about the others."""
     rows = grouped(report.collectives)
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
@@ -156,7 +91,7 @@ def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
         (row.path, row.axes, row.kind, row.source, str(row.times), row.sent_text)
         for row in rows[:_ROWS]
     ]
-    grid = Grid(names, right, tuple(Line(cells) for cells in shown))
+    grid = Grid(names, right, tuple(map(Line, shown)))
     more = ""
     if len(rows) > _ROWS:
         rest = sum(row.sent for row in rows[_ROWS:])
@@ -166,7 +101,7 @@ def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
     bare = grid.width() - sum(grid.widths()[at] for at in (0, 3))
     room = max((width - bare) // 2, _CELL)
     fitted = [(cut_path(c[0], room), *c[1:3], cut(c[3], room), *c[4:]) for c in shown]
-    return Grid(names, right, tuple(Line(cells) for cells in fitted)), more
+    return Grid(names, right, tuple(map(Line, fitted))), more
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,22 +123,22 @@ class Row:
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
     """One row per path, source, kind and axes; layers are folded."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
-    for one in collectives:
-        source = one.source or ""
-        key = (one.path or "-", axes_text(one), one.kind, source)
+    for collective in collectives:
+        axes, source = axes_text(collective), collective.source or ""
+        key = (collective.path or "-", axes, collective.kind, source)
         row = sums.setdefault(key, [0, 0])
-        row[0] += one.executions
-        row[1] += one.wire_bytes_per_step
-    alike: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+        row[0] += collective.executions
+        row[1] += collective.wire_bytes_per_step
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for (path, *rest), row in sums.items():
-        alike.setdefault((*rest, *row), {})[path] = row
-    found = []
-    for (axes, kind, source, times, sent), members in alike.items():
-        for some in fold(list(members), [0] * len(members)):
+        alike.setdefault((*rest, *row), []).append(path)
+    rows = []
+    for (axes, kind, source, times, sent), paths in alike.items():
+        for some in fold(paths, [0] * len(paths)):
             count = len(some.members)
             text = some.text if count == 1 else f"{some.text} ×{count}"
-            found.append(Row(text, axes, kind, source, times * count, sent * count))
-    return sorted(found, key=lambda row: (-row.sent, row.path, row.kind, row.source))
+            rows.append(Row(text, axes, kind, source, times * count, sent * count))
+    return sorted(rows, key=lambda row: (-row.sent, row.path, row.kind, row.source))
 
 
 def lines_of(collectives: Sequence[Collective]) -> list[str]:
@@ -214,12 +149,6 @@ def lines_of(collectives: Sequence[Collective]) -> list[str]:
         + f": {row.times} times, {row.sent_text} sent per device in a step"
         for row in grouped(collectives)
     ]
-
-
-def axes_text(one: Collective) -> str:
-    """`fsdp`, `data+fsdp`, `data (DCN)`; `?` where they were not recognised."""
-    text = "+".join(one.axes) or "?"
-    return f"{text} (DCN)" if one.over_dcn else text
 
 
 def seconds_text(seconds: float) -> str:
@@ -233,44 +162,37 @@ def seconds_text(seconds: float) -> str:
 # ------------------------------------------------------------------------ remarks
 
 
-def remarks(report: Findings) -> list[str]:
+def _remarks(report: "PodReport") -> list[str]:
     """The lines below the tables."""
-    lines = [*_memory(report), *_compute(report)]
+    found = [*_memory(report), *_compute(report)]
     if not report.collectives:
-        lines.append("collectives: none")
+        found.append("collectives: none")
     elif report.seconds_bound:
-        lines.append("at least: by bandwidth alone; no latency, no overlap")
-    lines += _reshards(report.reshards)
-    lines += _drifts(report.drift)
-    if report.drift:
-        lines.append(
-            "drift: each step moves this state back; give jit out_shardings, or use "
+        found.append("at least: by bandwidth alone; no latency, no overlap")
+    if report.engine == "partitioner" and report.collectives:
+        found.append(_accuracy(report))
+    for drift in report.drift:
+        before, after = (",".join(map(str, s)) for s in (drift.before, drift.after))
+        found.append(
+            f"drift: {drift.path} comes in shards of [{before}] and leaves in shards "
+            f"of [{after}]; each step moves it back: give jit out_shardings, or use "
             "flm.jit, which keeps it"
         )
-    lines += [f"unrecognised: {text}" for text in not_read(report)]
-    lines += [f"warning: {text}" for text in report.warnings]
-    if report.hosts:
-        lines.append(_hosts(report.hosts))
-    lines.append(f"took {report.took_seconds:.1f} s")
-    return lines
+    found += [f"unread: {what} ({times})" for what, times in report.unread.items()]
+    found += [f"warning: {text}" for text in report.warnings]
+    return [*found, f"took {report.took_seconds:.1f} s"]
 
 
-def not_read(report: Findings) -> list[str]:
-    """The parts that were not read, with counts and the first three source lines."""
-    found = []
-    for what, times in report.unrecognised.items():
-        lines = report.unrecognised_at.get(what, ())
-        more = [f"{len(lines) - 3} more"] if len(lines) > 3 else []
-        where = ", ".join([*lines[:3], *more])
-        found.append(f"{what} ({times})" + (f"; at {where}" if where else ""))
-    return found
-
-
-def _drifts(drift: Sequence[Drift]) -> Iterator[str]:
-    keys = [(one.before, one.after) for one in drift]
-    for some in fold([one.path for one in drift], keys):
-        before, after = keys[some.members[0]]
-        yield f"drift: {some.text} came as {before}, left as {after}"
+def _accuracy(report: "PodReport") -> str:
+    if report.platform != "tpu":
+        return (
+            "accuracy: by XLA's partitioner; the compiler of the platform may merge or "
+            "split collectives afterwards"
+        )
+    return (
+        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; install "
+        "libtpu and pass a topology for exact figures"
+    )
 
 
 def _by_role(sizes: Mapping[str, int]) -> str:
@@ -280,12 +202,9 @@ def _by_role(sizes: Mapping[str, int]) -> str:
     return f"{human_bytes(sum(sizes.values()))} per device{listed}"
 
 
-def _memory(report: Findings) -> Iterator[str]:
+def _memory(report: "PodReport") -> Iterator[str]:
     memory = report.memory
-    padding = ""
-    if memory.padding_bytes and report.topology is not None:
-        padding = f"; tiles of a TPU add {human_bytes(memory.padding_bytes)}"
-    yield f"at rest: {_by_role(memory.at_rest)}{padding}"
+    yield f"at rest: {_by_role(memory.at_rest)}"
     if memory.host_at_rest:
         yield f"at rest in host memory: {_by_role(memory.host_at_rest)}"
     if memory.temporary_bytes is not None:
@@ -294,19 +213,17 @@ def _memory(report: Findings) -> Iterator[str]:
         yield f"peak: {human_bytes(memory.peak_bytes)} per device"
     if memory.limit_bytes is not None:
         head = memory.headroom_bytes or 0
-        said = (
-            f"{human_bytes(head)} left" if head >= 0 else f"{human_bytes(-head)} short"
-        )
+        said = "left" if head >= 0 else "short"
         verdict = "whether it fits is unknown"
         if report.fits is not None:
             verdict = "it fits" if report.fits else "it does not fit"
         limit = human_bytes(memory.limit_bytes)
-        yield f"limit: {limit} per device, {said}; {verdict}"
+        yield f"limit: {limit} per device, {human_bytes(abs(head))} {said}; {verdict}"
     if memory.note:
         yield f"memory: {memory.note}"
 
 
-def _compute(report: Findings) -> Iterator[str]:
+def _compute(report: "PodReport") -> Iterator[str]:
     if not report.flops_per_device:
         return
     seconds = report.compute_seconds
@@ -317,91 +234,37 @@ def _compute(report: Findings) -> Iterator[str]:
         f"matrix products: {report.flops_per_device:.3g} operations per device{bound}"
     )
     if ratio > 1.005:
-        text += (
-            f"; {ratio:.2f} times an even share: devices along some axis do the same "
-            "work"
-        )
+        text += f"; {ratio:.2f} times an even share: devices duplicate work"
     yield text
 
 
-def _reshards(reshards: Sequence[Reshard]) -> Iterator[str]:
-    """One line for equal reshards, such as those of every layer."""
-    count = collections.Counter(reshards)
-    alike: dict[Any, list[Reshard]] = {}
-    for one, times in count.items():
-        key = (dataclasses.replace(one, path=None), one.path is None, times)
-        alike.setdefault(key, []).append(one)
-    rows = []
-    for (_, _, times), members in alike.items():
-        one = members[0]
-        paths = [member.path or one.value for member in members]
-        for some in fold(paths, [0] * len(paths)):
-            number = times * len(some.members)
-            rows.append(_reshard(one, some.text + (f" ×{number}" * (number > 1))))
-    yield from rows[:_ROWS]
-    if len(rows) > _ROWS:
-        yield f"reshard: … and {len(rows) - _ROWS} more, which to_json() lists"
+# --------------------------------------------------------------------- comparison
 
 
-def _reshard(one: Reshard, name: str) -> str:
-    where = f" at {one.source}" if one.source else ""
-    shape = ",".join(map(str, one.shape))
-    note = f"; {one.note}" if one.note else ""
-    times = "once" if one.executions == 1 else f"{one.executions} times"
-    return (
-        f"reshard: {name} [{shape}]{where}: {one.before} → {one.after}, {times}, "
-        f"{human_bytes(one.bytes)} per device each{note}"
-    )
-
-
-def _hosts(hosts: Sequence[Host]) -> str:
-    reads = [host.reads_bytes for host in hosts]
-    holds = [host.holds_bytes for host in hosts]
-    data = [host.data_bytes for host in hosts]
-    return (
-        f"hosts: {len(hosts)} with {len(hosts[0].devices)} devices each; a host holds "
-        f"{_range(holds)} of state, reads {_range(reads)} of it in a restore and "
-        f"{_range(data)} of data in a step (devices as DeviceMesh orders them)"
-    )
-
-
-def _range(sizes: Sequence[int]) -> str:
-    low, high = human_bytes(min(sizes)), human_bytes(max(sizes))
-    return low if low == high else f"{low} to {high}"
-
-
-def comparison(first: Findings, second: Findings) -> str:
+def comparison(first: "PodReport", second: "PodReport") -> str:
     """Two reports side by side."""
-    rows = [
-        ("at rest", first.memory.at_rest_bytes, second.memory.at_rest_bytes),
-        *_on_host(first, second),
-        ("operations", first.flops_per_device, second.flops_per_device),
-    ]
-    sums = []
-    for report in (first, second):
-        sent: collections.Counter[tuple[str, str]] = collections.Counter()
-        for one in report.collectives:
-            sent[axes_text(one), one.kind] += one.wire_bytes_per_step
-        sums.append(sent)
-    rows += [
-        (" ".join(key), sums[0][key], sums[1][key])
-        for key in sorted({*sums[0], *sums[1]})
-    ]
-    rows.append(("all collectives", sums[0].total(), sums[1].total()))
-    lines = []
-    for name, before, after in rows:
-        show = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
-        lines.append(Line((name, show(before), show(after), _change(before, after))))
+    reports = (first, second)
+    figures: dict[str, list[int]] = {
+        "at rest": [report.memory.at_rest_bytes for report in reports],
+        "at rest in host memory": [
+            sum(report.memory.host_at_rest.values()) for report in reports
+        ],
+        "operations": [report.flops_per_device for report in reports],
+    }
+    for at, report in enumerate(reports):
+        for each in report.collectives:
+            row = figures.setdefault(f"{axes_text(each)} {each.kind}", [0, 0])
+            row[at] += each.wire_bytes_per_step
+    figures["all collectives"] = [report.wire_bytes() for report in reports]
+    rows = []
+    for name, (before, after) in figures.items():
+        text = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
+        if before or after or name in ("at rest", "all collectives"):
+            cells = (name, text(before), text(after), _change(before, after))
+            rows.append(Line(cells))
     names, right = ("per device", "1", "2", "change"), (False, True, True, True)
-    table = Grid(names, right, tuple(lines)).text()
+    table = Grid(names, right, tuple(rows)).text()
     return "\n".join([f"1: {title(first)}", f"2: {title(second)}", "", table])
-
-
-def _on_host(first: Findings, second: Findings) -> list[tuple[str, int, int]]:
-    """The row of state in host memory, where one of two reports has some."""
-    before = sum(first.memory.host_at_rest.values())
-    after = sum(second.memory.host_at_rest.values())
-    return [("at rest in host memory", before, after)] if before or after else []
 
 
 def _change(before: int, after: int) -> str:

@@ -1,0 +1,358 @@
+"""Ask XLA's partitioner or libtpu about a lowered step, in a child process.
+
+libtpu ends its process on some shapes, crashes with another JAX, and hangs where it
+queries the cloud's metadata server. It is therefore never loaded here.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.metadata
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.mesh_shape import over_slices
+from flax_layoutmap._core.topologies import Topology
+
+# Most devices of the CPU client of jaxlib; it rejects 4,096.
+MOST_DEVICES = 2048
+_CHILD = Path(__file__).with_name("_child.py")
+_PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
+# Without these libtpu queries the cloud for metadata, logs to files, and does not
+# report reshards that go through the whole array.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_TOO_LARGE = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_REMATERIALISED = re.compile(
+    r"Involuntary full rematerialization\. .*? for HLO operation (.*)"
+)
+_FATAL = re.compile(r"(F\d{4} |.*Error\b|.*Check fail)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """A lowered program, for another process with the same jaxlib.
+
+    `free_arguments` and `free_results` are those without a sharding, which XLA chooses.
+    """
+
+    bytecode: bytes
+    free_arguments: list[bool]
+    free_results: list[bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer of the child.
+
+    Attributes:
+        program: the partitioned or final program; None if it does not fit.
+        given: the program before XLA changed it.
+        memory: bytes on one device: "arguments", "temporary", and "peak" of a finished
+            executable or "allocated" if the compiler was ended early.
+        too_large: bytes needed and available, if the program does not fit.
+        slice_of: the slice of each place of the mesh, row by row.
+        rematerialised: name and type of each array that is gathered in full to change
+            its sharding.
+        warnings: of the library.
+    """
+
+    program: str | None
+    given: str
+    memory: Mapping[str, int]
+    too_large: tuple[int, int] | None
+    slice_of: tuple[int, ...]
+    rematerialised: tuple[tuple[str, str], ...]
+    warnings: tuple[str, ...]
+
+
+def compile_for(
+    code: Code,
+    topology: Topology,
+    sizes: Mapping[str, int],
+    *,
+    timeout: float,
+    options: Mapping[str, Any] | None = None,
+    exact_memory: bool = False,
+) -> Answer:
+    """Compile a module, lowered for a mesh of these sizes, by libtpu.
+
+    Raises LayoutError after `timeout` seconds.
+    """
+    if "xla_dump_to" in (options or {}):
+        raise LayoutError(
+            "compiler_options cannot set xla_dump_to: flm.pod.compile has the compiler "
+            "write its program to a folder of its own, and reads it there"
+        )
+    within, between = split_over_slices(sizes, topology)
+    warning = check_libtpu()
+    name, arguments = topology.compiler_arguments()
+    request = {
+        "topology": name,
+        "options": arguments,
+        "within": within,
+        "between": between,
+        "compiler_options": dict(options or {}),
+        "exact_memory": exact_memory,
+    }
+    return _Asked("libtpu", str(topology), timeout, warning).run(request, code)
+
+
+def partition_for(code: Code, devices: int, *, timeout: float) -> Answer:
+    """Partition a module by the CPU client of jaxlib.
+
+    Raises MeshError for more devices than it takes.
+    """
+    if devices > MOST_DEVICES:
+        raise MeshError(
+            f"XLA's partitioner takes at most {MOST_DEVICES:,} devices, and the mesh "
+            f"has {devices:,}: plan on a mesh with a shorter batch axis, over which "
+            "what a device sends is nearly the same, or install libtpu and pass a "
+            'topology: pip install "flax-layoutmap[tpu-aot]"'
+        )
+    asked = _Asked("XLA's partitioner", f"{devices:,} devices", timeout, None)
+    return asked.run({"topology": None, "devices": devices}, code)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """A child process for one program."""
+
+    who: str
+    where: str  # the topology, or the number of devices
+    timeout: float  # seconds
+    warning: str | None  # of another libtpu than the pinned one
+
+    def run(self, request: Mapping[str, Any], code: Code) -> Answer:
+        free = {
+            "free_arguments": code.free_arguments,
+            "free_results": code.free_results,
+        }
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="flax_layoutmap_", ignore_cleanup_errors=True
+            ) as folder:
+                path = Path(folder)
+                (path / "module.mlirbc").write_bytes(code.bytecode)
+                written = json.dumps({**request, **free})
+                (path / "request.json").write_text(written, encoding="utf-8")
+                return self.answer_of(path, *_run(path, self.timeout))
+        except OSError as error:
+            raise LayoutError(
+                f"{self.who} cannot work in the temporary folder: {error}; make room, "
+                "or set TMPDIR to a folder with more"
+            ) from error
+
+    def answer_of(self, folder: Path, code: int | None, log: str) -> Answer:
+        """The answer of a child that ended."""
+        result = folder / "result.json"
+        if not result.is_file():
+            raise LayoutError(self.how_it_ended(code, log))
+        answer = json.loads(result.read_text(encoding="utf-8"))
+        error = answer.get("error")
+        too_large = _too_large(error or "")
+        if error is not None and too_large is None:
+            raise LayoutError(self.why_it_failed(error, answer["stage"]))
+        notes = [self.warning] if self.warning else []
+        if "mesh_note" in answer:
+            notes.append(
+                "the devices are in the order of their numbers, because JAX has no "
+                f"order along the links: {answer['mesh_note']}"
+            )
+        texts = {
+            name: (folder / f"{name}.txt").read_text(encoding="utf-8")
+            for name in ("program", "given")
+            if error is None
+        }
+        return Answer(
+            program=texts.get("program"),
+            given=texts.get("given", ""),
+            memory=answer.get("memory", {}),
+            too_large=too_large,
+            slice_of=tuple(answer.get("slice_of", ())),
+            rematerialised=tuple(rematerialised(log)),
+            warnings=tuple(notes),
+        )
+
+    def how_it_ended(self, code: int | None, log: str) -> str:
+        if code is None:
+            text = (
+                f"{self.who} did not finish for {self.where} in {self.timeout:g} "
+                "seconds, and was ended; pass a larger timeout. A model whose layers "
+                "are unrolled takes 2 to 4 times as long as a scan over them"
+            )
+        elif code < 0:
+            name = signal.Signals(-code).name
+            text = f"{self.who} died for {self.where}, by {name}"
+            text += " (probably out of memory)" * (name == "SIGKILL")
+        else:
+            text = f"{self.who} ended for {self.where}, with exit code {code}"
+        lines = [line for line in log.splitlines() if line.strip()]
+        last = ([line for line in lines if _FATAL.match(line)] or lines)[-3:]
+        if self.warning:
+            text += f". {self.warning}"
+        return "\n  ".join([f"{text}. Its last output:" if last else text, *last])
+
+    def why_it_failed(self, error: str, stage: str) -> str:
+        texts = {
+            "topology": "libtpu does not make the topology",
+            "mesh": "there is no mesh on",
+            "compile": "libtpu refuses the program for",
+            "partition": "XLA's partitioner refuses the program for",
+        }
+        text = f"{texts[stage]} {self.where}: {error.strip()}"
+        return f"{text}\n  {self.warning}" if self.warning else text
+
+
+def split_over_slices(
+    sizes: Mapping[str, int], topology: Topology
+) -> tuple[list[int], list[int]]:
+    """Sizes of the mesh axes inside one slice, and over the slices."""
+    count = math.prod(sizes.values())
+    line = ",".join(f"{name}={size}" for name, size in sizes.items())
+    if count != topology.devices:
+        raise MeshError(
+            f"the mesh {line} has {count:,} devices, and {topology} has "
+            f"{topology.devices:,}; change a size, or write -1 for one of them"
+        )
+    between = over_slices(tuple(sizes.values()), topology.slices)
+    if between is None:
+        raise MeshError(
+            f"the mesh {line} does not lie on {topology}: the first axes go over the "
+            f"{topology.slices} slices; put an axis of size {topology.slices} first"
+        )
+    within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
+    return within, between
+
+
+# -------------------------------------------------------------------------- libtpu
+
+
+def has_libtpu() -> bool:
+    """Whether libtpu is installed, or named by TPU_LIBRARY_PATH."""
+    if os.environ.get("TPU_LIBRARY_PATH"):
+        return True
+    try:
+        importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_libtpu() -> str | None:
+    """Require libtpu; return a warning if it is not the one that JAX pins."""
+    pinned = wanted_libtpu()
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    if library:
+        if not Path(library).is_file():
+            raise LayoutError(
+                f"TPU_LIBRARY_PATH is {library!r}, and there is no such file; unset it "
+                "to use the installed libtpu"
+            )
+        return None
+    if not has_libtpu():
+        raise LayoutError(
+            "libtpu is not installed: pip install 'flax-layoutmap[tpu-aot]', which "
+            f"takes the one of this JAX, {pinned}.* (Linux on x86-64, 200 MB, no TPU "
+            'needed); flm.pod.plan(…, engine="partitioner") does without it'
+        )
+    version = importlib.metadata.version("libtpu")
+    if pinned and version != pinned and not version.startswith(f"{pinned}."):
+        return (
+            f"libtpu {version} is not the one that this JAX pins, {pinned}.*; another "
+            f"may fail or die: pip install 'libtpu=={pinned}.*'"
+        )
+    return None
+
+
+def wanted_libtpu() -> str | None:
+    """The libtpu that the installed JAX pins, such as `"0.0.42"`."""
+    for line in importlib.metadata.requires("jax") or []:
+        pin = _PIN.match(line)
+        if pin:
+            return pin[1]
+    return None
+
+
+# ------------------------------------------------------------------------- process
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        # A job's own cluster and flags are not the child's.
+        if name not in ("LIBTPU_INIT_ARGS", "TPU_PROCESS_BOUNDS", "XLA_FLAGS")
+    }
+    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
+        # On a TPU VM the library's lock guards the chips; elsewhere there are none.
+        kept["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    return kept | _ENVIRONMENT
+
+
+def _run(folder: Path, timeout: float) -> tuple[int | None, str]:
+    """Run the child; its exit code (None if it was killed here) and its stderr."""
+    with (folder / "stderr.txt").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # libtpu writes logs even if disabled: they are removed with the folder.
+            env=_environment() | {"TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+    try:
+        code = child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return code, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
+
+
+# ----------------------------------------------------------------------------- log
+
+
+def rematerialised(log: str) -> list[tuple[str, str]]:
+    """Name and type of the arrays that are gathered in full, by the compiler's log."""
+    arrays: dict[tuple[str, str], None] = {}
+    for line in log.splitlines():
+        warned = _REMATERIALISED.search(line)
+        if warned:
+            name = re.search(r'op_name="([^"]*)"', warned[1])
+            kind = re.search(r"= ([a-z]\w*\[[\d,]*\])", warned[1])
+            called = name[1] if name else warned[1].split(" ")[0]
+            arrays[called, kind[1] if kind else ""] = None
+    return list(arrays)
+
+
+def _too_large(error: str) -> tuple[int, int] | None:
+    sizes = _TOO_LARGE.search(error)
+    if sizes is None:
+        return None
+    needed = float(sizes[1]) * _UNITS[sizes[2]]
+    there = float(sizes[3]) * _UNITS[sizes[4]]
+    return round(needed), round(there)
