@@ -25,7 +25,7 @@ from multiprocess import launch
 import flax_layoutmap as flm
 from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._step import inputs as _inputs
-from flax_layoutmap.pod import _aot
+from flax_layoutmap.pod import _ask
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -138,16 +138,17 @@ def child(
         def answer(**values):
             (folder / "result.json").write_text(json.dumps(values))
         def written(text):
-            (folder / "program.txt").write_text(text)
+            for name in ("program", "given"):
+                (folder / f"{name}.txt").write_text(text)
         def real():
             runpy.run_path(CHILD, run_name="__main__")
         """
-    real = f"CHILD = {str(_aot._CHILD)!r}\n"
+    real = f"CHILD = {str(_ask._CHILD)!r}\n"
 
     def put(body: str) -> None:
         path = tmp_path / "child.py"
         path.write_text(real + textwrap.dedent(head) + textwrap.dedent(body))
-        monkeypatch.setattr(_aot, "_CHILD", path)
+        monkeypatch.setattr(_ask, "_CHILD", path)
 
     return put
 

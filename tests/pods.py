@@ -6,19 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import AxisType
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._hlo import Program, read_program
 
 MESH = "data=2,model=4"
-
-needs_the_estimate = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11),
-    reason="The estimate by Shardy's passes reads programs of jax 0.11 and later only "
-    "in part: no shard_map, no moves of parts of an axis. Plans read them.",
-)
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -91,7 +84,7 @@ def compiled(step: Any, *args: Any, mesh: flm.DeviceMesh) -> Any:
     with context:
         text = lowered.compile().as_text()
     found = read_program(text, mesh.axis_names, mesh.shape)
-    assert not found.unrecognised
+    assert not found.unread
     return found.collectives
 
 

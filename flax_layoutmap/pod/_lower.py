@@ -1,9 +1,11 @@
 """Lower a step on an abstract mesh, with the arguments sharded by the rules."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from flax_layoutmap._step.arguments import (
 from flax_layoutmap._step.inputs import holds_parameters
 from flax_layoutmap._step.jit import Jitted, jit
 from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.trace import mesh_context
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.paths import Roots
 from flax_layoutmap.pod._ask import split_over_slices
@@ -150,9 +153,12 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-# A mesh of devices that has another size than the plan's.
-_OTHER_DEVICES = re.compile(
-    "AbstractMesh size: .* does not match the device|context mesh"
+# Another mesh than the plan's.
+_OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
+# Axes are named, and no mesh is in context.
+_LACKS_MESH = re.compile(
+    r"mesh.*empty|empty.*mesh|not found in mesh: \(\)|not under a mesh context",
+    re.DOTALL | re.IGNORECASE,
 )
 _WITHOUT_MESH = (
     ": in a NamedSharding, a jax.shard_map(mesh=…), or in out_shardings; name axes "
@@ -177,10 +183,9 @@ def lower_step(
     `donated` arguments of a function of `jax.jit` are state, and not donated by this.
     """
     name = getattr(step, "__name__", "the step")
-    jax_mesh: Any = mesh.jax_mesh
+    call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
     try:
-        with jax.sharding.use_abstract_mesh(jax_mesh):
-            lowered = _lower_step(step, args, kwargs, rules, donated, platform)
+        lowered = _in_its_mesh(call, mesh)
         _check_mesh(lowered, mesh)
         return lowered
     except _NEEDS_VALUES as error:
@@ -201,8 +206,8 @@ def lower_step(
         if isinstance(error, LayoutError) or not _OTHER_DEVICES.search(str(error)):
             raise
         raise MeshError(
-            f"{name} is planned for the mesh {mesh}, and names a mesh of other devices "
-            f"({error}){_WITHOUT_MESH}"
+            f"{name} is planned for the mesh {mesh}, and names another one ({error})"
+            f"{_WITHOUT_MESH}"
         ) from error
 
 
@@ -228,6 +233,25 @@ def _kind(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__name__
+
+
+def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
+    """Lower, and again in the context of the mesh if the step needs one and has none.
+
+    Constraints that name axes alone, as under `jax.set_mesh`, need one; a shard_map
+    with a mesh of devices refuses an abstract one.
+    """
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        context: Any = jax.sharding.get_abstract_mesh()
+        if isinstance(error, LayoutError) or context.axis_names:
+            raise
+        if not _LACKS_MESH.search(str(error)):
+            raise
+    jax_mesh: Any = mesh.jax_mesh
+    with jax.sharding.use_abstract_mesh(jax_mesh):
+        return call()
 
 
 _MESH = re.compile(r'"([^"]+)"=(\d+)')
@@ -297,8 +321,9 @@ def _lower_ours(
         abstract(leaf, wanted or getattr(leaf, "sharding", None))
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
-    traced = program.jitted.trace(*program.places.inputs(avals))
-    lowered = _lower(traced, platform, job.name)
+    with mesh_context(rules, leaves):
+        traced = program.jitted.trace(*program.places.inputs(avals))
+        lowered = _lower(traced, platform, job.name)
     # The program has its inputs in another order than the leaves.
     order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
     place = {leaf: at for at, leaf in enumerate(order)}
@@ -345,7 +370,8 @@ def _lower_jitted(
         for slot, value in slots
         if _has_arrays(value)
     ]
-    traced = step.trace(*args, **kwargs)
+    with contextlib.nullcontext() if rules is None else mesh_context(rules, ()):
+        traced = step.trace(*args, **kwargs)
     donated = _donated(traced, arguments)
     result = traced.out_info
     arguments = _with_state(arguments, donated, result, rules)
@@ -370,9 +396,11 @@ def _lower_jitted(
     avals = [abstract(leaf, getattr(leaf, "sharding", None)) for leaf in leaves]
     gone = [at for at, is_donated in enumerate(donated) if is_donated]
     whole = jax.jit(flat, keep_unused=True, donate_argnums=gone)
+    with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+        lowered = _lower(whole.trace(*avals), platform, name)
     return Lowered(
         name,
-        _lower(whole.trace(*avals), platform, name),
+        lowered,
         leaves_of(arguments, donated, avals),
         same_trees(result, arguments),
         _constants(traced),
@@ -453,7 +481,8 @@ def _lower(traced: Any, platform: str, name: str) -> Any:
     try:
         return traced.lower(lowering_platforms=(platform,))
     except ValueError as error:
-        if not re.search("AbstractMesh|backend", str(error)):
+        text = str(error)
+        if _OTHER_DEVICES.search(text) or not re.search("AbstractMesh|backend", text):
             raise
         raise LayoutError(
             f"{name} cannot be lowered without devices ({error}): leave out of the "

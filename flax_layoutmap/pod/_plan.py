@@ -234,7 +234,8 @@ class _Plan:
         if self.mesh.size == 1:
             text = self.lowered.program.as_text("hlo")
             return self.report("partitioner", text, split(text))
-        code = code_to_partition(self.lowered.program)
+        normal = code_to_partition if self.platform == "tpu" else code_of
+        code = normal(self.lowered.program)
         answer = partition_for(code, self.mesh.size, timeout=self.timeout)
         assert answer.program is not None
         return self.report("partitioner", answer.given, merge(answer.program))

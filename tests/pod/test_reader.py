@@ -92,7 +92,7 @@ def counted(collectives: tuple[Collective, ...]) -> dict[str, list[float]]:
 def test_a_real_program(name: str) -> None:
     found, wanted = program(name), EXPECTED[name]
     assert counted(found.collectives) == wanted["counts"]
-    assert (found.unrecognised, found.idle) == ((), 0)
+    assert (found.unread, found.idle) == ((), 0)
     # A gather that is written several times counts once.
     assert found.repeated == wanted["repeated"]
 
@@ -153,8 +153,8 @@ def test_source_lines() -> None:
 def test_a_mesh_of_another_size_is_said() -> None:
     found = read_program(sample("1b_v5e"), ("x",), (4,))
     assert found.collectives == ()
-    assert len(found.unrecognised) + found.repeated == 80 + 47
-    assert "its groups are not of this mesh: " in " ".join(found.unrecognised)
+    assert len(found.unread) + found.repeated == 80 + 47
+    assert "its groups are not of this mesh: " in " ".join(found.unread)
 
 
 KERNELS = {
@@ -229,7 +229,7 @@ def test_no_activation_is_taken_for_a_gradient(name: str) -> None:
 
 def only(text: str, **options: Any) -> Collective:
     found = read(text, **options)
-    assert found.unrecognised == ()
+    assert found.unread == ()
     (one,) = found.collectives
     return one
 
@@ -304,7 +304,7 @@ def test_kinds_and_bytes(operation: str, kind: str, size: int, sent: int) -> Non
 
 def test_groups_of_one_move_nothing() -> None:
     found = read(entry(f"{REDUCED}replica_groups=[8,1]<=[8]"))
-    assert (found.collectives, found.idle, found.unrecognised) == ((), 1, ())
+    assert (found.collectives, found.idle, found.unread) == ((), 1, ())
     line = "%x = f32[8,4] collective-permute(%p), source_target_pairs={{0,0},{1,1}}"
     assert read(entry(line)).idle == 1
 
@@ -406,7 +406,7 @@ def test_loops(bound: int, step: int, start: int, times: int) -> None:
 def test_a_loop_of_unknown_length_is_listed(given: Any) -> None:
     found = read(in_a_loop(*given))
     assert [one.executions for one in found.collectives] == [1]
-    assert found.unrecognised == (
+    assert found.unread == (
         "loop w: how often it runs is not in the program; counted once",
     )
 
@@ -436,7 +436,7 @@ PERMUTED = "f32[8,4] collective-permute(%p), channel_id=1, " + (
 def test_one_chain_is_one_operation(first: str, second: str, count: int) -> None:
     before = "".join(chained(at) for at in (1, 2) if f"%g{at}" in first + second)
     found = read(entry(f"%x = {first}", f"%y = {second}", before=before))
-    assert (len(found.collectives), found.unrecognised) == (count, ())
+    assert (len(found.collectives), found.unread) == (count, ())
 
 
 def sent(transfer: str) -> str:
@@ -520,7 +520,7 @@ UNREAD = {
 def test_what_cannot_be_read_is_listed(why: str, line: str) -> None:
     found = read(entry(line))
     assert found.collectives == ()
-    (said,) = found.unrecognised
+    (said,) = found.unread
     assert said.startswith(f"{why}: %")
 
 
@@ -528,7 +528,7 @@ def test_what_nothing_calls_is_listed() -> None:
     line = f"%r = f32[8,4] all-reduce(%q), {WHOLE}"
     found = read(entry("%x = f32[8,4] copy(%p)", before=computation("inner", line)))
     assert found.collectives == ()
-    assert found.unrecognised == (f"not reached: ROOT {line}",)
+    assert found.unread == (f"not reached: ROOT {line}",)
 
 
 def test_a_computation_that_calls_itself_is_listed() -> None:
@@ -539,7 +539,7 @@ def test_a_computation_that_calls_itself_is_listed() -> None:
     )
     found = read(entry("%x = f32[8,4] call(%p), to_apply=%inner", before=inner))
     assert len(found.collectives) == 1
-    assert found.unrecognised == ("inner calls itself; its inner calls are left out",)
+    assert found.unread == ("inner calls itself; its inner calls are left out",)
 
 
 def test_names_are_not_mistaken_for_operations() -> None:
@@ -550,7 +550,7 @@ def test_names_are_not_mistaken_for_operations() -> None:
             '%all-reduce.1 = f32[8,4] custom-call(%p), custom_call_target="Sharding"',
         )
     )
-    assert (found.collectives, found.unrecognised) == ((), ())
+    assert (found.collectives, found.unread) == ((), ())
 
 
 # --------------------------------------------- what is summed, by its result
@@ -570,7 +570,7 @@ def paths(*lines: str, before: str = "", **options: Any) -> list[str | None]:
     """The paths of all collectives where the results are called w and v."""
     text = entry(*lines, before=before)
     found = read(text, results={0: "w", 1: "v"}, **options)
-    assert found.unrecognised == ()
+    assert found.unread == ()
     return [one.path for one in found.collectives]
 
 
@@ -742,13 +742,13 @@ def lines_that_communicate(text: str) -> int:
 
 
 def accounted(found: Program) -> int:
-    parts = (found.collectives, found.unrecognised)
+    parts = (found.collectives, found.unread)
     return sum(map(len, parts)) + found.repeated + found.idle
 
 
 def test_the_text_that_is_damaged_is_whole() -> None:
     found = read(EVERY_FORM, slice_of=SLICES, results={1: "w"})
-    assert found.unrecognised == () and "w" in {one.path for one in found.collectives}
+    assert found.unread == () and "w" in {one.path for one in found.collectives}
     assert lines_that_communicate(EVERY_FORM) == accounted(found) == 7
 
 

@@ -148,7 +148,6 @@ def test_the_child_imports_nothing_of_the_package() -> None:
 
 # ---------------------------------------------------------------- how it may end
 
-NO_SPACE = "OSError: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize(
@@ -275,24 +274,8 @@ def test_a_child_whose_parent_is_killed(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_full_disk(child: Put) -> None:
-    # The device that is always full, in the place of the text of the program.
-    child("""
-        (folder / "program.part").symlink_to("/dev/full")
-        runpy.run_path(CHILD)["_write"](folder / "program.txt", "HloModule m")
-    """)
-    text = refused()
-    assert text.startswith(f"the compiler found no space on the disk; {ROOM}. Its last")
-    assert "[Errno 28] No space left on device" in text
 
 
-def test_a_disk_too_full_for_last_words(
-    child: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child("sys.exit(1)")
-    full = shutil.disk_usage("/")._replace(free=4096)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert refused().startswith(f"the compiler found no space on the disk; {ROOM}")
 
 
 def test_no_temporary_folder(child: Put, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,16 +286,6 @@ def test_no_temporary_folder(child: Put, monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.endswith(f"; {ROOM}")
 
 
-def test_one_at_a_time(child: Put) -> None:
-    child("answer(seconds=1.0); written('HloModule m')")
-    with only_one(0.0, 1.0):
-        assert refused(timeout=0.2) == (
-            "another flm.pod.compile was still running after 0.2 seconds; one runs at "
-            "a time on a machine: wait for it, or pass a larger timeout"
-        )
-        # The partitioner waits for nobody.
-        assert partitioned().text == "HloModule m"
-    assert compiled().text == "HloModule m"
 
 
 def planned(**options: Any) -> flm.pod.PodReport:
@@ -329,24 +302,6 @@ def test_a_plan_whose_child_hangs(child: Put) -> None:
     assert not left()
 
 
-def test_a_plan_that_is_interrupted(
-    child: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It ends at once, and not when the child has done its work."""
-    child("""
-        (Path(sys.argv[0]).parent / "started").touch()
-        time.sleep(600)
-    """)
-
-    def interrupted(*_: Any) -> None:
-        while not (tmp_path / "started").exists():
-            time.sleep(0.02)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_plan.Planner, "estimate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        planned(timeout=600.0)
-    assert not left()
 
 
 def test_no_dump_is_left() -> None:
@@ -354,10 +309,6 @@ def test_no_dump_is_left() -> None:
     assert not left()
 
 
-def test_the_partitioner_runs_out_of_disk(child: Put) -> None:
-    child("resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); real()")
-    assert refused(planned).startswith("XLA's partitioner found no space on the disk")
-    assert not left()
 
 
 # -------------------------------------------------------------- what it says

@@ -25,7 +25,6 @@ from pods import (
 )
 
 import flax_layoutmap as flm
-from flax_layoutmap.pod._mlir import dtype_name
 
 P = PartitionSpec
 BY_RULES: dict[str, Any] = {"layout_map": rules(**MEGATRON)}
@@ -81,7 +80,7 @@ def test_modules_as_with_jit() -> None:
     assert report.drift == ()
     (source,) = {one.source for one in report.collectives if one.axes == ("model",)}
     # The line is the user's, where Flax makes the product.
-    assert re.fullmatch(r"test_pod_lower.py:\d+ Net.__call__", source or "")
+    assert re.fullmatch(r"test_plan_inputs.py:\d+ Net.__call__", source or "")
 
 
 @pytest.mark.parametrize("jit", [flm.jit, nnx.jit])
@@ -106,11 +105,18 @@ def test_a_step_of_flm_jit_brings_its_rules_and_donation() -> None:
 
 def test_a_mesh_of_any_size() -> None:
     layout_map = rules(**{"up/kernel": (None, "tensor")}, down=("tensor", None))
-    mesh = {"data": 2304, "tensor": 8}
+    mesh = {"data": 256, "tensor": 8}
     data = struct(4608, 16)
     report = plan(net_step, *abstract_net(), data, mesh=mesh, layout_map=layout_map)
-    assert report.mesh.size == 18432
+    assert report.mesh.size == 2048
     assert report.memory.at_rest["parameter"] == 2 * 16 * 32 * 4 // 8
+    with pytest.raises(flm.errors.MeshError) as caught:
+        mesh["data"] *= 2
+        plan(net_step, *abstract_net(), data, mesh=mesh, layout_map=layout_map)
+    assert str(caught.value).startswith(
+        "XLA's partitioner takes at most 2,048 devices, and the mesh has 4,096: plan "
+        "on a mesh with a shorter batch axis"
+    )
 
 
 def adafactor_step(params: Any, opt_state: Any, x: Any) -> Any:
@@ -166,7 +172,7 @@ def test_real_arrays_of_a_step_that_is_running(mesh: flm.DeviceMesh) -> None:
 
 # ---------------------------------------------------------------------- arguments
 
-UP, DATA = 16 * 8 * 4, 256 * 16 * 4
+BOTH, DATA = 2 * 16 * 8 * 4, 256 * 16 * 4
 
 
 def product(params: Any, other: Any, x: Any) -> Any:
@@ -180,23 +186,28 @@ def product(params: Any, other: Any, x: Any) -> Any:
             jax.jit(lambda params, unused, x: x @ params["up"]),
             (PARAMS, struct(8, 5), X),
             {},
-            {"parameter": UP, "data": DATA},
+            {"parameter": BOTH, "data": DATA + 4 * 5 * 4},
         ),
         (
             jax.jit(product, static_argnums=1),
             (PARAMS, 3, X),
             {},
-            {"parameter": UP, "data": DATA},
+            {"parameter": BOTH, "data": DATA},
         ),
-        (jax.jit(product), (PARAMS, 3, X), {}, {"parameter": UP, "data": DATA + 4}),
-        (product, (PARAMS, 3), {"x": X}, {"parameter": UP, "data": DATA + 4}),
-        (lambda params, x: None, (PARAMS, X), {}, {}),
-        (jax.jit(lambda params, x: None), (PARAMS, X), {}, {}),
+        (jax.jit(product), (PARAMS, 3, X), {}, {"parameter": BOTH, "data": DATA}),
+        (product, (PARAMS, 3), {"x": X}, {"parameter": BOTH, "data": DATA + 4}),
+        (lambda params, x: None, (PARAMS, X), {}, {"parameter": BOTH, "data": DATA}),
+        (
+            jax.jit(lambda params, x: None),
+            (PARAMS, X),
+            {},
+            {"parameter": BOTH, "data": DATA},
+        ),
         (lambda: jnp.ones(8).sum(), (), {}, {}),
     ],
 )
 def test_arguments(step: Any, args: Any, kwargs: Any, wanted: dict[str, int]) -> None:
-    """By name, static, of numbers, not used; and none."""
+    """By name, static, of numbers, and unused ones, which are held all the same."""
     report = plan(step, *args, **kwargs, **BY_RULES)
     assert report.memory.at_rest == wanted and report.collectives == ()
 
@@ -215,7 +226,6 @@ def test_quantised_matrices_are_parameters_and_keys_are_not(
     state = {"w": struct(16, 32, dtype=dtype), "key": key, "step": struct(dtype=int)}
     report = plan(step, state, X, layout_map=rules(w=("data", "model")))
     assert report.memory.at_rest["parameter"] == size
-    assert report.reshards == ()
 
 
 class Block(nnx.Module):
@@ -251,28 +261,6 @@ def test_caches_are_no_parameters(step: Any, model: Any) -> None:
     assert report.memory.at_rest["other"] == 8 * 32 * 16 * 4 // 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("float4_e2m1fn", "int2", "uint2", "int4", "uint4", "bool_", "bfloat16"),
-        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
-        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        *("float16", "int8", "uint16", "complex64"),
-    ],
-)
-def test_bytes_of_dtypes_as_the_compiler_counts(name: str) -> None:
-    x = struct(6, 5, dtype=getattr(jnp, name))
-    jitted = jax.jit(lambda x: x)
-    lowered = jitted.lower(x)
-    analysis: Any = lowered.compile().memory_analysis()
-    report = flm.pod.plan(jitted, x, mesh="data=1")
-    assert sum(report.memory.at_rest.values()) == analysis.argument_size_in_bytes
-    # As MLIR calls the type of an element.
-    module: Any = lowered.compiler_ir()
-    element = module.body.operations[0].type.inputs[0].element_type
-    assert dtype_name(str(element)) == name.rstrip("_")
-
-
 # ------------------------------------------------------------------------- meshes
 
 
@@ -299,23 +287,20 @@ SPREAD: dict[str, Any] = {"layout_map": rules(w=("data", "model"))}
 def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None:
     """Silently it would be without layouts where the number of devices is the same."""
     step = make(mesh)
-    for other in ("data=4,model=2", "model=4,data=2"):
+    for other in ("data=4,model=2", "model=4,data=2", "data=16,model=4"):
         with pytest.raises(flm.errors.MeshError) as caught:
             plan(step, SQUARE, X, mesh=other, **SPREAD)
-        assert str(caught.value) == (
-            f"<lambda> is planned for the mesh {other}, and names another one, "
-            "data=2,model=4: in a NamedSharding, a jax.shard_map(mesh=…), or in "
+        said = str(caught.value)
+        assert said.startswith(
+            f"<lambda> is planned for the mesh {other}, and names another one"
+        )
+        assert said.endswith(
+            ": in a NamedSharding, a jax.shard_map(mesh=…), or in "
             "out_shardings; name axes alone, jax.lax.with_sharding_constraint(x, "
             'PartitionSpec("data")), flm.distribute_tensor(x, ("data", None)), '
             "jax.shard_map without mesh=, or take jax.sharding.get_abstract_mesh() in "
             "the step"
         )
-    with pytest.raises(flm.errors.MeshError) as caught:
-        plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
-    assert str(caught.value).startswith(
-        "<lambda> is planned for the mesh data=16,model=4, and names a mesh of other "
-        "devices (AbstractMesh size: 64 does not match"
-    )
     assert plan(step, SQUARE, X, **SPREAD).collectives
 
 
@@ -347,7 +332,7 @@ BY_NAME = flm.TensorLayout(("data", None))
 def test_a_step_that_names_axes_alone(step: Any) -> None:
     """As under jax.set_mesh, which needs devices; with another mesh in context, too."""
     found = plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
-    assert found.collectives and not found.unrecognised
+    assert found.collectives and not found.unread
     with jax.sharding.use_abstract_mesh(jax_mesh_of(ROWS_ALONE)):
         again = plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
     assert kinds(again) == kinds(found)
@@ -433,7 +418,7 @@ def test_an_abstract_model_in_a_closure(use: Any) -> None:
     with pytest.raises(flm.LayoutError) as caught:
         plan(lambda p, x: x @ use(closed), SQUARE, X, **SPREAD)
     assert str(caught.value).startswith(
-        "<lambda> uses a jax.ShapeDtypeStruct that is none of its arguments "
+        "<lambda> uses a jax.ShapeDtypeStruct that is not among its arguments "
         "('ShapeDtypeStruct' object has no attribute "
     )
     assert str(caught.value).endswith(
@@ -466,8 +451,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(layout_map=None),
         flm.LayoutError,
-        "plan needs rules for a step that is no function of jax.jit; pass "
-        "layout_map=layout_map",
+        "plan needs layout_map= unless step is a jax.jit function whose arguments have "
+        "shardings",
     ),
     (
         planned(slices=2),
@@ -499,12 +484,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         planned(x=struct(7, 16)),
         flm.LayoutError,
         "the batch does not divide over the batch axes ('data',):\n  - x (",
-    ),
-    (
-        lambda: planned()().with_layout(rules().on(flm.DeviceMesh.abstract("data=8"))),
-        flm.LayoutError,
-        "the plan is for the mesh data=2,model=4, and these rules are for data=8; plan "
-        "again for another mesh: flm.pod.plan(step, …)",
     ),
     (
         planned(platform="cud"),
@@ -543,7 +522,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         flm.errors.MeshError,
         "or name axes alone, TensorLayout(",
     ),
-    (planned(calls_back), flm.LayoutError, "calls_back calls back into Python ("),
+    (
+        planned(calls_back),
+        flm.LayoutError,
+        "calls_back cannot be lowered without devices (",
+    ),
     (
         lambda: plan(MODEL, X, layout_map=rules(up=(None, "model"))),
         flm.LayoutError,
@@ -553,29 +536,15 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: plan(lambda x: MODEL(x), X, layout_map=rules(up=(None, "model"))),
         flm.LayoutError,
-        "<lambda> uses a jax.ShapeDtypeStruct that is none of its arguments (",
+        "<lambda> uses a jax.ShapeDtypeStruct that is not among its arguments (",
     ),
     (
         planned(x=OWN, mesh="data=4,model=4"),
         flm.LayoutError,
-        "x (6,16) has the sharding P(data) of its own, which does not fit the mesh "
+        "x (6,16) came with the sharding P(data), which does not fit the mesh "
         "data=4,model=4: shape (6, 16): dim 0 of size 6 does not divide by mesh axis "
         "'data' of size 4; pass its shape alone, jax.ShapeDtypeStruct(x.shape, "
         "x.dtype)",
-    ),
-    (
-        lambda: planned(layout_map=rules())().with_layout(rules(**MEGATRON)),
-        flm.LayoutError,
-        "these rules shard leaves of 'params', which the plan took for data, as its "
-        "own rules shard none of them: plan again with these rules, or say that it is "
-        "state, donate_argnames='params'",
-    ),
-    (
-        lambda: planned(explicit_step, mesh=EXPLICIT)().with_layout(rules()),
-        flm.LayoutError,
-        "the axes of data=2,model=4 are explicit: layouts are part of the types that "
-        "the step was traced with; plan again with these rules: flm.pod.plan(step, …, "
-        "layout_map=layout_map)",
     ),
 ]
 
