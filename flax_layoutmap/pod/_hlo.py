@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
 from flax_layoutmap.pod._hlo_text import (
@@ -24,7 +24,6 @@ from flax_layoutmap.pod._hlo_text import (
     called_by,
     communicates,
     may_communicate,
-    read_alone,
     rendezvous,
     split,
 )
@@ -58,18 +57,17 @@ _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """The communication of a compiled program."""
+    """The communication of a compiled program.
 
-    # One for each operation and call of its computation; several if it was merged from
-    # operations of several leaves.
+    Attributes:
+        collectives: one for each operation and call of its computation; several if it
+            was merged from operations of several leaves.
+        unread: lines that could not be read, and loops of unknown length.
+        notes: warnings about the counts.
+    """
+
     collectives: tuple[Collective, ...]
-    # Lines that could not be read, and loops of unknown length.
     unread: tuple[str, ...]
-    # Lines that repeat an operation of another line.
-    repeated: int
-    # Lines that move nothing, as each device is alone in its group.
-    idle: int
-    # Warnings about the counts.
     notes: tuple[str, ...]
 
 
@@ -101,12 +99,8 @@ def read_program(
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     module = split(program) if isinstance(program, str) else program
-    count = math.prod(sizes)
     # A program for several slices counts the places of one of them.
-    partitions = module.partitions or count
-    if slices and partitions != count and partitions * len(set(slices)) != count:
-        partitions = count
-    grid = Grid(tuple(names), sizes, slices, partitions)
+    grid = Grid(tuple(names), sizes, slices, module.partitions or math.prod(sizes))
     sources = Sources(module, paths, results or {}, parameters, new_parameters)
     return _Reader(module, grid, sources, frozenset(crossing)).read()
 
@@ -135,115 +129,81 @@ class _Reader:
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
         self.branching: dict[str, None] = {}
-        self.idle = 0
         self.active = active(module)
 
     def read(self) -> Program:
         if self.module.entry is not None:
-            self.walk(self.module.entry, 1, (), ())
+            self.walk(self.module.entry, 1, ())
         collectives: list[Collective] = []
-        repeated = 0
         for group in _operations(self.found):
-            best = min(group, key=lambda found: found.executions)
-            repeated += len({found.line.number for found in group}) - 1
-            collectives += self.collective(best)
-        for line in self.unreached():
-            self.seen.add(line.number)
-            self.trouble[line.number] = f"not reached: {_short(line.text)}"
+            collectives += self.collective(min(group, key=lambda f: f.executions))
+        for lines in self.module.computations.values():
+            for line in lines:
+                if line.number not in self.seen and may_communicate(line.text):
+                    op = line.instruction
+                    if op is None or communicates(line.text, op):
+                        self.fails(line, "not reached")
+        notes: tuple[str, ...] = ()
+        if self.branching:
+            names = ", ".join(self.branching)
+            notes = (f"each device takes one branch of {names}; all are counted",)
         unread = (*self.loops, *(self.trouble[at] for at in sorted(self.trouble)))
-        return Program(tuple(collectives), unread, repeated, self.idle, self.notes())
+        return Program(tuple(collectives), unread, notes)
 
-    def notes(self) -> tuple[str, ...]:
-        if not self.branching:
-            return ()
-        names = ", ".join(self.branching)
-        return (f"each device takes one branch of {names}; all branches are counted",)
+    def fails(self, line: Line, why: str) -> None:
+        text = " ".join(line.text.split())
+        text = text if len(text) <= 160 else f"{text[:159]}…"
+        self.trouble[line.number] = f"{why}: {text}"
 
-    def walk(
-        self,
-        computation: str,
-        executions: int,
-        above: tuple[str, ...],
-        calls: tuple[Call, ...],
-    ) -> None:
+    def walk(self, home: str, executions: int, calls: tuple[Call, ...]) -> None:
         """Visit a computation and those that it calls."""
-        if computation in above:
-            self.loops[f"{computation} calls itself; its inner calls are left out"] = (
-                None
-            )
-            return
-        above = (*above, computation)
-        for line in self.active[computation]:
-            instruction = read_alone(line)
-            if instruction is None:
-                self.seen.add(line.number)
-                self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
+        for line in self.active[home]:
+            op = line.instruction
+            self.seen.add(line.number)
+            if op is None:
+                self.fails(line, "cannot be read")
                 continue
-            if communicates(line.text, instruction):
-                self.seen.add(line.number)
-                self.visit(_Found(line, instruction, computation, executions, calls))
+            if communicates(line.text, op):
+                self.visit(_Found(line, op, home, executions, calls))
             times = executions
-            if instruction.opcode == "while":
-                times *= self.trips_of(computation, instruction)
-            elif _END.search(instruction.opcode):
+            if op.opcode == "while":
+                times *= self.trips_of(home, op)
+            elif _END.search(op.opcode):
                 continue
-            for called in self.called(instruction):
-                call = (computation, instruction)
-                self.walk(called, times, above, (*calls, call))
+            called = [name for name in called_by(op.attributes) if name in self.active]
+            if op.opcode == "conditional" and called:
+                self.branching[op.name] = None
+            for name in called:
+                self.walk(name, times, (*calls, (home, op)))
 
-    def trips_of(self, computation: str, instruction: Instruction) -> int:
-        count = trips(self.module, computation, instruction)
+    def trips_of(self, home: str, op: Instruction) -> int:
+        count = trips(self.module, home, op)
         if count is None:
-            self.loops[
-                f"loop {instruction.name}: how often it runs is not in the program; "
-                "counted once"
-            ] = None
-            return 1
-        return count
-
-    def called(self, instruction: Instruction) -> list[str]:
-        names = [n for n in called_by(instruction.attributes) if n in self.active]
-        if instruction.opcode == "conditional" and names:
-            self.branching[instruction.name] = None
-        return names
+            why = "how often it runs is not in the program; counted once"
+            self.loops[f"loop {op.name}: {why}"] = None
+        return 1 if count is None else count
 
     def visit(self, found: _Found) -> None:
-        line, instruction, home = found.line, found.instruction, found.home
-        opcode = instruction.opcode
+        line, op = found.line, found.instruction
+        opcode = op.opcode
         if _END.search(opcode):
-            start = instruction.operands[0] if instruction.operands else ""
-            if (home, start) not in self.module.by_name:
-                self.trouble[line.number] = (
-                    f"its start is not there: {_short(line.text)}"
-                )
-        elif opcode == "recv" and rendezvous(instruction.attributes) in self.sent:
+            if (found.home, *op.operands[:1]) not in self.module.by_name:
+                self.fails(line, "its start is not there")
+        elif opcode == "recv" and rendezvous(op.attributes) in self.sent:
             pass
-        elif opcode in ("send", "recv") and not _TRANSFER.search(line.text):
-            self.trouble[line.number] = f"unknown form: {_short(line.text)}"
-        elif opcode == "recv":
-            self.trouble[line.number] = f"its send is not there: {_short(line.text)}"
-        elif opcode == "send" or opcode.removesuffix("-start") in _KINDS:
+        elif opcode == "recv" and _TRANSFER.search(line.text):
+            self.fails(line, "its send is not there")
+        elif opcode == "send" and _TRANSFER.search(line.text):
+            self.found.append(found)
+        elif opcode.removesuffix("-start") in _KINDS:
             self.found.append(found)
         else:
-            self.trouble[line.number] = f"unknown form: {_short(line.text)}"
+            self.fails(line, "unknown form")
 
     @functools.cached_property
     def sent(self) -> set[str | None]:
         """Names under which something is sent to another slice."""
-        sends = (line.text for line in self.lines() if " send(" in line.text)
-        return {rendezvous(text) for text in sends} - {None}
-
-    def lines(self) -> Iterator[Line]:
-        for lines in self.module.computations.values():
-            yield from lines
-        yield from self.module.loose
-
-    def unreached(self) -> Iterator[Line]:
-        for line in self.lines():
-            if line.number not in self.seen and may_communicate(line.text):
-                instruction = read_alone(line)
-                if instruction is None or communicates(line.text, instruction):
-                    yield line
+        return {name for _, name in self.module.sends} - {None}
 
     def collective(self, found: _Found) -> list[Collective]:
         """The records of one operation; else the reason is in `trouble`."""
@@ -252,8 +212,7 @@ class _Reader:
         else:
             made = self.within(found)
         if isinstance(made, str):
-            at = found.line
-            self.trouble[at.number] = f"{made}: {_short(at.text)}"
+            self.fails(found.line, made)
             return []
         return made
 
@@ -272,8 +231,7 @@ class _Reader:
         axes = self.grid.axes(groups)
         if axes is None:
             return "its groups are not of this mesh"
-        if not axes:
-            self.idle += 1
+        if not axes:  # each device is alone in its group
             return []
         if kind == "all-reduce" and self.scatters(found.home):
             kind = "reduce-scatter"
@@ -379,8 +337,3 @@ def _payload(kind: Kind, instruction: Instruction) -> list[Array]:
 
 def _widened(arrays: list[Array], times: int) -> list[Array]:
     return [dataclasses.replace(array, bytes=array.bytes * times) for array in arrays]
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 160 else f"{text[:159]}…"

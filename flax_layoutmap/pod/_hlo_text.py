@@ -96,11 +96,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its computations by name, and the lines that are in none."""
+    """A program: its computations by name."""
 
     computations: dict[str, list[Line]]
     entry: str | None
-    loose: list[Line]
     text: str
 
     @property
@@ -190,30 +189,21 @@ def rendezvous(attributes: str) -> str | None:
 
 
 def split(text: str) -> Module:
-    """Take a program apart into its computations; never fails."""
+    """Take a program apart into its computations."""
     computations: dict[str, list[Line]] = {}
-    loose: list[Line] = []
     entry: str | None = None
     current: list[Line] | None = None
     tuples: dict[str, str] = {}
     for number, line in enumerate(text.splitlines()):
-        start = line[:1]
-        if start and not start.isspace() and line.rstrip().endswith("{"):
-            found = _HEADER.fullmatch(line)
-            if found:
-                # A name that comes twice (a damaged text) keeps both bodies.
-                current, tuples = computations.setdefault(found[2], []), {}
-                entry = found[2] if found[1] else entry
-                if " = " in line:
-                    loose.append(Line(number, line))
-                continue
-        if start == "}":
+        header = None if line[:1].isspace() else _HEADER.fullmatch(line)
+        if header:
+            current, tuples = computations.setdefault(header[2], []), {}
+            entry = header[2] if header[1] else entry
+        elif line[:1] == "}":
             current = None
-        if " = " in line and current is not None:
+        elif current is not None and " = " in line:
             current += _with_elements(number, line, tuples)
-        elif " = " in line:
-            loose.append(Line(number, line))
-    return Module(computations, entry, loose, text)
+    return Module(computations, entry, text)
 
 
 def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]:
@@ -346,7 +336,6 @@ _CALLS_OUT = re.compile(
 _GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 # What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
 _REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def active(module: Module) -> dict[str, list[Line]]:
@@ -390,18 +379,6 @@ def called_by(text: str) -> list[str]:
 def operand_names(text: str) -> list[str]:
     """The names on a line but for its own: operands, and computations it calls."""
     return _NAME.findall(text.partition(" = ")[2])
-
-
-def read_alone(line: Line) -> Instruction | None:
-    """Read a line; None where another operation that communicates is on it too."""
-    instruction, text = line.instruction, line.text
-    if instruction is None:
-        return None
-    # A quote that does not end may hide anything.
-    whole = text.count('"') % 2 == 0
-    named = _COMMUNICATES.findall(_QUOTED.sub('""', text) if whole else text)
-    own = _COMMUNICATES.match(f" {instruction.opcode}(") is not None
-    return instruction if len(named) <= own else None
 
 
 def may_communicate(text: str) -> bool:
