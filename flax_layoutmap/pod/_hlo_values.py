@@ -415,8 +415,6 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
 
 # ------------------------------------------------------------------ leaf and line
 
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-
 
 class Sources:
     """Paths and lines of the collectives of one program."""
@@ -451,10 +449,6 @@ class Sources:
             came = origin(self.module, home, one, calls, self.parameters)
             attributes += came.attributes
             made_of = came.arguments
-            if not made_of and len(own.operands) == 1:
-                name = _OP_NAME.search(own.attributes)
-                at = None if name is None else self.arguments.get(name[1])
-                made_of = [] if at is None else [at]
             if made_of and max(made_of) < len(self.paths):
                 paths.append(tuple(self.paths[at] for at in made_of))
             else:
@@ -482,15 +476,3 @@ class Sources:
             for name in operand_names(line.text):
                 found.setdefault(name, line)
         return found
-
-    @functools.cached_property
-    def arguments(self) -> dict[str, int]:
-        """The program's name of an argument → its position, for unique names."""
-        found: dict[str, list[int]] = collections.defaultdict(list)
-        entry = self.module.entry or ""
-        for line in self.module.computations.get(entry, []):
-            number = self.module.parameter_number(entry, line.name or "")
-            name = _OP_NAME.search(line.text)
-            if number is not None and name is not None:
-                found[name[1]].append(number)
-        return {name: at[0] for name, at in found.items() if len(at) == 1}

@@ -22,7 +22,6 @@ from flax_layoutmap._step.arguments import (
     Argument,
     call_with,
     names_of,
-    signature_of,
     slots_of,
     spans,
     take_apart,
@@ -195,7 +194,6 @@ def lower_step(
             "instead, or make the argument static (flm.jit(static_argnames=…))"
         ) from error
     except (AttributeError, TypeError) as error:
-        _check_arguments(step, name, args, kwargs)
         if "ShapeDtypeStruct" not in str(error):
             raise
         raise LayoutError(
@@ -209,30 +207,6 @@ def lower_step(
             f"{name} is planned for the mesh {mesh}, and names another one ({error})"
             f"{_WITHOUT_MESH}"
         ) from error
-
-
-def _check_arguments(
-    step: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Raise LayoutError if a step that failed does not take such arguments."""
-    signature = signature_of(step)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        parameters = signature.parameters.values()
-        names = [str(each.replace(annotation=each.empty)) for each in parameters]
-        given = [*map(_kind, args), *(f"{key}={_kind(kwargs[key])}" for key in kwargs)]
-        raise LayoutError(
-            f"{name}({', '.join(names)}) cannot be called with ({', '.join(given)}): "
-            f"{error}; pass one argument for each parameter"
-        ) from None
-
-
-def _kind(value: Any) -> str:
-    """The type of an argument: `float32[8,16]`, `dict`."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return type(value).__name__
 
 
 def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:

@@ -151,18 +151,16 @@ def compile(
 ) -> PodReport:
     """Plan a step with libtpu, and with options of its compiler.
 
-    As `flm.pod.plan(…, engine="libtpu")`: the step is compiled ahead of time for TPU
-    slices without devices. The compiler is ended when it has its final program and has
-    assigned its memory, which takes seconds; what it would do after that is code
-    generation.
+    As `flm.pod.plan(…, engine="libtpu")`, which documents the arguments, results and
+    errors, with these besides:
 
     Args:
-        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
-        *args: its arguments, as for `flm.pod.plan`.
+        step: as for `flm.pod.plan`.
+        *args: as for `flm.pod.plan`.
         topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`.
         slices: how many slices of it. The first axes of the mesh go over them.
-        mesh: as for `flm.pod.plan`; one size may be -1.
-        layout_map: the rules, as for `flm.pod.plan`.
+        mesh: as for `flm.pod.plan`.
+        layout_map: as for `flm.pod.plan`.
         donate_argnames: as for `flm.pod.plan`.
         timeout: seconds after which the compiler is ended.
         compiler_options: options of XLA by name, such as
@@ -172,28 +170,9 @@ def compile(
             allocates for arguments and temporaries, gaps between them included.
         **kwargs: arguments of the step by name.
 
-    Returns:
-        The report. Where the step does not fit, `fits` is False, and the collectives
-        are those of XLA's partitioner.
-
     Raises:
-        LayoutError: libtpu is missing; the compiler refused the step, died, or did not
-            finish in time; the step needs real values, or has no rules; the options
-            set `xla_dump_to`.
-        MeshError: there is no such topology, or the mesh does not fill it.
-        RuleError: a rule names an axis that the mesh does not have.
-        ResolveError: the arguments do not fit the rules on this mesh.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
-        >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
-        >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
-        Traceback (most recent call last):
-        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices of two dims
-        come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
-        see: docs/errors.md#mesherror
-
-        `docs/pod.md` shows a report.
+        LayoutError: libtpu is missing, refuses the step, dies, or does not finish in
+            time; or the options set `xla_dump_to`.
 
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.

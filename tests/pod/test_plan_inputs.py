@@ -379,24 +379,6 @@ def test_a_step_that_needs_values(wrap: Any) -> None:
     assert "use jax.lax.cond, jnp.where" in str(caught.value)
 
 
-@pytest.mark.parametrize("jit", [lambda step: step, flm.jit, jax.jit, nnx.jit])
-@pytest.mark.parametrize(
-    ("args", "kwargs", "text"),
-    [
-        ((PARAMS, X, 3), {}, "(dict, float32[512,16], int): too many positional arg"),
-        (({"params": PARAMS},), {}, "(dict): missing a required argument: 'x'"),
-        ((PARAMS,), {"y": X}, "(dict, y=float32[512,16]): missing a required argument"),
-    ],
-)
-def test_arguments_that_the_step_does_not_take(
-    jit: Any, args: Any, kwargs: Any, text: str
-) -> None:
-    with pytest.raises(flm.LayoutError) as caught:
-        plan(jit(loss_of), *args, **BY_RULES, **kwargs)
-    assert text in str(caught.value)
-    assert str(caught.value).startswith("loss_of(params, x) cannot be")
-
-
 @pytest.mark.parametrize(
     ("step", "error", "said"),
     [

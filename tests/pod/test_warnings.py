@@ -1,0 +1,79 @@
+"""Warnings of a plan: not donated, closed over, or not sharded."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from pods import MEGATRON, MESH, PARAMS, ROWS, SQUARE, X, plan, rules, sgd, struct
+
+import flax_layoutmap as flm
+
+
+def test_state_that_is_not_donated() -> None:
+    given = {"up": struct(1024, 4096), "down": struct(4096, 1024)}, struct(8, 1024)
+    layout = rules(**MEGATRON)
+    (warning,) = plan(sgd, *given, layout_map=layout).warnings
+    assert warning == (
+        "2 leaves of state, such as params/down, are not donated: where the results "
+        "are their new values, old and new are held at the same time, 8.0 MiB more per "
+        "device; use donate_argnames"
+    )
+    donated = plan(sgd, *given, layout_map=layout, donate_argnames="params")
+    jitted = plan(jax.jit(sgd, donate_argnums=0), *given, layout_map=layout)
+    assert donated.warnings == jitted.warnings == ()
+
+
+TABLE = jnp.ones((1024, 512))
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_step_that_closes_over_arrays(wrap: Any) -> None:
+    def closes_over(params: Any, x: Any) -> Any:
+        return x @ params["up"] + TABLE[:8, :32].sum()
+
+    (warning,) = plan(
+        wrap(closes_over), PARAMS, X, layout_map=rules(**MEGATRON)
+    ).warnings
+    assert warning == (
+        "closes_over closes over 1 array ((1024,512); 2.0 MiB): constants of the "
+        "program, which every device holds in full; pass them as arguments"
+    )
+
+
+def test_rules_that_shard_nothing_make_everything_data() -> None:
+    report = plan(sgd, PARAMS, X, layout_map=rules(upp=(None, "model")))
+    assert report.warnings == (
+        "no rule shards a leaf of params, so every argument is taken for data and "
+        'split over the batch axes; name the state: donate_argnames="params"',
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_rule_for_a_bare_array(wrap: Any) -> None:
+    step = wrap(lambda w, x: x @ w)
+    (warning,) = plan(step, SQUARE["w"], X, layout_map=rules(**ROWS)).warnings
+    assert warning == (
+        "rule 'w' cannot apply: w is a bare array, which has no path. Wrap it: "
+        '{"w": w}'
+    )
+
+
+def test_nothing_is_sharded() -> None:
+    (warning,) = plan(jax.jit(sgd), PARAMS, X).warnings
+    assert warning == (
+        "no argument is sharded over data=2,model=4: every device does the whole step; "
+        "pass layout_map=layout_map, or arguments with shardings"
+    )
+
+
+def test_state_that_leaves_in_another_layout() -> None:
+    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    replicated = NamedSharding(jax_mesh, PartitionSpec())
+    step = jax.jit(
+        lambda p, x: {"w": p["w"] + x.sum()}, out_shardings={"w": replicated}
+    )
+    report = plan(step, SQUARE, X, layout_map=rules(**ROWS), donate_argnames="p")
+    (drift,) = report.drift
+    assert (drift.path, drift.before, drift.after) == ("p/w", (4, 16), (16, 16))
