@@ -437,7 +437,7 @@ def planned(layout_map: Any, **options: Any) -> Any:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(4096)),
         layout_map=layout_map,
     )
-    assert not report.unrecognised
+    assert not report.unread
     return report
 
 
