@@ -157,7 +157,6 @@ def make_program(job: Job, call: Call) -> Program:
         in_shardings=places.inputs(wanted),
         out_shardings=[*layouts, result],
         donate_argnums=(0, 2),
-        keep_unused=not job.runs,
     )
     shapes, out_shapes = traced.shapes
     holds_tracers = any(isinstance(const, Tracer) for const in traced.closed.consts)

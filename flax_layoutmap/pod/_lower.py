@@ -299,8 +299,12 @@ def _lower_ours(
         traced = program.jitted.trace(*program.places.inputs(avals))
         lowered = _lower(traced, platform, job.name)
     # The program has its inputs in another order than the leaves.
-    order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
-    place = {leaf: at for at, leaf in enumerate(order)}
+    entries, _ = jax.tree_util.tree_flatten_with_path(
+        program.places.inputs(range(len(leaves)))
+    )
+    named = {f"inputs{jax.tree_util.keystr(keys)}": at for keys, at in entries}
+    kept = [named[name] for name in _arguments_of(lowered)]
+    place = {leaf: at for at, leaf in enumerate(kept)}
     outcome, (changed, out_shapes) = program.outcome, program.shapes
     updates: dict[int, int] = {}
     if outcome.change is None:
@@ -314,8 +318,8 @@ def _lower_ours(
     return Lowered(
         job.name,
         lowered,
-        [every[at] for at in order],
-        {result: place[leaf] for result, leaf in updates.items()},
+        [every[at] for at in kept],
+        {result: place[leaf] for result, leaf in updates.items() if leaf in place},
         _constants(traced),
         notes=notes_of(arguments, rules),
     )
@@ -369,14 +373,19 @@ def _lower_jitted(
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
     avals = [abstract(leaf, getattr(leaf, "sharding", None)) for leaf in leaves]
     gone = [at for at, is_donated in enumerate(donated) if is_donated]
-    whole = jax.jit(flat, keep_unused=True, donate_argnums=gone)
+    whole = jax.jit(flat, donate_argnums=gone)
     with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
         lowered = _lower(whole.trace(*avals), platform, name)
+    names = _arguments_of(lowered)  # such as "leaves[3]"
+    kept = [int(name.removeprefix("leaves[").removesuffix("]")) for name in names]
+    place = {leaf: at for at, leaf in enumerate(kept)}
+    every = leaves_of(arguments, donated, avals)
+    updates = same_trees(result, arguments)
     return Lowered(
         name,
         lowered,
-        leaves_of(arguments, donated, avals),
-        same_trees(result, arguments),
+        [every[at] for at in kept],
+        {result: place[leaf] for result, leaf in updates.items() if leaf in place},
         _constants(traced),
         () if rules is None else notes_of(arguments, rules),
     )
@@ -463,6 +472,14 @@ def _lower(traced: Any, platform: str, name: str) -> Any:
             "planned step what calls back into Python (jax.debug.print, "
             "jax.pure_callback and the like)"
         ) from error
+
+
+def _arguments_of(lowered: Any) -> list[str]:
+    """What JAX calls the arguments of a program; it drops those that are unused."""
+    operations = lowered.compiler_ir("stablehlo").body.operations
+    (main,) = (op for op in operations if str(op.name) == '"main"')
+    texts = [str(argument.location) for argument in main.arguments]
+    return [text[5:-2].replace('\\"', '"') for text in texts]
 
 
 def _constants(traced: Any) -> list[tuple[tuple[int, ...], int]]:
