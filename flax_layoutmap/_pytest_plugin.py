@@ -7,12 +7,9 @@ package nor JAX before the fixture is called.
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from flax_layoutmap._resolve.resolution import Resolution
 
 _WRITTEN = "layouts written"
 
@@ -36,7 +33,7 @@ def layout_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """
     calls = 0
 
-    def check(resolution: "Resolution", path: str | Path | None = None) -> None:
+    def check(resolution: Any, path: str | Path | None = None) -> None:
         from flax_layoutmap.testing import assert_golden, write_golden
 
         nonlocal calls

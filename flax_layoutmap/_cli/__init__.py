@@ -1,6 +1,6 @@
 """The command line, `flax-layoutmap` or `python -m flax_layoutmap`.
 
-Only the parser is here at the start: `--help` imports neither JAX nor Flax.
+`flm` loads its names when they are used, so `--help` imports neither JAX nor Flax.
 """
 
 import io
@@ -11,57 +11,42 @@ import warnings
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import make_parser
+from flax_layoutmap._cli._sources import UsageError
 from flax_layoutmap._core.errors import LayoutError, visible
-
-# The exit codes of a command that failed, and of one whose output was closed
-# (as for a program that SIGPIPE ends). A command itself returns 0 or 1.
-FAILED, CLOSED = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        argv: the arguments; None for those of the program.
-
     Returns:
-        0: done, and nothing is wrong. 1: done, and the check failed (an error of
-        `lint`, a difference, a damaged checkpoint). 2: it failed; the reason is on
-        stderr. 141: the output was closed (`| head`).
+        The exit code: 0, 1 if the check failed (an error of `lint`, a difference), 2 if
+        the command did, 141 if the output was closed (`| head`).
     """
     args = make_parser().parse(sys.argv[1:] if argv is None else argv)
     # Nothing here computes on an accelerator, which a training run may hold.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    here = os.getcwd()
-    sys.path.insert(0, here)  # as `python -m` does, for --model and --rules
-    from flax_layoutmap._cli import _commands
-    from flax_layoutmap._cli._sources import UsageError
-
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, for --model and --rules
     if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII has no arrows
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = int(getattr(_commands, args.command)(args))
+        code = int(args.run(args) or 0)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED
+        return 141  # as of a program that SIGPIPE ends
+    except KeyboardInterrupt:
+        return 130
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise
-        is_ours = isinstance(error, UsageError | LayoutError | OSError)
-        text = f"flax-layoutmap {args.command}: {_text_of(error, is_ours)}"
+        text = f"flax-layoutmap {args.run.__name__}: {_text_of(error)}"
         print(visible(text, "\n"), file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        if here in sys.path:  # the user's code may have changed it
-            sys.path.remove(here)
+        return 2
 
 
-def _text_of(error: BaseException, is_ours: bool) -> str:
-    if not is_ours:
+def _text_of(error: BaseException) -> str:
+    if not isinstance(error, UsageError | LayoutError | OSError):
         return f"{type(error).__name__}: {error} (--traceback shows where)"
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     needs = re.search(r'"jax_num_cpu_devices", (\d+)', text)

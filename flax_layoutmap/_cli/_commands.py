@@ -1,229 +1,158 @@
-"""The commands: one function for each, by its name, which returns the exit code."""
+"""The commands: each prints, and returns whether its check failed.
+
+`--help` shows their docstrings. What loads JAX is imported in the functions.
+"""
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any
-
-from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._rules.rules_file import suffix_of
-from flax_layoutmap._rules.rules_toml import to_toml
-from flax_layoutmap._tree.paths import fold
-
-_DONE, _FAILED_CHECK = 0, 1
 
 
-def report(args: Namespace) -> int:
+def report(args: Namespace) -> None:
+    """Shows every leaf with its layout, the rule that chose it, and the totals."""
     resolution = _sources.resolution_of(args)
     if args.markdown:
-        print(resolution.report("markdown", fold=not args.no_fold))
+        print(resolution.report("markdown"))
     else:
-        _show(resolution, args, fold=not args.no_fold)
-    return _DONE
+        _show(resolution, args)
 
 
-def lint(args: Namespace) -> int:
+def lint(args: Namespace) -> bool:
+    """Finds mistakes in rules, and layouts that cost memory or time."""
+    most = args.max_replicated
     try:
         resolution = _sources.resolution_of(args)
     except flm.errors.ResolveError as error:
         if error.resolution is None:
             raise
-        resolution = error.resolution
-        args.max_replicated = None  # the share of the leaves that fit says little
-    issues = flm.lint(
-        resolution, max_replicated=args.max_replicated, ignore=args.ignore
-    )
+        # The share of the leaves that fit says little.
+        resolution, most = error.resolution, None
+    issues = flm.lint(resolution, max_replicated=most, ignore=args.ignore)
     if args.json:
-        share = resolution.replicated_share
-        _print_json({"issues": list(issues), "replicated_share": share})
+        values = [dataclasses.asdict(issue) for issue in issues]
+        print(json.dumps({"schema": 1, "issues": values}, indent=1))
     else:
         print(issues)
-    is_bad = issues.problems("warning" if args.strict else "error")
-    return _FAILED_CHECK if is_bad else _DONE
+    return bool(issues.problems("warning" if args.strict else "error"))
 
 
-def explain(args: Namespace) -> int:
+def explain(args: Namespace) -> None:
+    """Explains why a leaf got its layout, or none."""
+    from flax_layoutmap._tree.paths import fold
+
     resolution = _sources.resolution_of(args)
     paths = _paths(resolution, args.path)
-    texts = [resolution.explain(path) for path in paths]
-    if args.json:
-        leaves = [{"path": p, "text": t} for p, t in zip(paths, texts, strict=True)]
-        _print_json({"leaves": leaves})
-        return _DONE
     # Leaves that differ in the numbers of their paths alone are explained once.
-    alike = [t.replace(visible(p), "\0") for p, t in zip(paths, texts, strict=True)]
-    for row in fold(paths, alike):
+    texts = [resolution.explain(path).replace(visible(path), "\0") for path in paths]
+    for row in fold(paths, texts):
         count = len(row.members)
         name = visible(row.text) + (f" ×{count}" if count > 1 else "")
-        print(alike[row.members[0]].replace("\0", name))
-    return _DONE
+        print(texts[row.members[0]].replace("\0", name))
 
 
-def _paths(resolution: flm.Resolution, text: str) -> list[str]:
+def _paths(resolution: "flm.Resolution", text: str) -> list[str]:
     """The paths that a path, the end of one, or a pattern stands for."""
-    if text in resolution:
+    try:
         return [resolution[text].path]
-    paths = [leaf.path for leaf in resolution if leaf.path.endswith(f"/{text}")]
+    except KeyError as error:
+        unknown = error.args[0]  # it lists the closest
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{text!r} is not a path or a pattern: {error}") from error
+    paths = [path for path in resolution.paths if path.endswith(f"/{text}")]
+    paths = paths or [path for path in resolution.paths if pattern.search(path)]
     if not paths:
-        try:
-            paths = [leaf.path for leaf in resolution if re.search(text, leaf.path)]
-        except re.error as error:
-            raise UsageError(f"{text!r} is not a path or a pattern: {error}") from error
-    if not paths:
-        try:
-            resolution[text]
-        except KeyError as error:  # it lists the closest
-            raise UsageError(error.args[0]) from None
+        raise UsageError(unknown)
     return paths
 
 
-def diff(args: Namespace) -> int:
-    before = _sources.resolution_of(args)
-    difference = before.diff(_sources.resolution_of(_sources.after(args)))
+def diff(args: Namespace) -> bool:
+    """Shows what changes, and what it costs, with other rules, meshes or models."""
+    difference = _sources.resolution_of(args).diff(
+        _sources.resolution_of(_sources.after(args))
+    )
     _show(difference, args)
-    return _DONE if difference.is_empty else _FAILED_CHECK
+    return not difference.is_empty
 
 
-def plan(args: Namespace) -> int:
+def plan(args: Namespace) -> bool:
+    """Shows the collectives and memory of a step, on devices that you do not have."""
     step, arguments, options = _sources.step_of(args)
-    return _fits(flm.pod.plan(step, *arguments, **options), args)
+    planned = flm.pod.plan(step, *arguments, **options)
+    _show(planned, args)
+    return planned.fits is False
 
 
-def suggest(args: Namespace) -> int:
+def suggest(args: Namespace) -> bool:
+    """Suggests rules for a step on a mesh or a topology."""
+    from flax_layoutmap._rules.rules_file import suffix_of
+
     if args.output is not None:
         suffix_of(args.output)  # before the search
     step, arguments, options = _sources.step_of(args)
     if args.hbm is not None:
         options["hbm"] = int(args.hbm * 2**30)
     suggestion = flm.suggest(step, *arguments, **options)
-    code = _fits(suggestion, args)
+    _show(suggestion, args)
     if args.output is not None:
         suggestion.layout_map.to_file(args.output)
         print(f"wrote {args.output}", file=sys.stderr)
-    return code
+    return suggestion.fits is False
 
 
-def _fits(report: Any, args: Namespace) -> int:
-    _show(report, args)
-    return _FAILED_CHECK if report.fits is False else _DONE
+def inspect(args: Namespace) -> None:
+    """Describes a checkpoint of Orbax, of this library, or of safetensors."""
+    print(flm.checkpoint.inspect(args.checkpoint, item=args.item))
 
 
-def inspect(args: Namespace) -> int:
-    info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
-    if args.json:
-        _print_json({**_plain(info), "total_bytes": info.total_bytes})
-    else:
-        print(info)
-    return _DONE
-
-
-def verify(args: Namespace) -> int:
-    info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
+def verify(args: Namespace) -> bool:
+    """Reads all of a checkpoint and compares it with its checksums."""
+    info = flm.checkpoint.inspect(args.checkpoint, item=args.item)
     if "flax_layoutmap" not in info.kind:
-        raise UsageError(
-            f"{info.path} has no checksums to compare with: it is of the kind "
-            f"{info.kind}, not saved by flax_layoutmap"
-        )
+        raise UsageError(f"{info.path} has no checksums: it is of kind {info.kind}")
     try:
-        result = flm.checkpoint.verify(info.path, item=args.item)
+        print(flm.checkpoint.verify(info.path, item=args.item))
     except flm.errors.CheckpointError as error:
-        if args.json:
-            problems = error.problems or [str(error)]
-            _print_json({"path": info.path, "problems": problems})
         print(error, file=sys.stderr)
-        return _FAILED_CHECK
-    if args.json:
-        _print_json({"path": info.path, "problems": [], **_plain(result)})
+        return True
+    return False
+
+
+def preset(args: Namespace) -> None:
+    """Prints the rules of a model family for a mesh; or which family a model is of."""
+    from flax_layoutmap._rules.rules_toml import to_toml
+
+    mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
+    options: Any = {"variant": args.variant, "axes": dict(args.axis)}
+    if args.family is not None:
+        if mesh is None:
+            raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
+        rules = flm.presets.load(args.family, mesh, **options)
     else:
-        print(result)
-    return _DONE
-
-
-def preset(args: Namespace) -> int:
-    mesh, axes = _sources.mesh_of(args.mesh), dict(args.axis)
-    if args.family is not None and mesh is None:
-        raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
-    if args.family not in (None, "fsdp"):
-        rules = flm.presets.load(args.family, mesh, variant=args.variant, axes=axes)
-        return _print_rules(rules)
-    if args.model is None and args.checkpoint is None:
-        known = ", ".join(flm.presets.names())
-        raise UsageError(f"name a family ({known}), --model or --checkpoint")
-    _sources.check_model(args)
-    place: dict[str, Any] = {"step": args.step, "item": args.item}
-    model: Any = args.checkpoint
-    if args.model is not None:
-        model = _sources.factory(args.model, args.arg, "--model")
-    elif args.family == "fsdp":
-        raise UsageError("preset fsdp is for a model: --model MODULE:FACTORY")
-    if mesh is None:
-        return _print_family(args, model, place)
-    if args.family == "fsdp":
-        return _print_rules(flm.presets.fsdp(model, mesh, axis=axes.get("fsdp")))
-    rules = flm.presets.detect(model, mesh, variant=args.variant, axes=axes, **place)
-    return _print_rules(rules)
-
-
-def _print_rules(rules: flm.LayoutMap) -> int:
+        model = _sources.model_of(args)
+        if mesh is None:  # the last line is the command to type next
+            family = flm.presets.family_of(model, item=args.item)
+            print(f"{family}: its rules fit every matrix")
+            words = ["flax-layoutmap", *args.words, "--mesh", "fsdp=8"]
+            print(f"{shlex.join(words)} > rules.toml")
+            return
+        rules = flm.presets.detect(model, mesh, item=args.item, **options)
     print(to_toml(rules.freeze()), end="")
-    return _DONE
 
 
-def _print_family(args: Namespace, model: Any, place: dict[str, Any]) -> int:
-    """Print the family of a model, and the command that writes its rules."""
-    words, code = args.words[1:], _DONE
-    try:
-        print(f"{flm.presets.family_of(model, **place)}: its rules fit every matrix")
-    except flm.errors.RuleError as error:
-        print(visible(str(error), "\n"))
-        source = words if args.model else ["--model", "MODULE:FACTORY"]
-        words, code = ["fsdp", *source], _FAILED_CHECK
-    command = shlex.join(["flax-layoutmap", "preset", *words, "--mesh", "fsdp=8"])
-    print(f"{command} > rules.toml")
-    return code
-
-
-def convert(args: Namespace) -> int:
-    if os.path.exists(args.output) and not args.overwrite:
-        raise UsageError(f"{args.output} exists; replace it with --overwrite")
-    mesh = _sources.mesh_of(args.mesh)
-    rules = _sources.rules_of(args.source, args.variant, mesh)
-    rules.to_file(args.output)
-    print(f"wrote {args.output}: {len(rules)} rules")
-    return _DONE
-
-
-# ------------------------------------------------------------------------- output
-
-
-def _show(thing: Any, args: Namespace, **options: Any) -> None:
+def _show(thing: Any, args: Namespace) -> None:
     """Print a report: in colours on a terminal, else as plain text."""
     if args.json:
-        _print_json(thing.to_json())
+        print(json.dumps(thing.to_json(), indent=1))
     else:
-        thing.show(**options)
-
-
-def _print_json(values: Mapping[str, Any]) -> None:
-    print(json.dumps({"schema": 1, **values}, indent=1, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    """A value of ours as values of JSON."""
-    if isinstance(value, flm.DeviceMesh):
-        return dict(value.axis_sizes)
-    if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
-    return list(value) if isinstance(value, PartitionSpec) else str(value)
+        thing.show()

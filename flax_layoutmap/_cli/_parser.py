@@ -1,35 +1,30 @@
-"""The arguments of the command line. Imports neither JAX nor Flax."""
+"""The arguments of the command line."""
 
 import argparse
 import ast
 import re
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import flax_layoutmap as flm
+from flax_layoutmap._cli import _commands
 from flax_layoutmap._core.errors import visible
 
 ABOUT = """Shows, checks, compares and suggests rules for a model, with no devices.
 
 A model is a function that makes one (--model package.module:factory), or a
 checkpoint (--checkpoint PATH), which needs no code at all. Rules are a file
-(.toml, .json), an object in a module (package.module:layout_map), or those that
-a checkpoint was saved with. The mesh is text, such as data=16,model=16; its
-devices need not exist."""
+(.toml, .json) or an object in a module (package.module:layout_map). The mesh is
+text, such as data=16,model=16; its devices need not exist."""
 
 ENDS = """exit codes:
   0  done, and nothing failed
-  1  done, and the check failed: an error of lint (with --strict a warning), a
-     difference, damage, no preset that matches, a step that does not fit
+  1  done, and the check failed: an error of lint, a difference, damage, a step
+     that does not fit
   2  it failed; the reason is on stderr"""
 
 # Parameters in Python that have another name here.
-_SPELLINGS = {
-    "--layout-map": "--rules",
-    "--device-mesh": "--mesh",
-    "--tx": "--optimizer",
-    "--donate-argnames": "--donate",
-}
+_SPELLINGS = {"--layout-map": "--rules", "--device-mesh": "--mesh"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,29 +49,28 @@ class _Version(argparse.Action):
     """Look the version up only when needed, as that takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"flax-layoutmap {version('flax-layoutmap')}")
+        print(f"flax-layoutmap {flm.__version__}")
         parser.exit()
 
 
 def make_parser() -> Parser:
-    """The parser of all commands; the name of the one chosen is in `command`."""
+    """The parser of all commands; the function of the one chosen is in `run`."""
     raw = argparse.RawDescriptionHelpFormatter
     top = Parser("flax-layoutmap", description=ABOUT, epilog=ENDS, formatter_class=raw)
     top.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
     shared: Any = {title: _parent(title, names) for title, names in _SHARED.items()}
-    for name, (about, example, options) in _COMMANDS.items():
+    for run, (example, options) in _COMMANDS.items():
         words = [*options.split(), "--traceback"]
         command = commands.add_parser(
-            name,
-            help=about,
-            description=textwrap.fill(about, 80),
-            epilog=f"example:\n  flax-layoutmap {name} {example}",
+            run.__name__,
+            help=run.__doc__,
+            description=run.__doc__,
+            epilog=f"example:\n  flax-layoutmap {run.__name__} {example}",
             formatter_class=raw,
             parents=[shared[word] for word in words if word in shared],
         )
+        command.set_defaults(run=run)
         for word in words:
             if word not in shared:
                 _add(command, word)
@@ -94,12 +88,9 @@ def _parent(title: str, names: str) -> argparse.ArgumentParser:
 
 def _add(parser: Any, name: str) -> None:
     takes, about = _OPTIONS[name]
+    metavar = {"metavar": takes} if takes else {"action": "store_true"}
     kind = _KINDS.get(takes, {})
-    if kind.get("action") == "append":
-        about += "; may be repeated"
-    if takes and "choices" not in kind:
-        kind = {"metavar": takes, **kind}
-    parser.add_argument(*name.split("|"), help=about, **kind)
+    parser.add_argument(*name.split("|"), help=about, **metavar, **kind)
 
 
 # ------------------------------------------------------------------------ values
@@ -114,7 +105,7 @@ def _mesh(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: write it as {example}")
 
 
-def _argument(text: str) -> tuple[str, Any]:
+def _pair(text: str) -> tuple[str, Any]:
     """`layers=4` → `("layers", 4)`; what is not a Python literal is a string."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
@@ -130,116 +121,80 @@ def _argument(text: str) -> tuple[str, Any]:
 _REPEATED = {"action": "append", "default": []}
 # What an option takes, as --help says it → how argparse reads it.
 _KINDS: dict[str, dict[str, Any]] = {
-    "": {"action": "store_true"},
-    "[FAMILY]": {"nargs": "?"},
+    "FAMILY": {"nargs": "?"},
     "MESH": {"type": _mesh},
-    "K=V": {"type": _argument, **_REPEATED},
-    "AXIS=NAME": {"type": _argument, **_REPEATED},
+    "K=V": {"type": _pair, **_REPEATED},
     "CODE|REGEX": _REPEATED,
-    "ARGUMENT": _REPEATED,
     "COUNT": {"type": int},
     "SHARE": {"type": float},
     "GIB": {"type": float},
-    "ENGINE": {"choices": ("libtpu", "partitioner")},
+    "{libtpu,partitioner}": {"choices": ("libtpu", "partitioner")},
 }
-_RULES_ARE = "a file (.toml, .json), module:layout_map, or a checkpoint"
 # Name → what it takes, and its help. Without dashes: an argument by position.
 _OPTIONS = {
-    "--arg": ("K=V", "an argument of the factory, such as layers=4"),
+    "--arg": ("K=V", "an argument of the factory, such as layers=4; repeatable"),
     "--args": ("MODULE:FACTORY", "returns the tuple of its arguments; only traced"),
-    "--axis": ("AXIS=NAME", "an axis by its name in your mesh, such as tensor=model"),
+    "--axis": ("K=V", "an axis by its name in your mesh: tensor=model; repeatable"),
     "--checkpoint": ("PATH", "a checkpoint, instead of the model's code"),
-    "--donate": ("ARGUMENT", "an argument that the step donates"),
-    "--engine": ("ENGINE", "default: libtpu where there is one, else XLA's own"),
+    "--engine": ("{libtpu,partitioner}", "default: libtpu where it is installed"),
     "--hbm": ("GIB", "memory of a device; default: that of the topology"),
-    "--ignore": ("CODE|REGEX", "leave out a code, or a pattern of paths"),
+    "--ignore": ("CODE|REGEX", "leave out a code, or a pattern of paths; repeatable"),
     "--item": ("NAME", "an item of a checkpoint that has several"),
     "--json": ("", "write JSON to stdout"),
     "--markdown": ("", "write a table of Markdown"),
     "--max-replicated": ("SHARE", "of the bytes, 0 to 1; more is an error"),
     "--mesh": ("MESH", "such as data=16,model=16; default: that of the rules"),
     "--model": ("MODULE:FACTORY", "a function or class that makes it"),
-    "--no-fold": ("", "a row for every leaf, also of layers that are alike"),
-    "--optimizer": ("MODULE:FACTORY", "add its state, such as of optax:adamw"),
-    "--optimizer-arg": ("K=V", "an argument of it, such as learning_rate=1e-3"),
-    "--overwrite": ("", "replace FILE if it exists"),
-    "--rules": ("RULES", f"{_RULES_ARE}; default: those of the checkpoint or step"),
+    "--rules": ("RULES", "FILE (.toml, .json), MODULE:NAME; default: the checkpoint's"),
     "--slices": ("COUNT", "of the topology; default: 1"),
-    "--step": ("N", "a step of a directory of steps; default: the latest"),
     "--strict": ("", "exit with 1 for warnings too"),
     "--topology": ("NAME", "TPUs, such as v5p:4x4x4"),
     "--traceback": ("", "print the Python traceback of an error"),
     "--variant": ("NAME", "a variant of the rules"),
     "-o|--output": ("FILE", "write the rules to a file, too (.toml, .json)"),
-    "checkpoint": ("CHECKPOINT", "its directory"),
-    "family": ("[FAMILY]", "such as llama, or fsdp for any model"),
-    "output": ("FILE", "the file to write (.toml, .json)"),
-    "path": ("PATH", "a path, the end of one, or a pattern"),
-    "source": ("RULES", _RULES_ARE),
+    "checkpoint": ("CHECKPOINT", "its directory, or one of steps: the latest"),
+    "family": ("FAMILY", "such as llama; default: that of the model"),
     "function": ("MODULE:FUNCTION", "the step: a function, or one of flm.jit"),
+    "path": ("PATH", "a path, the end of one, or a pattern"),
 }
-_AFTER = ("--model", "--checkpoint", "--arg", "--rules", "--mesh", "--variant")
-_OPTIONS |= {f"{n}-after": (_OPTIONS[n][0], f"instead of {n}") for n in _AFTER}
+_OPTIONS |= {
+    f"--{name}-after": (_OPTIONS[f"--{name}"][0], f"instead of --{name}")
+    for name in ("model", "checkpoint", "rules", "mesh")
+}
 # Those that several commands share: the title above them → their names.
 _SHARED = {
-    "model": "--model --checkpoint --arg --step --item",
-    "optimizer": "--optimizer --optimizer-arg",
+    "model": "--model --checkpoint --arg --item",
     "rules": "--rules --mesh --variant",
-    "function": "function --args --arg --donate --topology --slices",
+    "function": "function --args --arg --topology --slices --engine",
 }
 _MY_MODEL = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
 _MY_STEP = "my_model:step --args my_model:arguments"
+_AFTER = "--model-after --checkpoint-after --rules-after --mesh-after"
 
-# Name → what it does, the arguments of an example, and its options.
+# Command → the arguments of an example, and its options.
 _COMMANDS = {
-    "report": (
-        "Shows every leaf with its layout, the rule that chose it, and the totals.",
+    _commands.report: (_MY_MODEL, "model rules --json --markdown"),
+    _commands.lint: (
         _MY_MODEL,
-        "model optimizer rules --json --markdown --no-fold",
+        "model rules --json --max-replicated --ignore --strict",
     ),
-    "lint": (
-        "Finds mistakes in rules, and layouts that cost memory or time.",
-        _MY_MODEL,
-        "model optimizer rules --json --max-replicated --ignore --strict",
-    ),
-    "explain": (
-        "Explains why a leaf got its layout, or none.",
-        f"up/kernel {_MY_MODEL}",
-        "path model optimizer rules --json",
-    ),
-    "diff": (
-        "Shows what changes, and what it costs, with other rules, meshes or models.",
+    _commands.explain: (f"up/kernel {_MY_MODEL}", "path model rules"),
+    _commands.diff: (
         f"{_MY_MODEL} --mesh-after data=4,model=2",
-        " ".join(["model optimizer rules --json", *(f"{n}-after" for n in _AFTER)]),
+        f"model rules {_AFTER} --json",
     ),
-    "plan": (
-        "Shows the collectives of a step, and its memory, on devices you do not have.",
+    _commands.plan: (
         f"{_MY_STEP} --rules rules.toml --mesh data=16,model=16",
-        "function rules --engine --json",
+        "function rules --json",
     ),
-    "suggest": (
-        "Suggests rules for a step on a mesh or a topology.",
+    _commands.suggest: (
         f"{_MY_STEP} --mesh data=4,model=2",
-        "function rules --engine --hbm -o|--output --json",
+        "function rules --hbm -o|--output --json",
     ),
-    "inspect": (
-        "Describes a checkpoint of Orbax, of this library, or of safetensors.",
-        "runs/7",
-        "checkpoint --step --item --json",
-    ),
-    "verify": (
-        "Reads all of a checkpoint and compares it with its checksums.",
-        "runs",
-        "checkpoint --step --item --json",
-    ),
-    "preset": (
-        "Prints the rules of a model family for a mesh; or which family a model is of.",
+    _commands.inspect: ("runs/7", "checkpoint --item"),
+    _commands.verify: ("runs", "checkpoint --item"),
+    _commands.preset: (
         "llama --mesh fsdp=16,tensor=8",
         "family model --mesh --variant --axis",
-    ),
-    "convert": (
-        "Writes rules of a module, a checkpoint or a file to a rule file.",
-        "rules.toml rules.json",
-        "source output --mesh --variant --overwrite",
     ),
 }

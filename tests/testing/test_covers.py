@@ -51,7 +51,7 @@ def test_all_that_is_wrong_is_listed_by_mesh() -> None:
     assert fits.count("LM") == 1 and "LM101 warning: rule 3 'zzz'" in fits
     assert "LM114 error: layers_0/up/kernel (64,256)" in divides
     assert divides.count("LM114") == 2 and "of size 3" in divides
-    assert "matched by no rule" not in divides
+    assert "by no rule" not in divides
     assert "the mesh 'data=2,tensor=4' has no such axis" in names
 
 
@@ -59,8 +59,7 @@ def test_small_matrices_need_a_rule_too() -> None:
     tree = {"up": kernel(512, 2048), "small_0": kernel(4, 4), "small_1": kernel(4, 4)}
     rules = {"up/kernel": (None, "model")}
     assert problems(tree, rules, "data=2,model=4")[2:] == [
-        "  - small_{0,1}/kernel (4,4): matched by no rule",
-        "    fix: layout_map['small_0/kernel'] = …  # None: replicated",
+        "  - small_{0,1}/kernel (4,4): matched by no rule (None: replicated)",
     ]
     covers = flm.testing.assert_covers
     covers(tree, flm.LayoutMap.from_rules(rules | {"small": None}), ["data=2,model=4"])
@@ -77,15 +76,8 @@ def test_too_much_that_is_replicated() -> None:
         flm.testing.assert_covers(tree, layout_map, "model=4", max_replicated=0.01)
 
 
-@pytest.mark.parametrize(
-    ("meshes", "message"),
-    [
-        ([], "assert_covers needs meshes, such as"),
-        ([None], "assert_covers got None in meshes"),
-        (["data=-1"], "an abstract mesh has no devices to compute -1"),
-    ],
-)
-def test_what_is_not_a_mesh(meshes: Any, message: str) -> None:
-    with pytest.raises(flm.LayoutError) as caught:
-        flm.testing.assert_covers(layers(), flm.LayoutMap.from_rules(RULES), meshes)
-    assert message in str(caught.value)
+@pytest.mark.parametrize("meshes", [[], [None], ["data=-1"]])
+def test_what_is_not_a_mesh(meshes: Any) -> None:
+    layout_map = flm.LayoutMap.from_rules(RULES)
+    with pytest.raises(flm.LayoutError, match="needs meshes, such as|has no devices"):
+        flm.testing.assert_covers(layers(), layout_map, meshes)
