@@ -125,13 +125,13 @@ def named(text: str, flag: str) -> Any:
     """The object that `module:name` (or `module:a.b`) names."""
     module, _, name = text.partition(":")
     dotted = re.sub(r"[/\\]+", ".", module.removesuffix(".py")).strip(".")
-    if dotted != module or not (module and name):
+    if dotted != module or not re.fullmatch(r"[\w.]+:[\w.]+", text):
         example = f"{dotted or 'my_package.models'}:{name or 'NAME'}"
         file = ", or a file (.toml, .json)" if flag == "--rules" else ""
         raise UsageError(f"{flag} {text}: write MODULE:NAME, such as {example}{file}")
     try:
         return pkgutil.resolve_name(text)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         near = ""
         if isinstance(error, AttributeError) and error.name is not None:
             near = did_you_mean(error.name, dir(error.obj))

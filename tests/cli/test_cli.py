@@ -273,7 +273,7 @@ WRONG = {
     "report --model my_model:broken --rules rules.toml": "RuntimeError: no such config",
     "report --model my_model:exit --rules rules.toml": "SystemExit: ",
     "report --model my_model:number --rules rules.toml": "is of type int; it must be a",
-    "report --model my_pod:mesh --rules rules.toml": "fix: JAX_NUM_CPU_DEVICES=64 flax",
+    "report --model my_pod:mesh --rules rules.toml": "report: the mesh data=64 needs",
     f"{MAKE} rules.toml --arg width": "NAME=VALUE",
     "report --checkpoint runs/7 --arg width=8": "--arg is for --model",
     "report --checkpoint runs/7 --layout_map a.toml": "--layout_map is written --rules",
@@ -297,6 +297,7 @@ def test_errors_are_short_and_say_the_fix(command: str, run: Any, folder: Path) 
     (folder / "none.toml").write_text(rules.replace('"-"', "None").format("'up'"))
     code, out, err = run(command)
     assert (code, out) == (2, "")
+    assert ("my_pod" in command) == ("fix: JAX_NUM_CPU_DEVICES=64 flax" in err)
     assert WRONG[command] in err and "Traceback" not in err
     assert err.startswith("flax-layoutmap") and len(err.splitlines()) < 5
 
