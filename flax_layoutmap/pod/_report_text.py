@@ -21,15 +21,15 @@ from flax_layoutmap.pod._records import Collective, axes_text
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from flax_layoutmap.pod._report import PodReport
-
+# A `PodReport`, whose module imports this one.
+Report = Any
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
 # The least width of a cell, in characters.
 _CELL = 16
 
 
-def lines(report: "PodReport", width: int | None) -> "Iterator[Text]":
+def lines(report: Report, width: int | None) -> "Iterator[Text]":
     """Title, two tables, remarks."""
     axes = report.mesh.axis_names
     largest, more = _largest(report, width)
@@ -42,7 +42,7 @@ def lines(report: "PodReport", width: int | None) -> "Iterator[Text]":
     yield from coloured_lines(["", *wrapped(_remarks(report), width)], axes)
 
 
-def title(report: "PodReport") -> str:
+def title(report: Report) -> str:
     """The title of the report."""
     where = "" if report.platform == "tpu" else f" ({report.platform})"
     if report.topology is not None:
@@ -56,7 +56,7 @@ def title(report: "PodReport") -> str:
 # ------------------------------------------------------------------------- tables
 
 
-def _by_axis(report: "PodReport") -> Grid:
+def _by_axis(report: Report) -> Grid:
     """One row per axes and kind, the most bytes first."""
     sums: dict[tuple[str, str], list[int]] = {}
     by_axes: collections.Counter[str] = collections.Counter()
@@ -82,7 +82,7 @@ def _by_axis(report: "PodReport") -> Grid:
     return Grid(names[:shown], (False, False, True, True, True, True)[:shown], written)
 
 
-def _largest(report: "PodReport", width: int | None) -> tuple[Grid, str]:
+def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
     """The collectives that send the most, and a line about the others."""
     rows = grouped(report.collectives)
     names = ("path", "axes", "kind", "source", "times", "sent/device")
@@ -162,7 +162,7 @@ def seconds_text(seconds: float) -> str:
 # ------------------------------------------------------------------------ remarks
 
 
-def _remarks(report: "PodReport") -> list[str]:
+def _remarks(report: Report) -> list[str]:
     """The lines below the tables."""
     found = [*_memory(report), *_compute(report)]
     if not report.collectives:
@@ -183,7 +183,7 @@ def _remarks(report: "PodReport") -> list[str]:
     return [*found, f"took {report.took_seconds:.1f} s"]
 
 
-def _accuracy(report: "PodReport") -> str:
+def _accuracy(report: Report) -> str:
     if report.platform != "tpu":
         return (
             "accuracy: by XLA's partitioner; the compiler of the platform may merge or "
@@ -202,7 +202,7 @@ def _by_role(sizes: Mapping[str, int]) -> str:
     return f"{human_bytes(sum(sizes.values()))} per device{listed}"
 
 
-def _memory(report: "PodReport") -> Iterator[str]:
+def _memory(report: Report) -> Iterator[str]:
     memory = report.memory
     yield f"at rest: {_by_role(memory.at_rest)}"
     if memory.host_at_rest:
@@ -223,7 +223,7 @@ def _memory(report: "PodReport") -> Iterator[str]:
         yield f"memory: {memory.note}"
 
 
-def _compute(report: "PodReport") -> Iterator[str]:
+def _compute(report: Report) -> Iterator[str]:
     if not report.flops_per_device:
         return
     seconds = report.compute_seconds
@@ -241,7 +241,7 @@ def _compute(report: "PodReport") -> Iterator[str]:
 # --------------------------------------------------------------------- comparison
 
 
-def comparison(first: "PodReport", second: "PodReport") -> str:
+def comparison(first: Report, second: Report) -> str:
     """Two reports side by side."""
     reports = (first, second)
     figures: dict[str, list[int]] = {
