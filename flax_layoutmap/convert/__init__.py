@@ -4,13 +4,9 @@ Each function gives the answers of its source, leaf by leaf, or raises a `RuleEr
 that names the entry which rules by paths cannot express.
 """
 
-from flax_layoutmap.convert._keras import from_keras as from_keras
-from flax_layoutmap.convert._logical import from_logical as from_logical
-from flax_layoutmap.convert._partition_rules import (
-    from_partition_rules as from_partition_rules,
-)
-from flax_layoutmap.convert._shardings import from_shardings as from_shardings
-from flax_layoutmap.convert._tp_plan import from_tp_plan as from_tp_plan
+from flax_layoutmap.convert._shardings import from_logical, from_shardings
+from flax_layoutmap.convert._tables import from_keras, from_partition_rules
+from flax_layoutmap.convert._tp_plan import from_tp_plan
 
 __all__ = [
     "from_keras",

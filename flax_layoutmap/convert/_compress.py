@@ -12,15 +12,9 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class _Kind(NamedTuple):
-    """Paths that differ in indices alone and have one value.
+    """Paths that differ in indices alone and have one value."""
 
-    Attributes:
-        parts: the parts of their path, as regular expressions.
-        paths: the paths.
-        value: their value.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # as regular expressions
     paths: tuple[str, ...]
     value: Hashable
 
@@ -45,12 +39,6 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     path has them (`up/kernel`); indices become `\\d+`; patterns that differ in one part
     are merged (`(gate|up)/kernel`).
 
-    Args:
-        values: path → value.
-
-    Returns:
-        Pattern → value, in the order of the paths.
-
     >>> compress({"0/up/w": "a", "1/up/w": "a", "0/gate/w": "a", "0/out/w": "b"})
     {'(up|gate)/w': 'a', 'out/w': 'b'}
     """
@@ -68,31 +56,24 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
 
 def kinds_of(values: Mapping[str, Value]) -> list[_Kind]:
     """Group the paths that differ in indices alone, in the order of the paths."""
-    groups: dict[str, dict[Hashable, list[str]]] = {}
+    templates = {path: INDEX.sub("0", path) for path in values}
+    values_of: dict[str, set[Hashable]] = {}
     for path, value in values.items():
-        group = groups.setdefault(INDEX.sub("0", path), {})
-        group.setdefault(value, []).append(path)
+        values_of.setdefault(templates[path], set()).add(value)
+    groups: dict[tuple[str, bool, Value], list[str]] = {}
+    for path, value in values.items():
+        are_alike = len(values_of[templates[path]]) == 1
+        text = templates[path] if are_alike else path
+        groups.setdefault((text, are_alike, value), []).append(path)
     kinds = []
-    for template, by_value in groups.items():
-        for value, paths in by_value.items():
-            if len(by_value) == 1:
-                slots = [r"\d+"] * len(INDEX.findall(template))
-                kinds.append(_Kind(_spelled(template, slots), tuple(paths), value))
-            else:
-                kinds += [
-                    _Kind(_spelled(path, INDEX.findall(path)), (path,), value)
-                    for path in paths
-                ]
-    order = {path: number for number, path in enumerate(values)}
-    return sorted(kinds, key=lambda kind: order[kind.paths[0]])
-
-
-def _spelled(path: str, slots: Sequence[str]) -> tuple[str, ...]:
-    """The parts of a path as regular expressions, with these texts for its indices."""
-    # `re.escape` leaves `/` as it is.
-    first, *texts = (re.escape(x).replace(r"\-", "-") for x in INDEX.split(path))
-    pieces = (slot + text for slot, text in zip(slots, texts, strict=True))
-    return tuple("".join([first, *pieces]).split("/"))
+    for (text, are_alike, value), paths in groups.items():
+        slots = [r"\d+" if are_alike else index for index in INDEX.findall(text)]
+        # `re.escape` leaves `/` as it is.
+        names = [re.escape(name).replace(r"\-", "-") for name in INDEX.split(text)]
+        pieces = itertools.zip_longest(names, slots, fillvalue="")
+        parts = "".join(itertools.chain(*pieces)).split("/")
+        kinds.append(_Kind(tuple(parts), tuple(paths), value))
+    return kinds
 
 
 def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:

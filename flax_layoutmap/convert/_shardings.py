@@ -1,14 +1,16 @@
-"""flm.convert.from_shardings: rules that give each leaf the sharding that it has."""
+"""Rules that give each leaf the layout that it has, or that its annotations say."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+from flax import linen
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.errors import MeshError, RuleError, bullet_list, warn
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
@@ -19,8 +21,6 @@ from flax_layoutmap.convert._compress import compress
 
 # Leaves that no rule is tried on: they are replicated.
 NEVER_ASKED = ("scalar", "random state", "not an array")
-# So many leaves are named in an error.
-_LISTED = 10
 
 
 def from_shardings(
@@ -35,11 +35,10 @@ def from_shardings(
 
     Args:
         tree: arrays or sharded `jax.ShapeDtypeStruct`s, in any tree that `flm.resolve`
-            takes: a module, a State, an optimizer, a TrainState, a dict. Or the path of
-            a checkpoint, of which only the metadata is read.
+            takes. Or the path of a checkpoint, of which only the metadata is read.
         mesh: the mesh to put the rules on; None takes that of the leaves.
         tx: as for `flm.resolve`.
-        batch: mesh axes for the first dim of a batch, as for `LayoutMap`.
+        batch: as for `LayoutMap`.
 
     Raises:
         RuleError: leaves have no `NamedSharding`, or are on several meshes, or no rules
@@ -64,56 +63,96 @@ def from_shardings(
             return resolve(tree, rules, tx=tx)
 
         leaves = list(resolved(RuleSet(strict=False)))
-        shardings = [getattr(leaf, "sharding", None) for leaf in flatten(tree).leaves]
-        wanted, own_mesh = _layouts(leaves, shardings)
+        wanted, own_mesh = _layouts(leaves, flatten(tree).leaves)
         made = rules_for(leaves, wanted, own_mesh, resolved, batch)
     return made if mesh is None else made.on(mesh)
 
 
-def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
-    """The rules for the specs that a checkpoint was saved with."""
-    from flax_layoutmap import checkpoint
+def from_logical(
+    rules: Iterable[tuple[str, Any]],
+    model: Any,
+    mesh: Any = None,
+    *,
+    batch: Any = None,
+) -> LayoutMap:
+    """Make the rules that say by paths what logical axis rules say of a model.
 
-    infos = {leaf.path: leaf for leaf in checkpoint.inspect(path).leaves}
-    meshes = {tuple(info.mesh.items()) for info in infos.values() if info.mesh}
-    if len(meshes) != 1:
-        sizes = " and ".join(str(dict(mesh)) for mesh in sorted(meshes))
+    The model's own annotations are read as Flax reads them: for Linen, the first row of
+    a name whose mesh axes are free; for NNX, the last row. Dims whose name no rule has
+    are replicated, with a `LayoutWarning`; the rule `(name, None)` replicates them
+    without one.
+
+    Args:
+        rules: (logical axis, mesh axis, axes or None) pairs.
+        model: a model whose parameters name their logical axes: Linen variables with
+            their boxes, an NNX module, or a function that makes one of them.
+        mesh: the mesh of the rules; None takes that of `jax.set_mesh`.
+        batch: as for `LayoutMap`.
+
+    Raises:
+        RuleError: a logical rule names an axis that the mesh does not have, or no rules
+            by paths give these layouts.
+        ResolveError: dims do not divide by their axes.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> init = nnx.with_metadata(
+        ...     nnx.initializers.normal(), out_sharding=("embed", "mlp"))
+        >>> def model():
+        ...     return nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0))
+        >>> rules = [("embed", None), ("mlp", "model")]
+        >>> flm.convert.from_logical(rules, model, "data=2,model=4")["kernel"].axes
+        (None, 'model')
+    """
+    context = jax.sharding.get_abstract_mesh()
+    target = as_mesh(context if mesh is None and context.axis_names else mesh)
+    if target is None:
+        raise MeshError("from_logical(rules, model, mesh) needs a mesh")
+    rules = tuple(rules)
+    for number, entry in enumerate(rules, start=1):
+        try:
+            _, row = entry
+            TensorLayout((row,), target)
+        except (TypeError, ValueError) as error:
+            raise RuleError(
+                f"logical rule {number} is not a (name, axes of the mesh) pair, "
+                f"{entry!r}: {error}"
+            ) from error
+    with linen.logical_axis_rules(rules):
+        resolution = resolve(model, RuleSet(mesh=target, strict=False))
+    leaves = list(resolution)
+    if not any(leaf.reason == "flax metadata" for leaf in leaves):
         raise RuleError(
-            f"the checkpoint {os.fspath(path)} was saved on several meshes, {sizes}"
-            if meshes
-            else f"the checkpoint {os.fspath(path)} does not say how its leaves were "
-            "sharded: it was saved on one device, or without layout_map="
+            "no parameter of the model names its logical axes: pass the model with its "
+            "annotations (Linen's boxes, NNX's out_sharding)"
         )
-    mesh = DeviceMesh.abstract(dict(*meshes))
-
-    def resolved(rules: RuleSet) -> Resolution:
-        return checkpoint.resolve(path, layout_map=rules)
-
-    leaves = list(resolved(RuleSet(mesh=mesh, strict=False)))
-    wanted = {
-        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in leaves
-    }
-    return rules_for(leaves, wanted, mesh, resolved, batch)
+    unknown = set[str]()
+    for mark in resolution._flat.annotations.values():
+        known = {name for name, _ in (*rules, *mark.rules)}
+        if mark.kind != "linen":  # Flax takes other names for axes of the mesh
+            known |= set(target.axis_names)
+        unknown |= {name for dim in mark.names or () for name in dim} - known
+    if unknown:
+        warn(
+            f"no logical rule has these names of axes: {sorted(unknown)}; their dims "
+            f"are replicated; add a rule for each, such as ({min(unknown)!r}, None)"
+        )
+    wanted = {leaf.path: leaf.layout for leaf in leaves}
+    return rules_for(leaves, wanted, target, lambda made: resolve(model, made), batch)
 
 
 def rules_for(
     leaves: Sequence[ResolvedLeaf],
     wanted: Mapping[str, TensorLayout],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     resolved: Callable[[RuleSet], Iterable[ResolvedLeaf]],
     batch: Any = None,
 ) -> LayoutMap:
     """Few rules by which each leaf gets the layout that is wanted for it.
 
-    Args:
-        leaves: the leaves, as they are resolved without rules.
-        wanted: path → layout, one entry per dim; any other leaf may get any.
-        mesh: the mesh of the rules.
-        resolved: resolves the tree under given rules.
-        batch: as for `LayoutMap`.
-
-    Raises:
-        RuleError: no rules give the leaves these layouts.
+    `leaves` are those that are resolved without rules, and `resolved` resolves them
+    under given ones; a leaf that is not in `wanted` may get any layout.
     """
     asked = {
         leaf.path: wanted[leaf.path]
@@ -127,82 +166,94 @@ def rules_for(
         )
     made = LayoutMap(mesh, batch=batch, strict=False)
     made.update(compress(asked))
-    wrong = _different(resolved(made.freeze()), wanted)
+
+    def different() -> list[ResolvedLeaf]:
+        return [
+            leaf
+            for leaf in resolved(made.freeze())
+            if leaf.path in wanted
+            and not leaf.layout.equivalent(wanted[leaf.path], len(leaf.shape))
+        ]
+
+    wrong = different()
     # Exact keys for paths whose patterns matched another form of some path.
     made.update({leaf.path: asked[leaf.path] for leaf in wrong if leaf.path in asked})
     owners = {leaf.owner for leaf in wrong if leaf.role == "optimizer"} - {None}
     if owners:
         # The layout of a parameter's state is that of the part with the most dims.
-        by_owner: dict[str, tuple[TensorLayout, bool]] = {}
-        for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape)):
-            if leaf.role == "optimizer" and leaf.owner and leaf.path in wanted:
-                by_owner[leaf.owner] = wanted[leaf.path], leaf.owner in owners
+        by_owner = {
+            leaf.owner: (wanted[leaf.path], leaf.owner in owners)
+            for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape))
+            if leaf.role == "optimizer" and leaf.owner and leaf.path in wanted
+        }
         for pattern, (layout, is_needed) in compress(by_owner).items():
             if is_needed:
                 made.optimizer[pattern] = layout
-    wrong = _different(resolved(made.freeze()), wanted)
+    wrong = different()
     if wrong:
         lines = [
             f"{leaf.path} {show_shape(leaf.shape)}: it has {wanted[leaf.path]}, rules "
             f"give {leaf.layout} ({leaf.reason})"
-            for leaf in wrong
+            for leaf in wrong[:10]
         ]
         raise RuleError(
-            "These leaves cannot be expressed as rules (optimizer state of one "
-            f"parameter can only have one layout per rank):\n{_listed(lines)}"
+            f"{len(wrong)} leaves cannot be expressed as rules (optimizer state of one "
+            f"parameter can only have one layout per rank):\n{bullet_list(lines)}"
         )
     return LayoutMap.from_rule_set(made.freeze().with_changes(strict=None))
 
 
-def _listed(lines: Sequence[str]) -> str:
-    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    return bullet_list([*lines[:_LISTED], *more])
+def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
+    """The rules for the specs that a checkpoint was saved with."""
+    from flax_layoutmap import checkpoint
+
+    infos = {leaf.path: leaf for leaf in checkpoint.inspect(path).leaves}
+    meshes = {tuple(info.mesh.items()) for info in infos.values() if info.mesh}
+    if len(meshes) != 1:
+        raise RuleError(
+            f"the checkpoint {os.fspath(path)} does not say how its leaves were "
+            "sharded on one mesh: it was saved on one device, on several meshes, or "
+            "without layout_map="
+        )
+    mesh = DeviceMesh.abstract(dict(*meshes))
+
+    def resolved(rules: RuleSet) -> Resolution:
+        return checkpoint.resolve(path, layout_map=rules)
+
+    leaves = list(resolved(RuleSet(mesh=mesh, strict=False)))
+    wanted = {
+        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in leaves
+    }
+    return rules_for(leaves, wanted, mesh, resolved, batch)
 
 
 def _layouts(
-    leaves: Sequence[ResolvedLeaf], shardings: Sequence[Any]
-) -> tuple[dict[str, TensorLayout], DeviceMesh]:
+    leaves: Sequence[ResolvedLeaf], arrays: Sequence[Any]
+) -> tuple[dict[str, TensorLayout], DeviceMesh | None]:
     """Path → the layout of its sharding, one entry per dim; and the mesh of all."""
     layouts, missing = dict[str, TensorLayout](), list[str]()
     meshes: dict[DeviceMesh, str] = {}
-    for leaf, sharding in zip(leaves, shardings, strict=True):
+    for leaf, array in zip(leaves, arrays, strict=True):
+        sharding = getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            meshes.setdefault(DeviceMesh(sharding.mesh), leaf.path)
-            layout = TensorLayout(sharding)
-            dims, kind = layout.dims(len(leaf.shape)), layout.memory_kind
+            mesh, layout = DeviceMesh(sharding.mesh), TensorLayout(sharding)
+            meshes.setdefault(mesh, leaf.path)
+            dims = layout.dims(len(leaf.shape))
             layouts[leaf.path] = TensorLayout(
-                dims if any(dims) else None, layout.device_mesh, memory_kind=kind
+                dims if any(dims) else None, mesh, memory_kind=layout.memory_kind
             )
-        elif leaf.reason in NEVER_ASKED:
-            layouts[leaf.path] = leaf.layout
-        else:
+        elif leaf.reason not in NEVER_ASKED:
             has = "no sharding" if sharding is None else f"a {type(sharding).__name__}"
             missing.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
-    if missing or not meshes:
+    if missing:
         raise RuleError(
-            "leaves without a NamedSharding; place them first, such as by "
-            "layout_map.place(tree), or pass the tree that resolution.abstract() "
-            f"returns:\n{_listed(missing)}"
+            f"{len(missing)} leaves without a NamedSharding; place them first, such as "
+            "by layout_map.place(tree), or pass the tree that resolution.abstract() "
+            f"returns:\n{bullet_list(missing[:10])}"
         )
     if len(meshes) > 1:
         lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
         raise RuleError(
-            "the leaves are on several meshes; convert the trees of each mesh by "
-            f"themselves:\n{_listed(lines)}"
+            f"leaves are on several meshes; convert each tree:\n{bullet_list(lines)}"
         )
-    return layouts, next(iter(meshes))
-
-
-def _different(
-    leaves: Iterable[ResolvedLeaf], wanted: Mapping[str, TensorLayout]
-) -> list[ResolvedLeaf]:
-    """The leaves that have another layout than the wanted one."""
-
-    def parts(layout: TensorLayout, leaf: ResolvedLeaf) -> tuple[Any, ...]:
-        return layout.memory_kind, layout.dims(len(leaf.shape))
-
-    return [
-        leaf
-        for leaf in leaves
-        if parts(wanted.get(leaf.path, leaf.layout), leaf) != parts(leaf.layout, leaf)
-    ]
+    return layouts, next(iter(meshes), None)

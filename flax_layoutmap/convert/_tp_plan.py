@@ -8,6 +8,7 @@ from flax_layoutmap._core.errors import RuleError, did_you_mean
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap.convert._tables import renamed
 
 # Style → the dims that it shards, "t" over the tensor axis, "e" over the experts: of
 # torch's weights (out, in), of Flax's kernels (in, out), of biases; None: replicated.
@@ -33,6 +34,8 @@ _LAYOUTS: dict[tuple[Any, Any, Any], str] = {
 _STYLES = {
     style: layouts for layouts, styles in _LAYOUTS.items() for style in styles.split()
 }
+# Names that are joined by ".", and "*" by itself, the number of a layer.
+_KEY = re.compile(r"(\*|[^.*]+)(\.(\*|[^.*]+))*")
 
 
 def from_tp_plan(
@@ -67,73 +70,53 @@ def from_tp_plan(
 
     Example:
         >>> import flax_layoutmap as flm
-        >>> plan = {"layers.*.mlp.up_proj": "colwise",
-        ...         "layers.*.mlp.down_proj": "rowwise"}
-        >>> mesh = flm.DeviceMesh.abstract("tensor=8")
-        >>> layout_map = flm.convert.from_tp_plan(plan, mesh)
-        >>> layout_map["model.layers.3.mlp.up_proj.weight"].axes
-        (Ellipsis, 'tensor', None)
+        >>> plan = {"layers.*.mlp.down_proj": "rowwise"}
+        >>> layout_map = flm.convert.from_tp_plan(plan, "tensor=8")
         >>> layout_map["model/layers/3/mlp/down_proj/kernel"].axes
         ('tensor', Ellipsis)
     """
     target = as_mesh(mesh)
     has_experts = target is not None and expert_axis in target.axis_names
-    entries = _entries(plan, has_experts)
-    made: list[Rule] = []
-    # The name of a parameter is longer than that of its module; a number tells more
-    # than `*`.
-    for key in sorted(entries, key=lambda key: (-key.count("."), key.count("*"))):
-        style = entries[key]
-        if not isinstance(style, str) or style not in _STYLES:
-            raise RuleError(
-                f"tp_plan: {key!r} has the style {style!r}, which is not known here"
-                f"{did_you_mean(str(style), _STYLES)}; there are {', '.join(_STYLES)}"
-            )
-        made += _rules(key, _STYLES[style], {"t": axis, "e": expert_axis})
-    return LayoutMap.from_rules(made, target, overlap="first", batch=batch)
-
-
-def _entries(plan: Any, has_experts: bool) -> dict[str, Any]:
-    """Key → style, of the plans that apply."""
-    entries = dict(plan) if isinstance(plan, Mapping) else _merged(plan, has_experts)
-    for key in entries:
-        parts = key.split(".") if isinstance(key, str) else [""]
-        if not all(part == "*" or (part and "*" not in part) for part in parts):
+    entries = dict(plan) if isinstance(plan, Mapping) else _plan_of(plan, has_experts)
+    for key, style in entries.items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise RuleError(
                 f"tp_plan: the key {key!r} is not the name of a module: parts are "
                 "joined by '.', and '*' is a part by itself, the number of a layer"
             )
+        if str(style) not in _STYLES:
+            raise RuleError(
+                f"tp_plan: {key!r} has the style {style!r}, which is not known here"
+                f"{did_you_mean(str(style), _STYLES)}; there are {', '.join(_STYLES)}"
+            )
     if entries and not any(key.split(".")[-1] == "embed_tokens" for key in entries):
         entries["embed_tokens"] = "embedding_rowwise"
-    return entries
+    made: list[Rule] = []
+    # The name of a parameter is longer than that of its module; a number tells more
+    # than `*`.
+    for key in sorted(entries, key=lambda key: (-key.count("."), key.count("*"))):
+        layouts = renamed(_STYLES[str(entries[key])], {"t": axis, "e": expert_axis})
+        made += _rules(key, *layouts)
+    return LayoutMap.from_rules(made, target, overlap="first", batch=batch)
 
 
-def _merged(config: Any, has_experts: bool) -> dict[str, Any]:
+def _plan_of(config: Any, has_experts: bool) -> dict[str, Any]:
     """The plan for tensors; where experts have an axis, with theirs instead."""
     tensors = getattr(config, "base_model_tp_plan", None) or {}
-    experts = getattr(config, "base_model_ep_plan", None) if has_experts else None
+    experts = (has_experts and getattr(config, "base_model_ep_plan", None)) or {}
     if not tensors and not experts:
         raise RuleError(
             f"tp_plan: {type(config).__name__} is not a mapping of module to style and "
             "has no base_model_tp_plan"
         )
-    experts = experts or {}
     below = tuple(f"{key}." for key in experts)
-    kept = {key: tensors[key] for key in tensors if not key.startswith(below)}
-    return kept | experts
+    return {key: tensors[key] for key in tensors if not key.startswith(below)} | experts
 
 
-def _rules(
-    key: str, style: tuple[Any, Any, Any], axes: Mapping[str, str]
-) -> Iterator[Rule]:
+def _rules(key: str, weight: Any, kernel: Any, bias: Any) -> Iterator[Rule]:
     """The rules of an entry: for a parameter of this name, and for a module's."""
-
-    def named(layout: Any) -> Any:
-        return layout and tuple(axes.get(dim, dim) for dim in layout)
-
     parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
     name = f"(^|[./]){'[./]'.join(parts)}"
-    weight, kernel, bias = map(named, style)
     if weight is not None:
         yield Rule(f"{name}[./]kernel$", kernel, optional=True)
         yield Rule(f"{name}[./]bias$", bias, optional=True)

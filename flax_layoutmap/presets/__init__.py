@@ -8,12 +8,9 @@ import functools
 from typing import Any
 
 from flax_layoutmap._core.errors import did_you_mean
-from flax_layoutmap.presets._detect import detect as detect
-from flax_layoutmap.presets._detect import family_of as family_of
-from flax_layoutmap.presets._fsdp import fsdp as fsdp
-from flax_layoutmap.presets._fsdp import zero1 as zero1
-from flax_layoutmap.presets._load import load as load
-from flax_layoutmap.presets._load import names as names
+from flax_layoutmap.presets._detect import detect, family_of
+from flax_layoutmap.presets._fsdp import fsdp, zero1
+from flax_layoutmap.presets._load import load, names
 
 __all__ = ["detect", "family_of", "fsdp", "load", "names", "zero1"]
 

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -29,18 +29,6 @@ _HEAD = (
 _LEAST_RULES = 4
 
 
-class _Fit(NamedTuple):
-    """How well the preset of a family fits a model.
-
-    Attributes:
-        problems: why it does not, as parts of an error.
-        score: the largest is taken, of families with as few problems.
-    """
-
-    problems: list[str]
-    score: tuple[int, ...]
-
-
 def detect(
     model: Any,
     mesh: Any,
@@ -58,10 +46,8 @@ def detect(
         model: anything that `flm.resolve` takes, or the path of a checkpoint; only
             paths and shapes are read.
         mesh: as for `flm.presets.load`.
-        variant: as for `flm.presets.load`; None chooses. `"untied"` is chosen if each
-            embedding has a head beside it, `"whole_experts"` if the experts divide. A
-            model that has the weights of a head, but uses its embedding, looks untied:
-            load its preset by name.
+        variant: as for `flm.presets.load`; None chooses `"untied"` if each embedding
+            has a head beside it, `"whole_experts"` if the experts divide.
         axes: as for `flm.presets.load`.
         step: of a directory of steps, as for `flm.checkpoint.inspect`.
         item: of a checkpoint that holds several trees.
@@ -81,7 +67,7 @@ def detect(
         (Ellipsis, 'tensor', 'fsdp')
     """
     parameters = _parameters(model, step, item)
-    name = _family_of(parameters)
+    name = family_of(parameters)
     if variant is None:
         variant = _variant_of(name, parameters, mesh, axes)
     _LOG.info("preset %s%s", name, f", variant {variant}" if variant else "")
@@ -96,25 +82,24 @@ def family_of(
     Of families with the same rules it is the first one: `"llama"` for Qwen 3, too. All
     arguments and errors are as for `detect`.
     """
-    return _family_of(_parameters(model, step, item))
-
-
-def _family_of(parameters: Any) -> str:
+    parameters = _parameters(model, step, item)
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     fits = {name: _fit(name, parameters, mesh) for name in names()}
-    best = max(fits, key=lambda name: (-len(fits[name].problems), fits[name].score))
-    if not fits[best].problems:
+    best = max(fits, key=lambda name: (-len(fits[name][0]), fits[name][1]))
+    problems, _ = fits[best]
+    if not problems:
         return best
-    first, *others = fits[best].problems
-    more = f", and {len(others)} more" if others else ""
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
     raise RuleError(
         "No preset matches this model. flm.presets.fsdp(model, mesh) works for any "
-        f"model. The nearest is flm.presets.{best}(mesh): {first}{more}"
+        f"model. The nearest is flm.presets.{best}(mesh): {problems[0]}{more}"
     )
 
 
-def _fit(name: str, parameters: Any, mesh: DeviceMesh) -> _Fit:
-    """How well a preset fits; the axes of the mesh have one device each."""
+def _fit(
+    name: str, parameters: Any, mesh: DeviceMesh
+) -> tuple[list[str], tuple[int, ...]]:
+    """Why a preset does not fit a model; and how well it does, if several fit."""
     layout_map, sign = load(name, mesh), families()["signs"].get(name)
     try:
         resolution, problems = resolve(parameters, layout_map), []
@@ -137,7 +122,7 @@ def _fit(name: str, parameters: Any, mesh: DeviceMesh) -> _Fit:
     rules = {leaf.rule_number for leaf in resolution} - {None}
     # Of two orders of dims, that by which `fsdp` shards dims of one size, the model's.
     score = (sign is not None, len(rules), -len(model_dims), -len(layout_map))
-    return _Fit(problems, score)
+    return problems, score
 
 
 def _variant_of(
@@ -154,9 +139,7 @@ def _variant_of(
     if not changed or any(leaf.path not in fallen for leaf in other.fallbacks):
         return None
     heads = [leaf for leaf in plain if re.search(_HEAD, leaf.path)]
-    if variant == "untied" and len(heads) < len(changed):
-        return None
-    return variant
+    return None if variant == "untied" and len(heads) < len(changed) else variant
 
 
 def _parameters(model: Any, step: int | str | None, item: str | None) -> dict[str, Any]:
@@ -168,13 +151,13 @@ def _parameters(model: Any, step: int | str | None, item: str | None) -> dict[st
     elif step is None and item is None:
         leaves = resolve(model, RuleSet(strict=False))
     else:
-        raise RuleError(
-            "step= and item= are for the path of a checkpoint; leave them out"
-        )
+        raise RuleError("step= and item= are for the path of a checkpoint alone")
     tree: dict[str, Any] = {}
     kinds = set[tuple[str, Shape]]()
     for leaf in leaves:
-        kind = INDEX.sub(_few, leaf.path), tuple(leaf.shape)
+        # Numbers below 4 may be part of a name (`wi_0`).
+        name = INDEX.sub(lambda n: n[0] if int(n[0]) < 4 else "n", leaf.path)
+        kind = name, tuple(leaf.shape)
         if leaf.role == "parameter" and kind not in kinds:
             kinds.add(kind)
             *parents, last = map(unescape, leaf.path.split("/"))
@@ -183,8 +166,3 @@ def _parameters(model: Any, step: int | str | None, item: str | None) -> dict[st
                 node = node.setdefault(part, {})
             node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return tree
-
-
-def _few(index: re.Match[str]) -> str:
-    # Small numbers may be part of a name (`wi_0`); larger ones count layers or experts.
-    return index[0] if int(index[0]) < 4 else "n"

@@ -43,11 +43,9 @@ def fsdp(
 
     Example:
         >>> import jax, flax_layoutmap as flm
-        >>> model = {"up": {"kernel": jax.ShapeDtypeStruct((512, 2048), "float32")},
-        ...          "norm": {"scale": jax.ShapeDtypeStruct((512,), "float32")}}
+        >>> model = {"up": {"kernel": jax.ShapeDtypeStruct((512, 2048), "float32")}}
         >>> flm.presets.fsdp(model, flm.DeviceMesh.abstract("data=2,fsdp=8"))
         LayoutMap(DeviceMesh('data=2,fsdp=8', abstract)) {
-          'norm/scale': replicated,
           'up/kernel': (None, 'fsdp'),
         }
     """
@@ -55,20 +53,15 @@ def fsdp(
     if target is None:
         raise MeshError('presets.fsdp(model, mesh) needs a mesh, such as "fsdp=8"')
     axis = axis or (target.axis_names[0] if len(target.axis_names) == 1 else "fsdp")
-    _check_axis(
-        target,
-        axis,
-        "; name the one that parameters are sharded over: "
-        f"presets.fsdp(model, mesh, axis={target.axis_names[0]!r})",
-    )
+    _check_axis(target, axis)
     leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
-    wanted = {}
-    for leaf in leaves:
-        if leaf.reason in NEVER_ASKED:
-            wanted[leaf.path] = leaf.layout
-        elif leaf.role != "optimizer":  # which follows its parameters
-            dims = _largest(leaf.shape, axis, target.axis_sizes[axis], min_size)
-            wanted[leaf.path] = TensorLayout(dims, target)
+    wanted = {
+        leaf.path: TensorLayout(
+            _largest(leaf.shape, axis, target.axis_sizes[axis], min_size), target
+        )
+        for leaf in leaves  # optimizer state follows its parameters
+        if leaf.role != "optimizer" and leaf.reason not in NEVER_ASKED
+    }
     if batch is None:
         both = dict.fromkeys(("data", axis))
         batch = [name for name in both if name in target.axis_names]
@@ -77,11 +70,12 @@ def fsdp(
     )
 
 
-def _check_axis(mesh: DeviceMesh, axis: str, fix: str = "") -> None:
+def _check_axis(mesh: DeviceMesh, axis: str) -> None:
     if axis not in mesh.axis_names:
         raise RuleError(
             f"the mesh {str(mesh)!r} has no axis {axis!r}"
-            f"{did_you_mean(axis, mesh.axis_names)}{fix}"
+            f"{did_you_mean(axis, mesh.axis_names)}; name the one to shard over, such "
+            f"as axis={mesh.axis_names[0]!r}"
         )
 
 
@@ -101,9 +95,7 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
 
     For each rule, the state of its parameters gets the axis beside `fsdp` where a dim
     has it, else on the first dim that is not sharded, else beside the axes of the first
-    dim. The parameters, and so the forward and backward passes, stay as they are. Where
-    that dim does not divide, resolving raises, or with `indivisible="replicate"` that
-    dim is replicated.
+    dim. The parameters, and so the forward and backward passes, stay as they are.
 
     Args:
         layout_map: the rules of the parameters.
@@ -148,6 +140,5 @@ def _with_axis(rule: Rule, axis: str) -> Rule:
     free = [at for at, dim in enumerate(dims) if dim is None]
     for at in (*beside, *free, *named)[:1]:
         dims[at] = (*(dims[at] or ()), axis)
-    return rule.with_layout(
-        TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
-    )
+    mesh, kind = layout.device_mesh, layout.memory_kind
+    return rule.with_layout(TensorLayout(dims, mesh, memory_kind=kind))

@@ -61,9 +61,8 @@ def load(
         mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
             (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
         variant: `"untied"`, of Llama, Qwen and T5 models whose head is not their
-            embedding, which then has a layout that sends less. Or `"whole_experts"`, of
-            families whose experts divide by `expert` × `tensor`: each is whole on its
-            devices. `flm.presets.detect` chooses by the model.
+            embedding; or `"whole_experts"`, of families whose experts divide by
+            `expert` × `tensor`. `flm.presets.detect` chooses by the model.
         axes: the mesh's own names for these, `{"tensor": "model"}`.
 
     Raises:
@@ -91,10 +90,7 @@ def load(
 
 
 def with_whole_model(layout_map: LayoutMap) -> LayoutMap:
-    """The map; on Explicit axes with a rule for the output of the whole model.
-
-    That lies as the batch, and the model runs as on Auto axes.
-    """
+    """The map; on Explicit axes with the output of the whole model as its batch."""
     rules = layout_map.freeze()
     if rules.mesh is not None and explicit_axes(rules.mesh):
         layout = TensorLayout((rules.batch, ...), rules.mesh)
@@ -109,18 +105,11 @@ def _table(name: str, variant: str | None) -> RuleSet:
 
 
 def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str]:
-    """Axis of a preset → its name on the mesh, for those that the mesh has.
-
-    Raises:
-        RuleError: the mesh has an axis of another name, or `axes` is wrong.
-    """
+    """Axis of a preset → its name on the mesh, for those that the mesh has."""
     given, axis_of = dict(axes or {}), dict[str, str]()
     for axis, name in given.items():
         if axis not in AXES:
-            raise RuleError(
-                f"axes: presets have no axis {axis!r}{did_you_mean(axis, AXES)}; "
-                f"{_KNOWN}"
-            )
+            raise RuleError(f"axes: presets have no axis {axis!r}; {_KNOWN}")
         if name not in mesh.axis_names:
             raise RuleError(
                 f"axes: the mesh {str(mesh)!r} has no axis {name!r} for {axis!r}"
@@ -152,9 +141,7 @@ def _on_mesh(rules: RuleSet, mesh: DeviceMesh, names: Mapping[str, str]) -> Rule
         return tuple(names[axis] for axis in axes if axis in names) or None
 
     def moved(rule: Rule) -> Rule:
-        axes = tuple(map(renamed, rule.layout.axes))
-        kind = rule.layout.memory_kind
-        return rule.with_layout(TensorLayout(axes, mesh, memory_kind=kind))
+        return rule.with_layout(TensorLayout([*map(renamed, rule.layout.axes)], mesh))
 
     sections = {name: tuple(map(moved, getattr(rules, name))) for name in SECTIONS}
     batch = tuple(names[axis] for axis in rules.batch if axis in names)

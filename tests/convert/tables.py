@@ -5,9 +5,14 @@ EasyDeL `llama_configuration.py` (ee4fff26), KerasHub `llama_backbone.py` (71453
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
+from presets.spellings import SPELLINGS, shape_of
+from shapes import nested, struct
+
+import flax_layoutmap as flm
 
 EASYLM = [
     ("transformer/wte/embedding", P("mp", "fsdp")),
@@ -65,3 +70,39 @@ KERAS_LLAMA: dict[str, Any] = {
     "transformer_layer.*feedforward_gate_dense.kernel": ("batch", "model"),
     "transformer_layer.*feedforward_output_dense.kernel": ("model", "batch"),
 }
+
+
+MESHES = {
+    "mp": "fsdp=2,mp=4",
+    "tp": "fsdp=2,sp=1,tp=4",
+    "model": "batch=2,model=4",
+    "tensor": "tensor=4,expert=2",
+}
+
+
+def mesh(kind: str) -> flm.DeviceMesh:
+    return flm.DeviceMesh.abstract(MESHES[kind])
+
+
+def shapes_of(family: str, spelling: str) -> dict[str, tuple[int, ...]]:
+    return {path: shape_of(x) for path, x in SPELLINGS[family, spelling].items()}
+
+
+LINEN, EASY = shapes_of("llama", "linen"), shapes_of("llama", "easylm")
+# Library → its table, a model, and the mesh.
+LISTS = {
+    "EasyLM": (EASYLM, EASY, "mp"),
+    "scalax": (SCALAX, LINEN, "tp"),
+    "EasyDeL": (EASYDEL, LINEN, "tp"),
+}
+
+
+def resolved(layout_map: flm.LayoutMap, shapes: Mapping[str, Any]) -> flm.Resolution:
+    tree = nested({path: struct(*shape) for path, shape in shapes.items()})
+    return layout_map.resolve(tree)
+
+
+def dims_of(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dim of a spec, a tuple or None."""
+    dims = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec or ()]
+    return (*dims, *[()] * (ndim - len(dims)))

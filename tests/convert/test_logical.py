@@ -83,38 +83,25 @@ def test_nnx_takes_the_last_row() -> None:
         assert layout is not None and layout.spec(2) == spec
 
 
-@pytest.mark.parametrize(
-    ("model", "leaf"),
-    [
-        (linen_variables, "params/Dense_0/kernel (8,16)"),
-        (lambda: Nnx(nnx.Rngs(0)), "down/kernel (16,8)"),
-    ],
-)
-def test_names_that_no_rule_has_are_told(model: Any, leaf: str) -> None:
+def test_names_that_no_rule_has_are_told() -> None:
     rules = [("vocab", "model"), ("embd", "data"), ("mlp", None)]
-    with pytest.warns(LayoutWarning) as told:
-        layout_map = flm.convert.from_logical(rules, model, MESH)
-    assert [str(one.message) for one in told] == [
-        "no logical rule has these names of axes, so that their dims are replicated; "
-        "add a rule for each, such as ('embed', None):\n"
-        f"  - 'embed', first of {leaf}; did you mean 'embd'?"
-    ]
+    with pytest.warns(LayoutWarning, match=r"names of axes: \['embed'\]; .*\('embed'"):
+        layout_map = flm.convert.from_logical(rules, linen_variables, MESH)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LayoutWarning)
-        quiet = flm.convert.from_logical([*rules, ("embed", None)], model, MESH)
-    assert quiet == layout_map
+        rules.append(("embed", None))
+        assert flm.convert.from_logical(rules, linen_variables, MESH) == layout_map
 
 
 def test_the_own_rules_of_a_variable_and_axes_of_the_mesh_are_known() -> None:
-    def model() -> nnx.Module:
-        own = nnx.with_metadata(
-            INIT, out_sharding=("embed", "model"), sharding_rules=(("embed", "data"),)
-        )
-        return nnx.Linear(8, 16, kernel_init=own, rngs=nnx.Rngs(0))
-
+    init = nnx.with_metadata(
+        INIT, out_sharding=("embed", "model"), sharding_rules=(("embed", "data"),)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", LayoutWarning)
-        layout_map = flm.convert.from_logical([], model, MESH)
+        layout_map = flm.convert.from_logical(
+            [], lambda: nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0)), MESH
+        )
     layout = layout_map["kernel"]
     assert layout is not None and layout.axes == ("data", "model")
 
@@ -131,9 +118,9 @@ def test_the_mesh_of_the_context() -> None:
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ([("embed",)], r"logical rule 1 is not a \(name, mesh axes\) pair"),
-        ([("embed", "data"), ("mlp", 3)], "logical rule 2 is not a .*: \\('mlp', 3\\)"),
-        ([("embed", "modle")], "logical rule 1, 'embed' → 'modle': .*'model'"),
+        ([("embed",)], r"logical rule 1 is not a \(name, axes of the mesh\) pair"),
+        ([("embed", "data"), ("mlp", 3)], r"logical rule 2 .* \('mlp', 3\): "),
+        ([("embed", "modle")], "logical rule 1 .*'embed', 'modle'.*mean 'model'"),
     ],
 )
 def test_an_entry_that_is_not_a_rule_is_named(rules: Any, text: str) -> None:

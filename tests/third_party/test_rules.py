@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import pytest
-from convert.test_dialects import LISTS, dims_of, mesh, resolved
+from convert.tables import LISTS, dims_of, mesh, resolved
 from jax.sharding import PartitionSpec as P
 from shapes import nested, struct
 

@@ -1,4 +1,4 @@
-"""Maps of Keras: converted rules say the same of its paths, and of those of Flax."""
+"""Tables of other libraries: each leaf gets what the library itself says."""
 
 import re
 import sys
@@ -6,12 +6,60 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from convert.tables import KERAS_LLAMA
-from convert.test_dialects import dims_of, mesh, resolved, shapes_of
-from presets.spellings import SPELLINGS
+from convert.tables import (
+    KERAS_LLAMA,
+    LISTS,
+    dims_of,
+    mesh,
+    resolved,
+    searched,
+    shapes_of,
+)
+from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
 from flax_layoutmap.errors import ResolveError, RuleError
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_leaf_gets_what_the_library_says(name: str) -> None:
+    rules, shapes, kind = LISTS[name]
+    layout_map = flm.convert.from_partition_rules(rules, mesh(kind))
+    for leaf in resolved(layout_map, shapes):
+        wanted = dims_of(searched(rules, leaf.path), len(leaf.shape))
+        assert leaf.layout.dims(len(leaf.shape)) == wanted, leaf.path
+
+
+def test_an_earlier_rule_wins_over_the_name_of_a_whole_path() -> None:
+    rules = [("kernel", P("fsdp")), ("up/kernel", P(None, "mp"))]
+    layout_map = flm.convert.from_partition_rules(rules, mesh("mp"))
+    leaf = resolved(layout_map, {"up/kernel": (8, 8)})["up/kernel"]
+    assert leaf.layout.dims(2) == (("fsdp",), ())
+
+
+def test_axes_are_renamed() -> None:
+    rules = [("kernel", P(("fsdp", "sp"), "mp")), ("bias", (..., "mp"))]
+    names = {"mp": "tp"}
+    layout_map = flm.convert.from_partition_rules(rules, mesh("tp"), axes=names)
+    found = [rule.layout.axes for rule in layout_map.freeze().rules]
+    assert found == [(("fsdp", "sp"), "tp", ...), (..., "tp")]
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([("a", P(), "b")], r"rule 1 is not a \(pattern, PartitionSpec\) pair, \('a"),
+        ([("a", P()), ("(b", P())], "partition rule 2 .*: the pattern '\\(b' is not a"),
+        ([("a", P("model"))], "rule 'a': .*names the axis 'model', but"),
+        ([(("a", "b"), P())], r"rule 1 .*a pattern must be a string, got \('a', 'b'\)"),
+    ],
+)
+def test_an_entry_that_is_not_a_rule_is_named(rules: Any, text: str) -> None:
+    with pytest.raises(RuleError, match=text):
+        flm.convert.from_partition_rules(rules, mesh("mp"))
+
+
+# --------------------------------------------------------------------------- Keras
 
 TABLE: dict[str, Any] = KERAS_LLAMA | {".*norm/(beta|moving_mean)": ("batch",)}
 # Parts of Keras's paths → the same in Flax.
@@ -41,7 +89,7 @@ def in_keras(table: dict[str, Any], path: str) -> Any:
 @pytest.mark.parametrize("flax", [False, True])
 def test_a_map_on_paths_of_keras_and_of_flax(flax: bool) -> None:
     layout_map = flm.convert.from_keras(TABLE, mesh("model"))
-    shapes = shapes_of(SPELLINGS["llama", "keras hub"])
+    shapes = shapes_of("llama", "keras hub")
     layer = "transformer_layer_0/norm"
     shapes |= dict.fromkeys([f"{layer}/beta", f"{layer}/moving_mean"], (8,))
     sharded = 0
