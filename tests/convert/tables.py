@@ -1,7 +1,7 @@
 """Published tables as data, and how their libraries read them.
 
 Tables: EasyLM `llama_model.py` (fe5b2c3), scalax `llama_fsdp_tp.ipynb` (e0d0d4a),
-EasyDeL `llama_configuration.py` (ee4fff26), KerasHub `llama_backbone.py` (71453d0).
+EasyDeL `llama_configuration.py` (ee4fff26).
 """
 
 import re
@@ -58,30 +58,8 @@ def searched(rules: Any, path: str) -> Any:
     return next(spec for pattern, spec in rules if re.search(pattern, path))
 
 
-KERAS_LLAMA: dict[str, Any] = {
-    "token_embedding/embeddings": ("model", "batch"),
-    "transformer_layer.*self_attention.*(query|key|value).kernel": (
-        "model",
-        "batch",
-        None,
-    ),
-    "transformer_layer.*attention_output.kernel": ("model", None, "batch"),
-    "transformer_layer.*feedforward_intermediate_dense.kernel": ("batch", "model"),
-    "transformer_layer.*feedforward_gate_dense.kernel": ("batch", "model"),
-    "transformer_layer.*feedforward_output_dense.kernel": ("model", "batch"),
-}
-
-
-MESHES = {
-    "mp": "fsdp=2,mp=4",
-    "tp": "fsdp=2,sp=1,tp=4",
-    "model": "batch=2,model=4",
-    "tensor": "tensor=4,expert=2",
-}
-
-
-def mesh(kind: str) -> flm.DeviceMesh:
-    return flm.DeviceMesh.abstract(MESHES[kind])
+MP = flm.DeviceMesh.abstract("fsdp=2,mp=4")
+TP = flm.DeviceMesh.abstract("fsdp=2,sp=1,tp=4")
 
 
 def shapes_of(family: str, spelling: str) -> dict[str, tuple[int, ...]]:
@@ -91,9 +69,9 @@ def shapes_of(family: str, spelling: str) -> dict[str, tuple[int, ...]]:
 LINEN, EASY = shapes_of("llama", "linen"), shapes_of("llama", "easylm")
 # Library → its table, a model, and the mesh.
 LISTS = {
-    "EasyLM": (EASYLM, EASY, "mp"),
-    "scalax": (SCALAX, LINEN, "tp"),
-    "EasyDeL": (EASYDEL, LINEN, "tp"),
+    "EasyLM": (EASYLM, EASY, MP),
+    "scalax": (SCALAX, LINEN, TP),
+    "EasyDeL": (EASYDEL, LINEN, TP),
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import pytest
-from convert.tables import LISTS, dims_of, mesh, resolved
+from convert.tables import LISTS, MP, dims_of, resolved
 from jax.sharding import PartitionSpec as P
 from shapes import nested, struct
 
@@ -80,8 +80,8 @@ def test_specs_of_eformer(name: str) -> None:
     eformer: Any = pytest.importorskip(
         "eformer.escale", reason="The package eformer is not installed."
     )
-    rules, shapes, kind = LISTS[name]
-    layout_map = flm.convert.from_partition_rules(rules, mesh(kind))
+    rules, shapes, mesh = LISTS[name]
+    layout_map = flm.convert.from_partition_rules(rules, mesh)
     for path, shape in shapes.items():
         tree = nested({path: struct(*shape)})
         leaf = next(iter(resolved(layout_map, {path: shape})))
@@ -97,6 +97,6 @@ def test_a_spec_that_eformer_cuts_is_refused() -> None:
     )
     rules = [("up", P("fsdp", "mp"))]
     assert eformer.match_partition_rules(rules, {"up": struct(8)}) == {"up": P("fsdp")}
-    layout_map = flm.convert.from_partition_rules(rules, mesh("mp"))
+    layout_map = flm.convert.from_partition_rules(rules, MP)
     with pytest.raises(ResolveError, match=r"up \(8,\): rule 1 'up'"):
         resolved(layout_map, {"up": (8,)})
