@@ -478,8 +478,17 @@ def _arguments_of(lowered: Any) -> list[str]:
     """What JAX calls the arguments of a program; it drops those that are unused."""
     operations = lowered.compiler_ir("stablehlo").body.operations
     (main,) = (op for op in operations if str(op.name) == '"main"')
-    texts = [str(argument.location) for argument in main.arguments]
-    return [text[5:-2].replace('\\"', '"') for text in texts]
+    texts = [str(argument.location)[5:-2] for argument in main.arguments]
+    return [_ESCAPED.sub(_unescaped, text.encode()).decode() for text in texts]
+
+
+# As MLIR writes strings.
+_ESCAPED = re.compile(rb'\\([\\"]|[0-9A-F]{2})')
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    byte = found[1]
+    return bytes.fromhex(byte.decode()) if len(byte) == 2 else byte
 
 
 def _constants(traced: Any) -> list[tuple[tuple[int, ...], int]]:

@@ -212,7 +212,6 @@ def test_markup_of_rich_is_text(exit: str) -> None:
 
 MARKDOWN: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report("markdown"),
-    "plan": lambda name: planned(name).report("markdown"),
     "suggestion": lambda name: suggested(name).report("markdown"),
 }
 
