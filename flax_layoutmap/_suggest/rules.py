@@ -1,110 +1,87 @@
-"""The rules of a candidate, and their text as a user writes them."""
+"""The rules of a layout, and their text as a user writes them."""
 
 import collections
-import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._resolve.resolve import resolve_origins
-from flax_layoutmap._rules.records import ResolvedLeaf
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._suggest.problem import Candidate, Problem, Spec, seed_rules
-from flax_layoutmap.convert._compress import compress, kinds_of
-from flax_layoutmap.convert._shardings import rules_for
-
-_WIDTH = 80
+from flax_layoutmap._suggest.candidates import Candidate, Spec
+from flax_layoutmap._suggest.classes import StepDims
+from flax_layoutmap.convert._compress import compress
 
 
-def rules_of(problem: Problem, candidate: Candidate) -> LayoutMap:
-    """Few rules for a candidate."""
-    made = _for_parameters(problem, candidate)
-    outputs: dict[str, Any] = {}
-    names: dict[str, Any] = {}
-    for number, point in enumerate(problem.points):
-        spec = None
-        if number in (candidate.fixed or ()):
-            spec = _entries(problem.point_spec(number, candidate)) or (...,)
-            if spec != (...,) and not point.has_one_rank:
-                spec = *spec, ...
-        if point.section == "names":
-            names |= dict.fromkeys(point.paths, spec or (...,))
-        else:
-            outputs |= dict.fromkeys(point.paths, spec)
-    for kind in kinds_of(names):  # a name has to match from its start to its end
-        made.names["/".join(kind.parts)] = kind.value
-    for pattern, spec in compress(outputs).items():
-        if spec is not None:
-            made.activations[pattern] = spec
-    return made
-
-
-def _for_parameters(problem: Problem, candidate: Candidate) -> LayoutMap:
-    mesh, batch = problem.mesh, problem.batch_of_data(candidate.batch)
+def rules_of(dims: StepDims, candidate: Candidate, mesh: DeviceMesh) -> LayoutMap:
+    """Few rules for a layout."""
+    rules = LayoutMap(mesh, batch=candidate.batch)
     if not any(map(any, candidate.specs)):
-        made = LayoutMap(mesh, batch=batch)
-        made[".*"] = None
-        return made
-    leaves = _leaves(problem, seed_rules(mesh).freeze())
-    specs = {
-        path: spec
-        for group, spec in zip(problem.groups, candidate.specs, strict=True)
-        for path in group.paths
-    }
-    wanted = {
-        leaf.path: TensorLayout(_entries(specs.get(full, ())), mesh)
-        for full, leaf in leaves.items()
-        if leaf.role != "optimizer"  # which follows its parameters
-    }
-    return rules_for(
-        list(leaves.values()),
-        wanted,
-        mesh,
-        lambda rules: _leaves(problem, rules).values(),
-        batch,
-    )
+        rules[".*"] = None
+    for pattern, (spec, is_small) in compress(_parameters(dims, candidate)).items():
+        if any(map(any, candidate.specs)) and not is_small:
+            rules[pattern] = _entries(spec)
+    modules: dict[str, Spec] = {}
+    for (section, path), spec in zip(dims.outputs, candidate.outputs, strict=True):
+        if section == "names":
+            rules.names[re.escape(path)] = _entries(spec) or (...,)
+        else:
+            modules[path] = spec
+    rules.activations.update(_activations(modules, candidate.batch))
+    return rules
 
 
-def _leaves(problem: Problem, rules: RuleSet) -> dict[str, ResolvedLeaf]:
-    """Path → leaf of the state under some rules, with the path that rules see.
+def _parameters(dims: StepDims, candidate: Candidate) -> dict[str, tuple[Spec, bool]]:
+    """Path → spec, and whether it is small, so that it needs no rule.
 
     Without the name of the argument, which `flm.create` does not know, unless two
     parameters have the same path within theirs.
     """
-    origins = problem.lowered.layouts.origins
-    flat, resolved = origins.leaves.flat, resolve_origins(origins, rules)
-    own = [flat.forms(at) for at in range(len(resolved))]
-    counts = collections.Counter(
-        forms[-1]
-        for forms, leaf in zip(own, resolved, strict=True)
-        if leaf.role != "optimizer"  # which follows its parameters
-    )
+    inner = {path: path.partition("/")[2] for g in dims.groups for path in g.paths}
+    counts = collections.Counter(inner.values())
     return {
-        leaf.path: dataclasses.replace(
-            leaf, path=forms[-1] if counts[forms[-1]] == 1 else forms[0]
+        inner[path] if inner[path] and counts[inner[path]] == 1 else path: (
+            spec,
+            group.is_small,
         )
-        for forms, leaf in zip(own, resolved, strict=True)
+        for group, spec in zip(dims.groups, candidate.specs, strict=True)
+        for path in group.paths
     }
 
 
-def _entries(spec: Spec) -> tuple[Any, ...] | None:
+def _activations(modules: Mapping[str, Spec], batch: tuple[str, ...]) -> dict[str, Any]:
+    """Pattern → layout for the outputs of modules.
+
+    One rule for all where all are split by rows alone; else rules for those that are
+    not inside of a layer.
+    """
+    if not modules or not batch:
+        return {}
+    if all(spec and spec[0] and not any(spec[1:]) for spec in modules.values()):
+        return {".*": (batch, ...)}
+    parts = {
+        path: _entries(spec) if _is_part(path) else None
+        for path, spec in modules.items()
+    }
+    patterns = compress(parts)
+    return {text: entries for text, entries in patterns.items() if entries is not None}
+
+
+def _is_part(path: str) -> bool:
+    """Whether a module is a layer, or stands beside layers."""
+    is_inside = re.search(r"\d/", path) is not None
+    return bool(path) and not is_inside and (path.count("/") < 2 or path[-1].isdigit())
+
+
+def _entries(spec: Spec) -> Any:
     """The entries of a layout; None: replicated."""
     if not any(spec):
         return None
     return tuple(axes[0] if len(axes) == 1 else axes or None for axes in spec)
 
 
-def layout_text(spec: Spec) -> str:
-    """A layout as a user writes it."""
-    return _written(_entries(spec))
-
-
-def as_code(rules: RuleSet) -> str:
-    """The lines that make a map of these rules, of at most 80 columns if possible.
-
-    They run where the devices of the mesh are not.
-    """
+def as_code(rules: RuleSet) -> list[str]:
+    """The lines that make a map of these rules; they run without the devices."""
     batch = rules.batch[0] if len(rules.batch) == 1 else rules.batch
     mesh = _quoted(str(rules.mesh))
     lines = [
@@ -112,26 +89,17 @@ def as_code(rules: RuleSet) -> str:
         f"mesh = flm.DeviceMesh.abstract({mesh})",
         f"layout_map = flm.LayoutMap(mesh, batch={_written(batch)})",
     ]
-    sections: Mapping[str, Any] = {
+    sections = {
         "layout_map": rules.rules,
         "layout_map.activations": rules.activations,
         "layout_map.names": rules.names,
         "layout_map.optimizer": rules.optimizer,
     }
-    for name, own in sections.items():
-        for rule in own:
-            axes = rule.layout.axes
-            layout = _written(axes) if rule.layout.axis_names else "None"
-            lines += _assigned(f"{name}[{_quoted(rule.pattern)}]", layout)
-    return "\n".join(lines)
-
-
-def _assigned(place: str, value: str) -> Iterator[str]:
-    if len(place) + len(value) + 3 <= _WIDTH:
-        yield f"{place} = {value}"
-    else:
-        yield f"{place} = \\"
-        yield f"    {value}"
+    for section, members in sections.items():
+        for rule in members:
+            axes = rule.layout.axes if rule.layout.axis_names else None
+            lines.append(f"{section}[{_quoted(rule.pattern)}] = {_written(axes)}")
+    return lines
 
 
 def _quoted(text: str) -> str:
@@ -144,6 +112,4 @@ def _written(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(map(_written, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return (
-        "..." if value is ... else _quoted(value) if isinstance(value, str) else "None"
-    )
+    return "..." if value is ... else _quoted(value) if value else "None"

@@ -1,48 +1,38 @@
-"""flm.suggest: rules for a step on a mesh, found by search."""
+"""flm.suggest: rules for a step on a mesh."""
 
-import contextlib
-import dataclasses
-import functools
+import inspect
 import math
 import numbers
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
+from flax_layoutmap import pod
+from flax_layoutmap._core.errors import (
+    LayoutError,
+    LayoutWarning,
+    MeshError,
+    bullet_list,
+)
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._step.arguments import first_four, signature_of, slots_of
-from flax_layoutmap._suggest.compare import compared, first_of
-from flax_layoutmap._suggest.memory import peak_bytes
-from flax_layoutmap._suggest.price import ASSUMED, Pricer, cost_of_report
-from flax_layoutmap._suggest.problem import Problem, seed_rules
-from flax_layoutmap._suggest.rules import layout_text
-from flax_layoutmap._suggest.search import Search
-from flax_layoutmap._suggest.suggestion import Choice, Suggestion
+from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._suggest.candidates import Candidate, Layouts
+from flax_layoutmap._suggest.classes import StepDims, dims_of
+from flax_layoutmap._suggest.rules import rules_of
+from flax_layoutmap._suggest.suggestion import ASSUMED, Choice, Suggestion, best_first
 from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap.pod._aot import check_libtpu
-from flax_layoutmap.pod._estimate import Planner
-from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
-from flax_layoutmap.pod._lowered import Lowered
-from flax_layoutmap.pod._passes import prepare
-from flax_layoutmap.pod._plan import compile as compile_step
-from flax_layoutmap.pod._plan import planned
-from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._report_text import seconds_text
+from flax_layoutmap.pod._lower import rules_and_mesh
 
-# Seconds after which the partitioner is ended.
-_TIMEOUT = 300.0
+# How many layouts are asked about, beside full sharding and the rules given.
+_ASKED = 6
 
 
 def suggest(
@@ -54,41 +44,32 @@ def suggest(
     hbm: int | None = None,
     layout_map: Any = None,
     donate_argnames: str | Iterable[str] = (),
-    check: bool | Literal["compile"] = True,
-    limit_seconds: float | None = None,
-    progress: bool | None = None,
+    engine: str | None = None,
     **kwargs: Any,
 ) -> Suggestion:
-    """Suggest rules for a step on a mesh, found by search, without devices.
+    """Suggest rules for a step on a mesh, without devices.
 
-    The step is lowered once. Which dims belong together is learned from Shardy's
-    propagation, not from names. Candidates are priced as `with_layout` of a plan does
-    it: the time of the collectives on the links, that of the matrix products, and an
-    estimate of memory, which has to stay below the limit. XLA's partitioner plans the
-    best two, full sharding and the current rules, and its order counts.
+    Each axis of the mesh is for the batch alone, for the batch and parameters (FSDP),
+    or for dims of parameters that belong together, which Shardy's propagation tells
+    without names. Layouts that a device cannot hold are dropped, the others ranked by a
+    formula, and `flm.pod.plan` is asked about the best six, full sharding and the rules
+    given. The fastest that fits is suggested.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
-        *args: its arguments, as for `flm.pod.plan`; shapes are enough. Data that has a
-            sharding on axes of the mesh keeps it, as in a plan.
+        *args: its arguments, as for `flm.pod.plan`; shapes are enough.
         mesh: as for `flm.pod.plan`; its axes are Auto. None takes that of the rules.
         topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`; None assumes links,
             products and memory of v5p.
         slices: how many slices of it.
         hbm: bytes of one device that the step may use; None takes what the compiler
             allows on the topology.
-        layout_map: the current rules, for comparison; None takes those of a function
-            of `flm.jit`.
-        donate_argnames: arguments that are state, beside NNX objects, optimizer states,
-            what the step donates, and containers of floating-point arrays that have no
-            rows of a batch in common. State counts as donated, but for a function of
-            `jax.jit`, which has its own.
-        check: whether XLA's partitioner plans what is compared; `"compile"`: whether
-            the compiler for TPUs compiles it, which needs a topology and libtpu, as
-            `flm.pod.compile` does.
-        limit_seconds: when to end the search with the best so far, as Ctrl-C does.
-        progress: whether to show the best so far; None: on a terminal or in a
-            notebook, once it has taken 2 seconds.
+        layout_map: rules to compare with; None takes those of a function of `flm.jit`.
+        donate_argnames: arguments that are state, beside NNX objects and containers of
+            floating-point arrays whose first dims differ. Rules are for state; other
+            arguments are data, split over the batch axes.
+        engine: whom to ask, as for `flm.pod.plan`: `"libtpu"`, `"partitioner"`, or None
+            for libtpu where it is installed and a topology is given.
         **kwargs: arguments of the step by name.
 
     Returns:
@@ -107,118 +88,86 @@ def suggest(
         >>> params = {"up": jax.ShapeDtypeStruct((2048, 8192), jnp.bfloat16)}
         >>> params["down"] = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
         >>> x = jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16)
-        >>> given = {"donate_argnames": "params", "check": False}
-        >>> found = flm.suggest(step, params, x, mesh="data=2,model=8", **given)
-        >>> found.layout_map["down"].axes
+        >>> suggestion = flm.suggest(step, params, x, mesh="data=2,model=8", hbm=2**28)
+        >>> suggestion.layout_map["down"].axes
         ('model', None)
     """
     start = time.perf_counter()
     is_number = isinstance(hbm, numbers.Real) and not isinstance(hbm, bool)
     if hbm is not None and not (is_number and 0 < hbm < math.inf):
-        raise LayoutError(f"hbm={hbm!r} is no number of bytes: hbm=16 * 2**30")
-    hbm = None if hbm is None else round(hbm)
-    if check not in (True, False, "compile"):
-        raise LayoutError(f'check must be True, False or "compile", got {check!r}')
-    if layout_map is not None:
-        layout_map = rule_set_of(layout_map, "layout_map=")
-    where = None if topology is None else topology_of(topology, slices=slices)
-    if where is None and slices is not None:
+        raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
+    if topology is None and slices is not None:
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
-    if check == "compile":
-        if where is None:
-            raise MeshError('check="compile" needs a topology: topology="v5p:4x4x4"')
-        check_libtpu()
-    named = [donate_argnames] if isinstance(donate_argnames, str) else donate_argnames
-    named = tuple(named)
-    shaped = _parameters(step, args, kwargs)
-    by_shape = [name for name in shaped if name not in named]
-    state = (*named, *by_shape)
-    given = step, args, kwargs, mesh
+    where = None if topology is None else topology_of(topology, slices=slices)
+    rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    _check_mesh(own)
+    chip = ASSUMED if where is None else where.generation
+    limit = chip.hbm_limit_bytes if hbm is None else round(hbm)
     notes: list[str] = []
-    try:
-        rules, own = rules_and_mesh(*given, layout_map, where)
-    except RuleError as error:
-        if mesh is None:
-            raise
-        notes.append(f"the current rules do not fit this mesh: {first_of(error)}")
-        rules, own = None, rules_and_mesh(None, args, kwargs, mesh, None, where)[1]
-    lower = functools.partial(_lower, step, args, kwargs, state, own, where)
-    report = functools.partial(_planned, lower)
-    if check == "compile":
-        options = {"topology": where, "mesh": own, "donate_argnames": state}
-        if hbm is not None:
-            options["compiler_options"] = {"xla_tpu_max_hbm_size_mib": hbm >> 20}
-        report = functools.partial(compile_step, step, *args, **kwargs, **options)
-    name, today = getattr(step, "__name__", "the step"), None
-    with shown_progress(f"lowering {name}", None, progress), _unused_donations():
-        search = _search(lower, own, where, hbm)
+
+    def ask(name: str, layout_map: LayoutMap) -> Iterator[Choice]:
+        """The report of the step with some rules, if it goes with them."""
+        given = {"mesh": own, "topology": where, "layout_map": layout_map}
+        given |= {"donate_argnames": dims.state, **kwargs}
+        plan = pod.compile if engine == "libtpu" else pod.plan
         try:
-            today = None if rules is None else _of_today(lower(rules), rules)
+            yield Choice(name, layout_map, plan(step, *args, **given), limit)
         except LayoutError as error:
-            notes.append(f"the current rules do not fit this step: {first_of(error)}")
-    if limit_seconds is not None:
-        search.is_over = lambda: time.perf_counter() - start > limit_seconds
-    with shown_progress(functools.partial(_so_far, search), None, progress):
-        search.run()
-    comparing = shown_progress(f"comparing rules for {name}", None, progress)
-    with comparing, _unused_donations():
-        found = compared(search, today, report if check else None)
-    notes += _taken(search.problem)
-    if by_shape:
-        notes.append(
-            f"state by shape alone: {', '.join(by_shape)}; flm.jit and flm.pod.plan "
-            "take what no rule shards for data, unless it is placed (flm.create, "
-            "flm.reshard) or named (donate_argnames)"
-        )
-    notes += found.notes
-    took = time.perf_counter() - start
-    return dataclasses.replace(found, notes=tuple(notes), took_seconds=took)
+            text = " ".join(str(error).partition("\nsee: ")[0].split())
+            notes.append(f"not tried: {name}: {text}")
 
-
-def _parameters(
-    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[str]:
-    """Containers of floating-point arrays that have no rows of a batch in common."""
-    try:
-        slots = slots_of(signature_of(step).bind(*args, **kwargs))
-    except TypeError:  # which lowering the step explains
-        return
-    for slot, value in slots:
-        if is_nnx_object(value):
-            continue
-        arrays = [one for one in jax.tree.leaves(value) if np.ndim(one)]
-        rows = {np.shape(one)[0] for one in arrays} - {1}
-        if len(rows) > 1 and all(
-            jax.numpy.issubdtype(one.dtype, np.inexact) for one in arrays
-        ):
-            yield slot.name
-
-
-@contextlib.contextmanager
-def _unused_donations() -> Iterator[None]:
-    """Without JAX's warning: what was taken for state need not be returned."""
-    with warnings.catch_warnings():
+    name = getattr(step, "__name__", "the step")
+    with shown_progress(f"suggesting rules for {name}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", LayoutWarning)
+        # What is taken for state need not be returned.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        yield
+        state = _state_of(step, args, kwargs, donate_argnames)
+        dims = dims_of(step, args, kwargs, state, own)
+        _check_state(dims)
+        layouts = Layouts(dims, own.axis_sizes, chip)
+        full, *others = layouts.candidates()
+        tried = [*ask(full.name, rules_of(dims, full, own))]
+        for other in _best(layouts, full, others, tried, limit):
+            tried += ask(other.name, rules_of(dims, other, own))
+        if rules is not None:
+            tried += ask("the rules given", LayoutMap.from_rule_set(rules))
+    if not tried:
+        raise LayoutError(f"{dims.name} cannot be planned:\n{bullet_list(notes)}")
+    best = best_first(tried)
+    return Suggestion(
+        step=dims.name,
+        tried=best,
+        why=_why(best[0], [full, *others], layouts),
+        notes=(*notes, *_roles(dims, full.batch)),
+        took_seconds=time.perf_counter() - start,
+    )
 
 
-def _lower(
-    step: Any,
-    args: Any,
-    kwargs: Any,
-    donated: Any,
-    mesh: DeviceMesh,
-    topology: Topology | None,
-    rules: RuleSet,
-) -> Planner:
-    """The step under some rules, ready for an estimate or a plan."""
-    lowered = lower_step(step, args, kwargs, rules, donated, "tpu", mesh)
-    return Planner(lowered, mesh, topology, prepare(lowered.lowered), "tpu", rules)
+def _best(
+    layouts: Layouts,
+    full: Candidate,
+    others: Sequence[Candidate],
+    tried: Sequence[Choice],
+    limit: int,
+) -> list[Candidate]:
+    """The layouts to ask about, by the report of full sharding."""
+    flops = data = more = 0
+    for choice in tried:
+        memory, rows = choice.plan.memory, layouts.parts(full.batch)
+        flops = choice.plan.flops_per_device * rows
+        data = memory.at_rest.get("data", 0) * rows
+        # What full sharding needs besides, any layout needs.
+        least = layouts.device_bytes(full) + data // rows
+        more = max(0, (memory.peak_bytes or 0) - least)
+    held = [
+        one
+        for one in others
+        if layouts.device_bytes(one) + data // layouts.parts(one.batch) + more <= limit
+    ]
+    return sorted(held, key=lambda one: layouts.seconds(one, flops))[:_ASKED]
 
 
-def _search(
-    lower: Any, mesh: DeviceMesh, topology: Topology | None, hbm: int | None
-) -> Search:
+def _check_mesh(mesh: DeviceMesh) -> None:
     if AxisType.Explicit in mesh.axis_types:
         raise LayoutError(
             f"the axes of {mesh} are explicit: layouts are part of the types that the "
@@ -226,68 +175,77 @@ def _search(
         )
     if mesh.size == 1:
         raise MeshError(f"the mesh {mesh} has one device; name one with more")
-    lowered: Lowered = lower(seed_rules(mesh).freeze()).lowered
-    problem = Problem(lowered, mesh)
-    if not any(group.dims for group in problem.groups):
-        raise LayoutError(_without_state(lowered))
-    chip = ASSUMED if topology is None else topology.generation
-    limit = chip.hbm_limit_bytes if hbm is None else hbm
-    return Search(problem, Pricer(problem, topology), limit)
 
 
-def _without_state(lowered: Lowered) -> str:
-    """Which arguments are taken for data, containers first, and what to do."""
-    parts = [leaf.path.partition("/") for leaf in lowered.leaves if leaf.role == "data"]
-    parts.sort(key=lambda part: not part[1])
-    names = [*dict.fromkeys(name for name, *_ in parts)]
+def _check_state(dims: StepDims) -> None:
+    """Raise LayoutError if there is nothing to lay out."""
+    if any(not group.is_small for group in dims.groups):
+        return
+    names = [*dict.fromkeys(path.partition("/")[0] for path in dims.data)]
     if not names:
-        return f"{lowered.name} has no array to lay out: pass its parameters"
-    return (
-        f"{lowered.name} has no state to lay out: each of {', '.join(names)} is taken "
-        f'for data; say what is state: donate_argnames="{names[0]}"'
+        raise LayoutError(f"{dims.name} has no array to lay out: pass its parameters")
+    raise LayoutError(
+        f"{dims.name} has no state to lay out: each of {', '.join(names)} is taken for "
+        f'data; say what is state: donate_argnames="{names[0]}"'
     )
 
 
-def _taken(problem: Problem) -> Iterator[str]:
-    """What was taken for state, which rules lay out, and what for data."""
-    roles: dict[str, dict[str, None]] = {"state": {}, "data": {}}
-    leaves = problem.lowered.leaves
-    for leaf in leaves:
-        role = "data" if leaf.role == "data" else "state"
-        roles[role][leaf.path.partition("/")[0]] = None
-    state, data = (", ".join(names) or "none" for names in roles.values())
-    yield f"taken for state: {state}; for data: {data}"
-    kept = [
-        f"{leaves[at].path} {layout_text(spec) if any(spec) else 'replicated'}"
-        for at, spec in problem.kept.items()
-    ]
-    if kept:
-        yield f"kept: the shardings that data came with, {first_four(kept)}"
+def _state_of(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], donated: Any
+) -> dict[str, Any]:
+    """The arguments that rules are for, by name: those that are named, and state."""
+    named = {donated} if isinstance(donated, str) else {*donated}
+    try:
+        bound = inspect.signature(step).bind(*args, **kwargs).arguments
+    except TypeError:
+        return {}  # which lowering the step explains
+    return {key: one for key, one in bound.items() if key in named or _is_state(one)}
 
 
-def _so_far(search: Search) -> str:
-    """What is shown while a search runs."""
-    name, best = search.problem.lowered.name, search.best
-    if not search.trail:
-        return f"suggesting rules for {name}"
-    # Priced before, so that nothing is computed in the thread that shows it.
-    seconds = seconds_text(search.price.of(best).seconds)
-    return (
-        f"suggesting rules for {name}: {seconds} a step, {search.price.count} layouts "
-        "tried"
-    )
+def _is_state(value: Any) -> bool:
+    """Whether a value holds an NNX object, or floats that have no rows in common."""
+    leaves = jax.tree.leaves(value, is_leaf=is_nnx_object)
+    if any(map(is_nnx_object, leaves)):
+        return True
+    arrays = [leaf for leaf in leaves if np.ndim(leaf)]
+    floats = [jax.numpy.issubdtype(leaf.dtype, np.inexact) for leaf in arrays]
+    return all(floats) and len({np.shape(leaf)[0] for leaf in arrays} - {1}) > 1
 
 
-def _of_today(planner: Planner, rules: RuleSet) -> Choice:
-    """Rules that were not found by the search, with their estimate."""
-    cost = cost_of_report(planner.estimate(time.perf_counter()))
-    prepared, pairs = planner.prepared, planner.lowered.pairs
-    more = peak_bytes(prepared.lay_out(None, pairs), prepared.attributes)
-    cost = dataclasses.replace(cost, peak_bytes=cost.at_rest_bytes + more)
-    return Choice(LayoutMap.from_rule_set(rules), cost)
+def _why(best: Choice, candidates: Sequence[Candidate], layouts: Layouts) -> str:
+    """One sentence: why the best is the best."""
+    held, limit = human_bytes(best.held_bytes), human_bytes(best.limit_bytes)
+    if not best.fits:
+        return (
+            f"nothing that was tried fits: this needs the least, {held} of {limit} per "
+            "device; take more devices, fewer rows in a batch, or nnx.remat"
+        )
+    chosen = next((one for one in candidates if one.name == best.name), None)
+    if chosen is None:
+        return "the rules given are the fastest that were tried: keep them"
+    if chosen.placed:
+        return (
+            f"to sum activations over {'+'.join(chosen.placed)} takes less time than "
+            "to gather whole parameters"
+        )
+    if not any(map(any, chosen.specs)):
+        return (
+            f"the model is small: every device keeps a copy, {held} of {limit}; pass "
+            "hbm= for rules that need less"
+        )
+    copied = max(map(layouts.device_bytes, candidates))
+    if copied > best.limit_bytes:
+        return (
+            f"a copy of the state and the gradients, {human_bytes(copied)}, is more "
+            f"than the {limit} of a device"
+        )
+    return "to gather parameters takes less time than what the others send"
 
 
-def _planned(lower: Any, layout_map: LayoutMap) -> PodReport:
-    """The plan by XLA's partitioner."""
-    planner, start = lower(layout_map.freeze()), time.perf_counter()
-    return planned(planner, start, _TIMEOUT)
+def _roles(dims: StepDims, batch: tuple[str, ...]) -> Iterator[str]:
+    """What was taken for state and for data."""
+    data = [*dict.fromkeys(path.partition("/")[0] for path in dims.data)]
+    yield f"state: {', '.join(dims.state)}; data: {', '.join(data) or 'none'}"
+    if data and not batch:
+        counts = ", ".join(map(str, sorted({*dims.data.values()})))
+        yield f"not split: data of {counts} rows, which no axis divides; pad it"

@@ -1,312 +1,211 @@
-"""Suggestion: rules that were found, with their cost beside that of others."""
+"""Suggestion: the rules that were found, and what was tried."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, TYPE_CHECKING, Any
+import operator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.serialise import mesh_to_json
-from flax_layoutmap._show.table import (
-    Grid,
-    markdown_list,
-    markdown_table,
-    markdown_text,
-)
-from flax_layoutmap._show.terminal import (
-    NOTEBOOK_WIDTH,
-    as_html,
-    coloured_grid,
-    coloured_lines,
-    show,
-    wrapped,
-)
-from flax_layoutmap._suggest import report_text
-from flax_layoutmap._suggest.price import ASSUMED, Cost, cost_of_report
+from flax_layoutmap._show.table import Grid, Line, human_bytes
+from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._suggest.rules import as_code
-from flax_layoutmap._suggest.search import Step
-from flax_layoutmap.pod._report import Format, PodReport
-from flax_layoutmap.pod._report_text import not_read, seconds_text
+from flax_layoutmap.pod import PodReport
+from flax_layoutmap.pod._report_text import seconds_text
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-_NOT_COUNTED = (
-    "not counted: sending while computing, what the compiler merges or moves, work "
-    "other than matrix products"
-)
+# What is assumed without a topology.
+ASSUMED = GENERATIONS["v5p"]
+# Of each collective, whatever its size.
+_SECONDS_EACH = 2e-6
+# Times that differ by a smaller share count as equal.
+_EQUAL = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """Rules for a step and what it costs with them; one column of a `Suggestion`.
+    """Rules that were tried, and the report of a step with them.
 
     Attributes:
+        name: what each axis does, such as `"data over fsdp+tensor"`, or `"the rules
+            given"`.
         layout_map: the rules.
-        estimate: the cost as the search counts it, by Shardy's passes.
-        plan: `flm.pod.plan` of the rules, by XLA's partitioner, or `flm.pod.compile`
-            with `check="compile"`; None without a check.
+        plan: the report of `flm.pod.plan`.
+        limit_bytes: what a device may hold.
     """
 
+    name: str
     layout_map: LayoutMap
-    estimate: Cost
-    plan: PodReport | None = None
+    plan: PodReport
+    limit_bytes: int
 
     @property
-    def cost(self) -> Cost:
-        """The cost by the check, or the estimate without one.
+    def seconds(self) -> float:
+        """The time of a step, for comparing: nothing overlaps, and nothing was timed.
 
-        The partitioner does not know the peak of memory, which is then the estimate.
+        The collectives at the speed of the links, 2 µs for each, and the matrix
+        products at the peak of the device or, if that takes longer, one read of the
+        arguments and of what the collectives move.
         """
-        if self.plan is None:
-            return self.estimate
-        peak = self.plan.memory.peak_bytes or self.estimate.peak_bytes
-        return dataclasses.replace(cost_of_report(self.plan), peak_bytes=peak)
+        report, where = self.plan, self.plan.topology
+        chip = ASSUMED if where is None else where.generation
+        links = sum(report.seconds_bound.values())
+        if where is None and chip.link_bytes_per_second is not None:
+            links = self.sent_bytes / (2 * chip.link_bytes_per_second)
+        moved = sum(one.bytes_per_step for one in report.collectives)
+        starts = sum(one.executions for one in report.collectives) * _SECONDS_EACH
+        read = (report.memory.at_rest_bytes + moved) / chip.hbm_bytes_per_second
+        return links + starts + max(report.flops_per_device / chip.flops, read)
 
     @property
-    def checked_by(self) -> str:
-        """Who made the plan."""
-        is_compiled = self.plan is not None and self.plan.engine == "compile"
-        return "the compiler for TPUs" if is_compiled else "XLA's partitioner"
+    def sent_bytes(self) -> int:
+        """What a device sends in a step."""
+        return self.plan.wire_bytes()
+
+    @property
+    def held_bytes(self) -> int:
+        """The peak of memory of a device, or what is at rest where that is unknown."""
+        return self.plan.memory.peak_bytes or self.plan.memory.at_rest_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device can hold it, as far as that is known."""
+        return self.plan.fits is not False and self.held_bytes <= self.limit_bytes
+
+
+def best_first(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """What fits by time, of equal times by memory; then the rest by memory."""
+    fitting, rest = [], []
+    for choice in sorted(choices, key=operator.attrgetter("held_bytes")):
+        (fitting if choice.fits else rest).append(choice)
+    least = min((choice.seconds for choice in fitting), default=0.0)
+    fitting.sort(key=lambda choice: max(choice.seconds, least * (1 + _EQUAL)))
+    return (*fitting, *rest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Suggestion:
+class Suggestion(Shown):
     """Rules for a step on a mesh, from `flm.suggest`; print it.
 
     Attributes:
-        choices: `"suggested"`, and what it was compared with: `"runner-up"` (other axes
-            for the batch), `"full sharding"` (the batch over all axes that it
-            divides by, each large parameter over all axes), `"today"` (the rules that
-            were given); each as far as there is one.
         step: name of the step.
-        topology: the slices, or None.
-        limit_bytes: the limit of memory of one device.
-        trail: the stages of the search, with the best of each.
-        is_complete: whether the search ended by itself.
-        notes: what else is worth a look.
-        took_seconds: how long it took.
-        explained: what `explain` calls; None in a copy or a pickle.
+        tried: the layouts that were tried, the best first.
+        why: one sentence.
+        notes: what else to know.
+        took_seconds: wall-clock seconds of the whole call.
     """
 
     __module__ = "flax_layoutmap"
-    choices: Mapping[str, Choice]
     step: str
-    topology: Topology | None
-    limit_bytes: int
-    trail: tuple[Step, ...]
-    is_complete: bool
-    notes: tuple[str, ...]
+    tried: tuple[Choice, ...]
+    why: str
+    notes: tuple[str, ...] = ()
     took_seconds: float = dataclasses.field(default=0.0, compare=False)
-    explained: Callable[[str], str] | None = dataclasses.field(compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied or pickled: all but the program, which `explain` needs."""
-        return {**self.__dict__, "explained": None}
 
     @property
     def layout_map(self) -> LayoutMap:
         """The rules; `layout_map.to_file("rules.toml")` keeps them."""
-        return self.choices["suggested"].layout_map
+        return self.tried[0].layout_map
+
+    @property
+    def plan(self) -> PodReport:
+        """The report of the step with these rules."""
+        return self.tried[0].plan
 
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh, without devices."""
-        mesh = self.layout_map.device_mesh
-        assert mesh is not None
-        return mesh
-
-    @property
-    def cost(self) -> Cost:
-        """What a step costs with them."""
-        return self.choices["suggested"].cost
-
-    @property
-    def plan(self) -> PodReport | None:
-        """`flm.pod.plan` or `flm.pod.compile` of the rules; None without a check."""
-        return self.choices["suggested"].plan
+        return self.plan.mesh
 
     @property
     def fits(self) -> bool:
-        """Whether the estimated peak of memory is below the limit."""
-        return report_text.fits(self.cost, self.limit_bytes)
+        """Whether a device can hold the step, as far as that is known."""
+        return self.tried[0].fits
 
     @property
-    def is_today_better(self) -> bool:
-        """Whether to keep the current rules, as the report then says."""
-        return report_text.is_today_better(self._costs, self.limit_bytes)
+    def _is_compiled(self) -> bool:
+        """Whether libtpu was asked, which knows the peak of memory."""
+        return self.plan.memory.peak_bytes is not None
 
-    @property
-    def _costs(self) -> dict[str, Cost]:
-        return {name: one.cost for name, one in self.choices.items()}
-
-    def explain(self, path: str) -> str:
-        """Tell what the best other layout of a parameter would cost.
-
-        After an interrupt it may cost less than the suggested one.
-
-        Args:
-            path: the path of the parameter, or the end of it.
-
-        Raises:
-            KeyError: no parameter has this path, or several end with it.
-            LayoutError: this is a copy, or was pickled.
-        """
-        if self.explained is None:
-            raise LayoutError(
-                "explain has no program to price layouts of: a copy of a suggestion, "
-                "or one that was pickled, is without; use flm.suggest(step, …).explain"
-            )
-        return self.explained(path)
-
-    # ------------------------------------------------------------------- output
-
-    def report(self, format: Format = "text", *, width: int | None = None) -> str:
-        """Return the rules as code, the costs in a table, and notes.
-
-        Args:
-            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
-            width: of the text, in characters; None for 80.
-
-        Raises:
-            LayoutError: there is no such format.
-        """
-        if format == "json":
-            return json.dumps(self.to_json(), indent=1)
-        if format == "text":
-            heading, code, grid, notes = self._parts(width or report_text.WIDTH)
-            lines = "\n".join(heading), code, grid.text(), "\n".join(notes)
-            return "\n\n".join(lines)
-        if format == "markdown":
-            (title, *heading), code, grid, notes = self._parts(None)
-            fenced = f"```python\n{code}\n```"
-            return "\n\n".join(
-                [
-                    f"**{markdown_text(title)}**",
-                    markdown_list(heading),
-                    fenced,
-                    markdown_table(grid, ()),
-                    markdown_list(notes),
-                ]
-            )
-        raise LayoutError(
-            f'format must be "text", "markdown" or "json", got {format!r}'
-        )
-
-    def show(self, file: IO[str] | None = None) -> None:
-        """Print the report, in colours on a terminal.
-
-        Args:
-            file: where to; None for standard output.
-        """
-        show(self._coloured, lambda width: self.report(width=width), file)
-
-    def _coloured(self, width: int) -> "Iterator[Text]":
-        """The lines of the text for rich; without colours, those of the text."""
+    def _lines(self, width: int | None) -> "Iterator[Text]":
         from rich.text import Text
 
-        axes = self.mesh.axis_names
-        heading, code, grid, notes = self._parts(width)
-        yield from coloured_lines([*heading, ""], axes)
-        yield from map(Text, [*code.splitlines(), ""])
-        yield from coloured_grid(grid, axes)
-        yield from coloured_lines(["", *notes], axes)
-
-    def _parts(self, width: int | None) -> tuple[list[str], str, Grid, list[str]]:
-        """Title and verdict, the rules as code, the table, notes."""
-        where = "" if self.topology is None else f" ({self.topology})"
-        title = (
-            f"suggestion for {self.step} on mesh {self.mesh}{where}: "
-            f"{self.mesh.size} devices"
+        axes, where = self.mesh.axis_names, self.plan.topology
+        place = f" ({where})" if where is not None else ""
+        heading = f"suggestion for {self.step} on mesh {self.mesh}{place}"
+        yield from coloured_lines(
+            [*wrapped([f"{heading}: {self.mesh.size} devices", self.why], width), ""],
+            axes,
         )
-        given = self._costs, self.limit_bytes, self.is_complete
-        verdict = [*report_text.verdict(*given)]
-        if not self.is_complete:
-            verdict.insert(0, "interrupted: this is the best so far")
-        heading = wrapped([title, *verdict], width)
-        code = as_code(self.layout_map.freeze())
-        if self.is_today_better:
-            code = f"# found by the search; the current rules are better\n{code}"
-        notes = wrapped([*self._notes()], width)
-        return heading, code, report_text.table(self._costs), notes
+        yield from map(Text, [*as_code(self.layout_map.freeze()), ""])
+        yield from coloured_grid(self._table(), axes)
+        yield from coloured_lines(["", *wrapped([*self._notes()], width)], axes)
+
+    def _table(self) -> Grid:
+        memory = ("at rest", "peak") if self._is_compiled else ("at rest",)
+        rows = []
+        for choice in self.tried:
+            held = human_bytes(choice.held_bytes)
+            cells = [
+                choice.name,
+                seconds_text(choice.seconds),
+                human_bytes(choice.sent_bytes),
+                human_bytes(choice.plan.memory.at_rest_bytes),
+            ]
+            cells[3 + self._is_compiled :] = [held + ", too much" * (not choice.fits)]
+            rows.append(Line(tuple(cells), mark="" if choice.fits else "warning"))
+        names = ("layout", "a step", "sends", *memory)
+        return Grid(names, (False, *[True] * (len(names) - 1)), tuple(rows))
 
     def _notes(self) -> Iterator[str]:
         yield from self.notes
-        yield from self._how_sure()
-        if self.topology is None:
+        yield f"limit of memory: {human_bytes(self.tried[0].limit_bytes)} per device"
+        if self.plan.topology is None:
             yield (
                 f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
                 'for each axis; for others, topology="v5e:4x4"'
             )
-        yield _NOT_COUNTED
-        tried, took = self.trail[-1].tried, self.took_seconds
-        yield f"tried: {tried} layouts, took {took:.1f} s; the best after each stage:"
-        for step in self.trail:
-            yield f"  {step.what}: {seconds_text(step.seconds)}"
-
-    def _how_sure(self) -> Iterator[str]:
-        suggested = self.choices["suggested"]
-        if suggested.plan is None:
-            yield (
-                "how sure: nothing was timed; all figures are estimates of the search, "
-                "not checked"
-            )
-            return
-        peak = "an estimate, too"
-        if suggested.plan.memory.peak_bytes is not None:
-            peak = "the compiler's own"
         yield (
-            "how sure: nothing was timed; a step is estimated at "
-            f"{seconds_text(self.cost.seconds)} with the collectives that "
-            f"{suggested.checked_by} makes, and at "
-            f"{seconds_text(suggested.estimate.seconds)} with those that the search "
-            f"expected; memory at the peak is {peak}"
+            "how sure: nothing was timed; a time is that of the collectives, one after "
+            "the other, and of the matrix products at the peak of the device"
         )
-        for what in not_read(suggested.plan):
-            yield f"unrecognised: {what}"
+        asked = "libtpu" if self._is_compiled else "XLA's partitioner"
+        yield f"asked: {asked}; took {self.took_seconds:.1f} s"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rules, costs and trail as plain JSON values, schema 1."""
-        choices = {
-            name: {
-                "rules": one.layout_map.to_json(),
-                "is_checked": one.plan is not None,
-                "seconds": one.cost.seconds,
-                **dataclasses.asdict(one.cost),
-            }
-            for name, one in self.choices.items()
-        }
+        """Return the rules and what was tried as plain JSON values, schema 2."""
+        where = self.plan.topology
         return {
-            "schema": 1,
+            "schema": 2,
             "step": self.step,
             "mesh": mesh_to_json(self.mesh),
-            "topology": None if self.topology is None else str(self.topology),
+            "topology": None if where is None else str(where),
             "fits": self.fits,
-            "limit_bytes": self.limit_bytes,
-            "is_complete": self.is_complete,
-            "choices": choices,
+            "why": self.why,
+            "tried": [
+                {
+                    "name": choice.name,
+                    "fits": choice.fits,
+                    "seconds": choice.seconds,
+                    "sent_bytes": choice.sent_bytes,
+                    "at_rest_bytes": choice.plan.memory.at_rest_bytes,
+                    "peak_bytes": choice.plan.memory.peak_bytes,
+                    "limit_bytes": choice.limit_bytes,
+                    "rules": choice.layout_map.to_json(),
+                }
+                for choice in self.tried
+            ],
             "notes": list(self.notes),
-            "trail": [dataclasses.asdict(step) for step in self.trail],
             "took_seconds": self.took_seconds,
         }
 
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterator[Text]":
-        return self._coloured(options.max_width)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._coloured(NOTEBOOK_WIDTH))
-
     def __str__(self) -> str:
-        return self.report()
+        return self.report(width=80)
 
     def __repr__(self) -> str:
-        return (
-            f"<Suggestion for {self.step} on {self.mesh}: "
-            f"{seconds_text(self.cost.seconds)} a step>"
-        )
+        seconds = seconds_text(self.tried[0].seconds)
+        return f"<Suggestion for {self.step} on {self.mesh}: {seconds} a step>"

@@ -61,7 +61,7 @@ def words(page: str) -> str:
             "plan of train_step on mesh data=16,model=4 (v5e:8x8): 64 devices",
         ),
         (
-            "flm.suggest(train_step, model, optimizer, batch, **there, check=False)",
+            "flm.suggest(train_step, model, optimizer, batch, **there)",
             "suggestion for train_step on mesh data=16,model=4 (v5e:8x8): 64 devices",
         ),
     ],

@@ -30,8 +30,6 @@ from rich.console import Console
 import flax_layoutmap as flm
 from flax_layoutmap._cli import main
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._suggest.price import cost_of
-from flax_layoutmap._suggest.search import Step
 from flax_layoutmap._suggest.suggestion import Choice
 from flax_layoutmap._tree.paths import escape, unescape
 
@@ -145,17 +143,8 @@ def planned(name: str) -> Any:
 
 def suggested(name: str) -> flm.Suggestion:
     """The name as the step, as an axis, and in a pattern."""
-    cost = dataclasses.replace(cost_of((), 0, {"data": 1}, {}, None), peak_bytes=1)
-    return flm.Suggestion(
-        choices={"suggested": Choice(ruled(name), cost)},
-        step=name,
-        topology=None,
-        limit_bytes=1,
-        trail=(Step("start", 1.0, 1, 1.0),),
-        is_complete=True,
-        notes=(name,),
-        explained=str,
-    )
+    choice = Choice(name, ruled(name), planned(name), 1)
+    return flm.Suggestion(step=name, tried=(choice,), why=name, notes=(name,))
 
 
 TEXTS: dict[str, Callable[[str], str]] = {
@@ -212,7 +201,6 @@ def test_markup_of_rich_is_text(exit: str) -> None:
 
 MARKDOWN: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report("markdown"),
-    "suggestion": lambda name: suggested(name).report("markdown"),
 }
 
 

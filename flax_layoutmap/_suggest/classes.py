@@ -1,0 +1,257 @@
+"""Which dims of a step's parameters and outputs are sharded together.
+
+The step is lowered once, replicated. Then one dim is sharded at a time, with all others
+open, and Shardy propagates it: the dims that follow are a class, such as the hidden
+units of `up` and `down`, the heads, or the model dim. Names do not matter.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap.pod._lower import lower_step
+
+# A dim of a group of parameters (`"group"`) or of an output (`"output"`).
+Node = tuple[str, int, int]
+Class = frozenset[Node]
+
+_NEVER_ASKED = ("scalar", "random state", "not an array")
+# Parameters of a smaller share of the bytes stay replicated.
+_LITTLE = 1e-3
+# The index of a layer that has parts: `layers/3/up/kernel`, not `layers/3/kernel`.
+_LAYER = re.compile(r"\d+(?=/[^/]+/)")
+_OUTPUT = re.compile(r"(activations|names)\[([^\]]*)\]")
+_OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters of equal layers, which get one layout."""
+
+    paths: tuple[str, ...]  # with the name of the argument first
+    shape: tuple[int, ...]  # of each
+    bytes: int  # of all
+    state_bytes: int  # of their optimizer state
+    is_small: bool  # whether they stay replicated
+
+
+# What a module returns or the model names: `("activations", "layers/0")` or
+# `("names", "residual")`.
+Output = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDims:
+    """The arrays of a step, and the classes of their dims."""
+
+    name: str
+    state: tuple[str, ...]  # names of the arguments that rules are for
+    data: Mapping[str, int]  # path → first dim of what is split over the batch axes
+    groups: tuple[Group, ...]  # those of the most bytes first
+    outputs: Mapping[Output, tuple[int, ...]]  # → shape, if it is always the same
+    batch: Class  # the dims that follow the first dims of the data
+    classes: tuple[Class, ...]  # the others, those of the most bytes first
+    other_bytes: int  # of state that is always replicated
+    is_training: bool  # whether the step computes gradients
+
+
+def dims_of(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    state: Mapping[str, Any],
+    mesh: DeviceMesh,
+) -> StepDims:
+    """Lower a step, of which some arguments are `state`, and find classes of dims."""
+    rules = LayoutMap(mesh, batch=(), strict=False, indivisible="replicate")
+    rules[".*"] = None
+    rules.names[".*"] = (...,)  # marks each output in the program
+    rules.activations.add(Rule(".*", (...,), rank="skip"))
+    lowered = lower_step(step, args, kwargs, rules.freeze(), [*state], "tpu", mesh)
+    module = lowered.lowered.compiler_ir("stablehlo").operation
+    kinds = [value.type for value in _main(module).regions[0].blocks[0].arguments]
+    data = {
+        leaf.path: kind.shape[0]
+        for leaf, kind in zip(lowered.leaves, kinds, strict=True)
+        if leaf.role == "data" and len(kind.shape) and str(kind) not in _OLD_KEYS
+    }
+    groups, other_bytes = _groups_of(state, rules)
+    shapes = defaultdict(set)
+    for op in _inside(module):
+        if (key := _output(op)) is not None:
+            shapes[key].add(tuple(op.results[0].type.shape))
+    outputs = {key: s.pop() for key, s in shapes.items() if len(s) == 1}
+    positions = {leaf.path: at for at, leaf in enumerate(lowered.leaves)}
+    spread = _Spread(
+        module,
+        sorted((n, axis) for axis, n in mesh.axis_sizes.items() if n > 1),
+        positions,
+        {positions.get(group.paths[0]): at for at, group in enumerate(groups)},
+        {key: at for at, key in enumerate(outputs)},
+    )
+    try:
+        batch = spread(dict.fromkeys(data, 0), data.values())
+        classes = _classes_of(spread, groups, batch)
+    except (ImportError, LayoutError):  # without Shardy, outputs with as many rows
+        rows = {*data.values()}
+        numbered = enumerate(outputs.values())
+        batch = frozenset(("output", n, 0) for n, s in numbered if s and s[0] in rows)
+        classes = []
+    return StepDims(
+        name=lowered.name,
+        state=tuple(state),
+        data=data,
+        groups=groups,
+        outputs=outputs,
+        batch=batch,
+        classes=tuple(classes),
+        other_bytes=other_bytes,
+        is_training=any("transpose(" in str(op.location) for op in _inside(module)),
+    )
+
+
+def _groups_of(
+    state: Mapping[str, Any], rules: LayoutMap
+) -> tuple[tuple[Group, ...], int]:
+    """The groups of parameters, and the bytes of all other state."""
+    leaves = list(resolve(dict(state), rules.freeze()))
+    alike, moments = defaultdict(list), defaultdict(int)
+    for leaf in leaves:
+        if leaf.role == "optimizer":
+            moments[leaf.owner] += leaf.bytes_per_device
+        elif leaf.shape and leaf.reason not in _NEVER_ASKED:
+            alike[_LAYER.sub("0", leaf.path), leaf.shape].append(leaf)
+    total = sum(leaf.bytes_per_device for leaf in leaves)
+    groups = []
+    for (_, shape), members in alike.items():
+        paths = tuple(leaf.path for leaf in members)
+        size = sum(leaf.bytes_per_device for leaf in members)
+        more = sum(moments.pop(end, 0) for path in paths for end in _ends(path))
+        groups.append(Group(paths, shape, size, more, size + more < _LITTLE * total))
+    groups.sort(key=lambda group: (-group.bytes, group.shape))
+    return tuple(groups), total - sum(one.bytes + one.state_bytes for one in groups)
+
+
+def _ends(path: str) -> Iterator[str]:
+    """A path and all its ends: its optimizer state names one of them."""
+    while path:
+        yield path
+        path = path.partition("/")[2]
+
+
+def _classes_of(
+    spread: "_Spread", groups: Sequence[Group], batch: Class
+) -> list[Class]:
+    classes: list[Class] = []
+    for number, group in enumerate(groups):
+        for dim, length in enumerate(group.shape):
+            known = any(("group", number, dim) in nodes for nodes in (batch, *classes))
+            if not group.is_small and not known:
+                nodes = spread(dict.fromkeys(group.paths, dim), [length]) - batch
+                classes += [nodes] if nodes else []
+    return sorted(classes, key=lambda c: -sum(groups[n].bytes for n in groups_in(c)))
+
+
+def groups_in(nodes: Class) -> set[int]:
+    """The groups of parameters that have a dim in a class."""
+    return {number for kind, number, _ in nodes if kind == "group"}
+
+
+# ------------------------------------------------------------------------- Shardy
+
+_NAME = "sdy.sharding"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spread:
+    """Shards dims of arguments, and returns the dims that follow."""
+
+    module: Any
+    axes: list[tuple[int, str]]  # size and name
+    positions: Mapping[str, int]  # path → position among the arguments
+    groups: Mapping[int | None, int]  # position of the first of a group → its number
+    outputs: Mapping[Output, int]  # → its number
+
+    def __call__(self, dims: Mapping[str, int], lengths: Any) -> Class:
+        """The dims that follow these dims, path → dim, of some lengths."""
+        from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr, MLIRError
+        from jax.extend.mlir.passmanager import PassManager
+
+        fits = [axis for n, axis in self.axes if not any(size % n for size in lengths)]
+        if not fits or not dims:
+            return frozenset()
+        seeds = {self.positions[p]: d for p, d in dims.items() if p in self.positions}
+
+        def sharding(value: Any, sharded: int | None = None) -> Any:
+            dims = range(len(value.type.shape))
+            texts = [f'{{"{fits[0]}"}}' if d == sharded else "{?}" for d in dims]
+            return Attribute.parse(f"#sdy.sharding<@mesh, [{', '.join(texts)}]>")
+
+        module = self.module.clone()
+        with module.context:
+            main = _main(module)
+            main.attributes["arg_attrs"] = ArrayAttr.get(
+                [
+                    DictAttr.get({_NAME: sharding(value, seeds.get(at))})
+                    for at, value in enumerate(main.regions[0].blocks[0].arguments)
+                ]
+            )
+            if "res_attrs" in main.attributes:
+                del main.attributes["res_attrs"]
+            for op in _inside(module):
+                if op.name == "sdy.sharding_constraint":
+                    op.attributes["sharding"] = sharding(op.results[0])
+            try:
+                passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+                passes.enable_verifier(False)
+                passes.run(module)
+            except (MLIRError, ValueError) as error:
+                raise LayoutError(f"Shardy does not propagate: {error}") from error
+            return frozenset(self._read(module, f'"{fits[0]}"'))
+
+    def _read(self, module: Any, axis: str) -> Iterator[Node]:
+        """The dims of parameters and outputs that an axis shards."""
+        found = [
+            ("group", self.groups[at], attributes[_NAME])
+            for at, attributes in enumerate(_main(module).attributes["arg_attrs"])
+            if at in self.groups and _NAME in attributes
+        ]
+        found += [
+            ("output", self.outputs[key], op.attributes["sharding"])
+            for op in _inside(module)
+            if (key := _output(op)) is not None and key in self.outputs
+        ]
+        for kind, number, sharding in found:
+            for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(sharding))):
+                if axis in axes:
+                    yield kind, number, dim
+
+
+def _output(op: Any) -> Output | None:
+    """The output that an operation constrains."""
+    if op.name not in ("sdy.sharding_constraint", "sdy.reshard"):
+        return None
+    name = str(op.location).partition('"')[2].partition('"')[0]
+    return next(reversed(_OUTPUT.findall(name)), None)
+
+
+def _main(module: Any) -> Any:
+    """The function of a module that is the step."""
+    functions = module.regions[0].blocks[0].operations
+    return next(op for op in functions if str(op.attributes["sym_name"]) == '"main"')
+
+
+def _inside(above: Any) -> Iterator[Any]:
+    """All operations inside of one."""
+    for region in above.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                yield from _inside(op.operation)
