@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from flax_layoutmap._core.topologies import Generation
-from flax_layoutmap._suggest.classes import Class, StepDims, groups_in
+from flax_layoutmap._suggest.classes import ALONE, ROWS, Group, Output, StepDims
 
 # The axes of each dim of an array.
 Spec = tuple[tuple[str, ...], ...]
@@ -46,12 +46,20 @@ class Layouts:
         self.dims = dims
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.chip = chip
+        self.groups_of = {
+            number: {at for at, g in enumerate(dims.groups) if number in g.classes}
+            for group in dims.groups
+            for number in group.classes
+            if number not in (ALONE, ROWS)
+        }
         # The class of most parameters.
-        self.model_dim: Class = max(
-            dims.classes, key=lambda nodes: len(groups_in(nodes)), default=frozenset()
+        self.model_dim = max(
+            self.groups_of, key=lambda c: len(self.groups_of[c]), default=ALONE
         )
-        shared = [nodes for nodes in dims.classes if len(groups_in(nodes)) > 1]
-        self.shared: Class = frozenset().union(*shared)
+
+    def is_shared(self, number: int) -> bool:
+        """Whether a class has dims of several groups."""
+        return len(self.groups_of.get(number, ())) > 1
 
     def parts(self, axes: Iterable[str]) -> int:
         """The number of parts that axes cut an array into."""
@@ -59,32 +67,36 @@ class Layouts:
 
     # ------------------------------------------------------------------ candidates
 
-    def bundles(self) -> dict[str, Class]:
-        """Name → dims that an axis may shard at a time: no two of one parameter.
+    def bundles(self) -> dict[str, set[int]]:
+        """Name → classes that an axis may shard at a time: no two of one parameter.
 
         A class with all others that share no parameter with it: heads, hidden units
         and the vocabulary are one bundle, as in Megatron.
         """
-        others = [nodes for nodes in self.dims.classes if nodes != self.model_dim]
+        groups = self.dims.groups
+        others = {c: own for c, own in self.groups_of.items() if c != self.model_dim}
         useful = [
-            nodes
-            for nodes in others
+            number
+            for number, own in others.items()
             # A dim of one parameter and no output is indexed, by a loop or a lookup.
-            if nodes & self.shared or any(kind == "output" for kind, *_ in nodes)
+            if self.is_shared(number)
+            or any(number in output.classes for output in self.dims.outputs)
             # Parts of heads, where the heads themselves are a class.
-            if not any(groups_in(nodes) < groups_in(other) for other in others)
+            if not any(own < theirs for theirs in others.values())
         ]
-        useful += [self.model_dim] if self.model_dim else []
-        named: dict[Class, str] = {}
+        useful.sort(key=lambda c: -sum(groups[at].bytes for at in others[c]))
+        useful += [self.model_dim] if self.model_dim != ALONE else []
+        named: dict[frozenset[int], str] = {}
         for first in useful:
-            nodes = first
+            some, taken = {first}, {*self.groups_of[first]}
             for other in useful:
-                if not groups_in(nodes) & groups_in(other):
-                    nodes |= other
-            number, dim = min((n, dim) for kind, n, dim in first if kind == "group")
-            path = self.dims.groups[number].paths[0].split("/")
-            named.setdefault(nodes, f"dim {dim} of {'/'.join(path[-2:])}")
-        return {name: nodes for nodes, name in [*named.items()][:_MOST]}
+                if not taken & self.groups_of[other]:
+                    some, taken = some | {other}, taken | self.groups_of[other]
+            group = groups[min(self.groups_of[first])]
+            path = "/".join(group.paths[0].split("/")[-2:])
+            name = f"dim {group.classes.index(first)} of {path}"
+            named.setdefault(frozenset(some), name)
+        return {name: {*some} for some, name in [*named.items()][:_MOST]}
 
     def candidates(self) -> list[Candidate]:
         """Full sharding first, then every other layout once.
@@ -106,7 +118,7 @@ class Layouts:
         return [full, *(one for one in others if _axes_of(one) >= {*self.sizes})]
 
     def _candidate(
-        self, jobs: Mapping[str, str], bundles: Mapping[str, Class]
+        self, jobs: Mapping[str, str], bundles: Mapping[str, set[int]]
     ) -> Candidate:
         placed = {axis: bundles[job] for axis, job in jobs.items() if job in bundles}
         wanted = [axis for axis in jobs if axis not in placed]
@@ -117,25 +129,17 @@ class Layouts:
             is_batch = axis in batch or axis in placed
             axes_of.setdefault(job if is_batch else "parameters", []).append(axis)
         specs = []
-        for number, group in enumerate(self.dims.groups):
-            spec = self._placed("group", number, group.shape, batch, placed)
+        for group in self.dims.groups:
+            spec = self._placed(group, batch, placed)
             if group.is_small:
                 spec = ((),) * len(spec)
-            elif not self._has_rows(number):
+            elif ROWS not in group.classes:
                 for axis in stored:
-                    spec = self._stored(number, spec, axis, stored)
+                    spec = self._stored(group, spec, axis, stored)
             specs.append(spec)
-        outputs = [
-            self._placed("output", number, shape, batch, placed)
-            for number, shape in enumerate(self.dims.outputs.values())
-        ]
+        outputs = [self._placed(output, batch, placed) for output in self.dims.outputs]
         name = ", ".join(f"{job} over {'+'.join(own)}" for job, own in axes_of.items())
         return Candidate(name, batch, tuple(placed), tuple(specs), tuple(outputs))
-
-    def _has_rows(self, number: int) -> bool:
-        """Whether parameters have a dim of the batch, such as a cache."""
-        dims = range(len(self.dims.groups[number].shape))
-        return any(("group", number, dim) in self.dims.batch for dim in dims)
 
     def _divisible(
         self, axes: Iterable[str], lengths: Iterable[int]
@@ -150,34 +154,29 @@ class Layouts:
 
     def _placed(
         self,
-        kind: str,
-        number: int,
-        shape: Sequence[int],
+        array: Group | Output,
         batch: tuple[str, ...],
-        placed: Mapping[str, Class],
+        placed: Mapping[str, set[int]],
     ) -> Spec:
         """The axes of the batch and of classes on the dims that have them."""
-        classes = [(axis, self.dims.batch) for axis in batch] + [*placed.items()]
-        return tuple(
-            self._divisible(
-                [axis for axis, nodes in classes if (kind, number, dim) in nodes],
-                [length],
-            )
-            for dim, length in enumerate(shape)
-        )
+        spec = []
+        for size, number in zip(array.shape, array.classes, strict=True):
+            axes = [axis for axis, classes in placed.items() if number in classes]
+            spec.append(self._divisible(batch if number == ROWS else axes, [size]))
+        return tuple(spec)
 
     def _stored(
-        self, number: int, spec: Spec, axis: str, stored: Sequence[str]
+        self, group: Group, spec: Spec, axis: str, stored: Sequence[str]
     ) -> Spec:
         """The spec with one more axis that stores parameters.
 
         On a dim without a class; if possible the model dim (the sums of gradients then
         send the least), else the longest, of equal ones the last.
         """
-        shape = self.dims.groups[number].shape
+        shape = group.shape
 
         def rank(dim: int) -> tuple[bool, bool, int, int]:
-            is_model_dim = ("group", number, dim) in self.model_dim
+            is_model_dim = group.classes[dim] == self.model_dim
             return set(spec[dim]) <= set(stored), is_model_dim, shape[dim], dim
 
         for dim in sorted(range(len(spec)), key=rank, reverse=True):
@@ -204,46 +203,43 @@ class Layouts:
         """
         trains = self.dims.is_training
         counts = [
-            0 if self._has_rows(number) else math.prod(group.shape) * len(group.paths)
-            for number, group in enumerate(self.dims.groups)
+            math.prod(g.shape) * len(g.paths) * (ROWS not in g.classes)
+            for g in self.dims.groups
         ]
         total = max(sum(counts), 1)
         rows = self.parts(candidate.batch)
         tokens = flops / (_TRAINING if trains else _FORWARD) / total / rows
         work = seconds = 0.0
-        for number, spec in enumerate(candidate.specs):
-            if not counts[number]:
+        each = zip(self.dims.groups, counts, candidate.specs, strict=True)
+        for group, count, spec in each:
+            if not count:
                 continue
             axes = [axis for dim in spec for axis in dim]
             along = [axis for axis in axes if axis in candidate.placed]
             stored = [axis for axis in axes if axis not in along]
             copied = [axis for axis in candidate.batch if axis not in stored]
-            local = self.dims.groups[number].bytes / self.parts(along)
-            work += counts[number] / self.parts(along)
+            local = group.bytes / self.parts(along)
+            work += count / self.parts(along)
             seconds += self._sending(local * (_GATHERS if trains else 1), stored)
             seconds += self._sending(2 * local / self.parts(stored), copied) * trains
             for axis in along:
-                sums = tokens * self._summed(number, spec, axis)
+                sums = tokens * self._summed(group, spec, axis)
                 seconds += self._sending(sums, [axis])
         read = self.device_bytes(candidate) / self.chip.hbm_bytes_per_second
         return seconds + max(flops * work / total / rows / self.chip.flops, read)
 
-    def _summed(self, number: int, spec: Spec, axis: str) -> float:
+    def _summed(self, group: Group, spec: Spec, axis: str) -> float:
         """Bytes for a token of the activations that are summed along an axis.
 
         Those of a matrix, divided by its dims on the side of the axis: by the hidden
         units, or by the model dim. Stacked layers count for themselves.
         """
-        group = self.dims.groups[number]
-        dims = [
-            (axes, ("group", number, dim), group.shape[dim])
-            for dim, axes in enumerate(spec)
-        ]
-        on_model = any(axis in axes and n in self.model_dim for axes, n, _ in dims)
+        dims = [*zip(spec, group.classes, group.shape, strict=True)]
+        on_model = any(axis in axes and c == self.model_dim for axes, c, _ in dims)
         inner = math.prod(
             size
-            for axes, node, size in dims
-            if (axes or node in self.shared) and (node in self.model_dim) == on_model
+            for axes, c, size in dims
+            if (axes or self.is_shared(c)) and (c == self.model_dim) == on_model
         )
         return _SUMS * group.bytes / inner / (1 if self.dims.is_training else 2)
 

@@ -20,7 +20,8 @@ from flax_layoutmap.pod._lower import lower_step
 
 # A dim of a group of parameters (`"group"`) or of an output (`"output"`).
 Node = tuple[str, int, int]
-Class = frozenset[Node]
+# The class of dims that follow the first dims of the data, and that of dims alone.
+ROWS, ALONE = -1, -2
 
 _NEVER_ASKED = ("scalar", "random state", "not an array")
 # Parameters of a smaller share of the bytes stay replicated.
@@ -32,6 +33,16 @@ _OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What modules return, or what the model names."""
+
+    section: str  # "activations" or "names"
+    path: str
+    shape: tuple[int, ...]  # always the same
+    classes: tuple[int, ...] = ()  # of each dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Group:
     """Parameters of equal layers, which get one layout."""
 
@@ -40,24 +51,18 @@ class Group:
     bytes: int  # of all
     state_bytes: int  # of their optimizer state
     is_small: bool  # whether they stay replicated
-
-
-# What a module returns or the model names: `("activations", "layers/0")` or
-# `("names", "residual")`.
-Output = tuple[str, str]
+    classes: tuple[int, ...] = ()  # of each dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDims:
-    """The arrays of a step, and the classes of their dims."""
+    """The arrays of a step, with the classes of their dims."""
 
     name: str
     state: tuple[str, ...]  # names of the arguments that rules are for
     data: Mapping[str, int]  # path → first dim of what is split over the batch axes
     groups: tuple[Group, ...]  # those of the most bytes first
-    outputs: Mapping[Output, tuple[int, ...]]  # → shape, if it is always the same
-    batch: Class  # the dims that follow the first dims of the data
-    classes: tuple[Class, ...]  # the others, those of the most bytes first
+    outputs: tuple[Output, ...]
     other_bytes: int  # of state that is always replicated
     is_training: bool  # whether the step computes gradients
 
@@ -83,43 +88,43 @@ def dims_of(
         if leaf.role == "data" and len(kind.shape) and str(kind) not in _OLD_KEYS
     }
     groups, other_bytes = _groups_of(state, rules)
-    shapes = defaultdict(set)
-    for op in _inside(module):
-        if (key := _output(op)) is not None:
-            shapes[key].add(tuple(op.results[0].type.shape))
-    outputs = {key: s.pop() for key, s in shapes.items() if len(s) == 1}
+    outputs = _outputs_of(module)
     positions = {leaf.path: at for at, leaf in enumerate(lowered.leaves)}
-    spread = _Spread(
-        module,
-        sorted((n, axis) for axis, n in mesh.axis_sizes.items() if n > 1),
-        positions,
-        {positions.get(group.paths[0]): at for at, group in enumerate(groups)},
-        {key: at for at, key in enumerate(outputs)},
-    )
+    axes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
     try:
-        batch = spread(dict.fromkeys(data, 0), data.values())
-        classes = _classes_of(spread, groups, batch)
-    except (ImportError, LayoutError):  # without Shardy, outputs with as many rows
+        classes = _classes_of(_Spread(module, axes, positions, groups, outputs), data)
+    except (ImportError, LayoutError):  # without Shardy, what has as many rows
         rows = {*data.values()}
-        numbered = enumerate(outputs.values())
-        batch = frozenset(("output", n, 0) for n, s in numbered if s and s[0] in rows)
-        classes = []
+        shapes = enumerate(output.shape for output in outputs)
+        classes = {("output", n, 0): ROWS for n, s in shapes if s and s[0] in rows}
+
+    def of(kind: str, arrays: Sequence[Any]) -> Iterator[Any]:
+        for number, array in enumerate(arrays):
+            nodes = [(kind, number, dim) for dim in range(len(array.shape))]
+            found = tuple(classes.get(node, ALONE) for node in nodes)
+            yield dataclasses.replace(array, classes=found)
+
     return StepDims(
         name=lowered.name,
         state=tuple(state),
         data=data,
-        groups=groups,
-        outputs=outputs,
-        batch=batch,
-        classes=tuple(classes),
+        groups=tuple(of("group", groups)),
+        outputs=tuple(of("output", outputs)),
         other_bytes=other_bytes,
         is_training=any("transpose(" in str(op.location) for op in _inside(module)),
     )
 
 
-def _groups_of(
-    state: Mapping[str, Any], rules: LayoutMap
-) -> tuple[tuple[Group, ...], int]:
+def _outputs_of(module: Any) -> list[Output]:
+    """Outputs that are constrained in the program, if always of one shape."""
+    shapes = defaultdict(set)
+    for op in _inside(module):
+        if any(key := _output(op)):
+            shapes[key].add(tuple(op.results[0].type.shape))
+    return [Output(*key, *some) for key, some in shapes.items() if len(some) == 1]
+
+
+def _groups_of(state: Mapping[str, Any], rules: LayoutMap) -> tuple[list[Group], int]:
     """The groups of parameters, and the bytes of all other state."""
     leaves = list(resolve(dict(state), rules.freeze()))
     alike, moments = defaultdict(list), defaultdict(int)
@@ -136,7 +141,7 @@ def _groups_of(
         more = sum(moments.pop(end, 0) for path in paths for end in _ends(path))
         groups.append(Group(paths, shape, size, more, size + more < _LITTLE * total))
     groups.sort(key=lambda group: (-group.bytes, group.shape))
-    return tuple(groups), total - sum(one.bytes + one.state_bytes for one in groups)
+    return groups, total - sum(one.bytes + one.state_bytes for one in groups)
 
 
 def _ends(path: str) -> Iterator[str]:
@@ -146,22 +151,18 @@ def _ends(path: str) -> Iterator[str]:
         path = path.partition("/")[2]
 
 
-def _classes_of(
-    spread: "_Spread", groups: Sequence[Group], batch: Class
-) -> list[Class]:
-    classes: list[Class] = []
-    for number, group in enumerate(groups):
+def _classes_of(spread: "_Spread", data: Mapping[str, int]) -> dict[Node, int]:
+    """The class of each dim, as a number."""
+    classes = dict.fromkeys(spread(dict.fromkeys(data, 0), data.values()), ROWS)
+    seeds = 0
+    for number, group in enumerate(spread.groups):
         for dim, length in enumerate(group.shape):
-            known = any(("group", number, dim) in nodes for nodes in (batch, *classes))
-            if not group.is_small and not known:
-                nodes = spread(dict.fromkeys(group.paths, dim), [length]) - batch
-                classes += [nodes] if nodes else []
-    return sorted(classes, key=lambda c: -sum(groups[n].bytes for n in groups_in(c)))
-
-
-def groups_in(nodes: Class) -> set[int]:
-    """The groups of parameters that have a dim in a class."""
-    return {number for kind, number, _ in nodes if kind == "group"}
+            if group.is_small or ("group", number, dim) in classes:
+                continue
+            seeds += 1
+            for node in spread(dict.fromkeys(group.paths, dim), [length]):
+                classes.setdefault(node, seeds)
+    return classes
 
 
 # ------------------------------------------------------------------------- Shardy
@@ -176,17 +177,17 @@ class _Spread:
     module: Any
     axes: list[tuple[int, str]]  # size and name
     positions: Mapping[str, int]  # path → position among the arguments
-    groups: Mapping[int | None, int]  # position of the first of a group → its number
-    outputs: Mapping[Output, int]  # → its number
+    groups: Sequence[Group]
+    outputs: Sequence[Output]
 
-    def __call__(self, dims: Mapping[str, int], lengths: Any) -> Class:
+    def __call__(self, dims: Mapping[str, int], lengths: Any) -> set[Node]:
         """The dims that follow these dims, path → dim, of some lengths."""
         from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr, MLIRError
         from jax.extend.mlir.passmanager import PassManager
 
         fits = [axis for n, axis in self.axes if not any(size % n for size in lengths)]
         if not fits or not dims:
-            return frozenset()
+            return set()
         seeds = {self.positions[p]: d for p, d in dims.items() if p in self.positions}
 
         def sharding(value: Any, sharded: int | None = None) -> Any:
@@ -214,19 +215,21 @@ class _Spread:
                 passes.run(module)
             except (MLIRError, ValueError) as error:
                 raise LayoutError(f"Shardy does not propagate: {error}") from error
-            return frozenset(self._read(module, f'"{fits[0]}"'))
+            return set(self._read(module, f'"{fits[0]}"'))
 
     def _read(self, module: Any, axis: str) -> Iterator[Node]:
         """The dims of parameters and outputs that an axis shards."""
+        attributes = list(_main(module).attributes["arg_attrs"])
+        numbers = {(o.section, o.path): at for at, o in enumerate(self.outputs)}
         found = [
-            ("group", self.groups[at], attributes[_NAME])
-            for at, attributes in enumerate(_main(module).attributes["arg_attrs"])
-            if at in self.groups and _NAME in attributes
+            ("group", number, attributes[self.positions[group.paths[0]]][_NAME])
+            for number, group in enumerate(self.groups)
+            if group.paths[0] in self.positions
         ]
         found += [
-            ("output", self.outputs[key], op.attributes["sharding"])
+            ("output", numbers[key], op.attributes["sharding"])
             for op in _inside(module)
-            if (key := _output(op)) is not None and key in self.outputs
+            if (key := _output(op)) in numbers
         ]
         for kind, number, sharding in found:
             for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(sharding))):
@@ -234,12 +237,12 @@ class _Spread:
                     yield kind, number, dim
 
 
-def _output(op: Any) -> Output | None:
-    """The output that an operation constrains."""
+def _output(op: Any) -> tuple[str, str]:
+    """Section and path of the output that an operation constrains; else empty."""
     if op.name not in ("sdy.sharding_constraint", "sdy.reshard"):
-        return None
+        return ("", "")
     name = str(op.location).partition('"')[2].partition('"')[0]
-    return next(reversed(_OUTPUT.findall(name)), None)
+    return next(reversed(_OUTPUT.findall(name)), ("", ""))
 
 
 def _main(module: Any) -> Any:

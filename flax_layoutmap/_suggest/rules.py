@@ -22,11 +22,11 @@ def rules_of(dims: StepDims, candidate: Candidate, mesh: DeviceMesh) -> LayoutMa
         if any(map(any, candidate.specs)) and not is_small:
             rules[pattern] = _entries(spec)
     modules: dict[str, Spec] = {}
-    for (section, path), spec in zip(dims.outputs, candidate.outputs, strict=True):
-        if section == "names":
-            rules.names[re.escape(path)] = _entries(spec) or (...,)
+    for output, spec in zip(dims.outputs, candidate.outputs, strict=True):
+        if output.section == "names":
+            rules.names[re.escape(output.path)] = _entries(spec) or (...,)
         else:
-            modules[path] = spec
+            modules[output.path] = spec
     rules.activations.update(_activations(modules, candidate.batch))
     return rules
 
