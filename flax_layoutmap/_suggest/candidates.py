@@ -42,10 +42,16 @@ class Candidate:
 class Layouts:
     """The layouts of a step on a mesh."""
 
-    def __init__(self, dims: StepDims, sizes: Mapping[str, int], chip: Generation):
+    def __init__(
+        self, dims: StepDims, sizes: Mapping[str, int], chip: Generation, slices: int
+    ) -> None:
         self.dims = dims
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.chip = chip
+        self.between: list[str] = []  # the axes that go over the slices
+        for axis in self.sizes:
+            if self.parts(self.between) < slices:
+                self.between.append(axis)
         self.groups_of = {
             number: {at for at, g in enumerate(dims.groups) if number in g.classes}
             for group in dims.groups
@@ -98,27 +104,45 @@ class Layouts:
             named.setdefault(frozenset(some), name)
         return {name: {*some} for some, name in [*named.items()][:_MOST]}
 
-    def candidates(self) -> list[Candidate]:
-        """Full sharding first, then every other layout once.
+    def fully_sharded(self) -> list[Candidate]:
+        """Each parameter over all axes, along the model dim, and along its longest."""
+        jobs = dict.fromkeys(self.sizes, _FSDP)
+        by_length = self._candidate(jobs, {}, by_length=True)
+        full = self._candidate(jobs, {})
+        name = f"{by_length.name}, longest dims"
+        other = dataclasses.replace(by_length, name=name)
+        return [full] if by_length == full else [full, other]
 
-        Axes of equal sizes are alike: of layouts that exchange them one is returned.
+    def candidates(self) -> list[Candidate]:
+        """Every layout but full sharding, once.
+
+        Axes of equal sizes are alike, within slices and between them: of layouts that
+        exchange them one is returned.
         """
         bundles = self.bundles()
         jobs = [_FSDP, _DATA, *bundles]
         made: dict[object, Candidate] = {}
         for chosen in itertools.product(jobs, repeat=len(self.sizes)):
-            alike = tuple(sorted(zip(self.sizes.values(), chosen, strict=True)))
+            of_axis = dict(zip(self.sizes, chosen, strict=True))
+            alike = tuple(
+                sorted(
+                    (axis in self.between, self.sizes[axis], job)
+                    for axis, job in of_axis.items()
+                )
+            )
             if alike not in made:
-                of_axis = dict(zip(self.sizes, chosen, strict=True))
                 made[alike] = self._candidate(of_axis, bundles)
         different: dict[object, Candidate] = {}
         for one in made.values():
             different.setdefault((one.batch, one.specs), one)
-        full, *others = different.values()
-        return [full, *(one for one in others if _axes_of(one) >= {*self.sizes})]
+        _, *others = different.values()
+        return [one for one in others if _axes_of(one) >= {*self.sizes}]
 
     def _candidate(
-        self, jobs: Mapping[str, str], bundles: Mapping[str, set[int]]
+        self,
+        jobs: Mapping[str, str],
+        bundles: Mapping[str, set[int]],
+        by_length: bool = False,
     ) -> Candidate:
         placed = {axis: bundles[job] for axis, job in jobs.items() if job in bundles}
         wanted = [axis for axis in jobs if axis not in placed]
@@ -135,7 +159,7 @@ class Layouts:
                 spec = ((),) * len(spec)
             elif ROWS not in group.classes:
                 for axis in stored:
-                    spec = self._stored(group, spec, axis, stored)
+                    spec = self._stored(group, spec, axis, stored, by_length)
             specs.append(spec)
         outputs = [self._placed(output, batch, placed) for output in self.dims.outputs]
         name = ", ".join(f"{job} over {'+'.join(own)}" for job, own in axes_of.items())
@@ -166,7 +190,12 @@ class Layouts:
         return tuple(spec)
 
     def _stored(
-        self, group: Group, spec: Spec, axis: str, stored: Sequence[str]
+        self,
+        group: Group,
+        spec: Spec,
+        axis: str,
+        stored: Sequence[str],
+        by_length: bool,
     ) -> Spec:
         """The spec with one more axis that stores parameters.
 
@@ -176,8 +205,9 @@ class Layouts:
         shape = group.shape
 
         def rank(dim: int) -> tuple[bool, bool, int, int]:
-            is_model_dim = group.classes[dim] == self.model_dim
-            return set(spec[dim]) <= set(stored), is_model_dim, shape[dim], dim
+            is_free = set(spec[dim]) <= set(stored)
+            is_best = not by_length and group.classes[dim] == self.model_dim
+            return is_free, is_best, shape[dim], dim
 
         for dim in sorted(range(len(spec)), key=rank, reverse=True):
             axes = (*spec[dim], axis)
@@ -246,6 +276,8 @@ class Layouts:
     def _sending(self, size: float, axes: Sequence[str]) -> float:
         """Seconds to gather or to reduce an array of some bytes over axes."""
         parts = self.parts(axes)
+        if not {*axes}.isdisjoint(self.between):
+            return size * (1 - 1 / parts) / (self.chip.dcn_bytes_per_second or math.inf)
         if parts == 1 or self.chip.link_bytes_per_second is None:
             return 0.0
         share = math.log(parts) / math.log(self.parts(self.sizes))

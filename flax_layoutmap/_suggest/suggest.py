@@ -31,7 +31,7 @@ from flax_layoutmap._suggest.suggestion import ASSUMED, Choice, Suggestion, best
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
 
-# How many layouts are asked about, beside full sharding and the rules given.
+# How many layouts are asked about beside full sharding and the rules given.
 _ASKED = 6
 
 
@@ -52,8 +52,8 @@ def suggest(
     Each axis of the mesh is for the batch alone, for the batch and parameters (FSDP),
     or for dims of parameters that belong together, which Shardy's propagation tells
     without names. Layouts that a device cannot hold are dropped, the others ranked by a
-    formula, and `flm.pod.plan` is asked about the best six, full sharding and the rules
-    given. The fastest that fits is suggested.
+    formula, and `flm.pod.plan` is asked about the best six, full sharding in two ways
+    and the rules given. The fastest that fits is suggested.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -124,11 +124,14 @@ def suggest(
         state = _state_of(step, args, kwargs, donate_argnames)
         dims = dims_of(step, args, kwargs, state, own)
         _check_state(dims)
-        layouts = Layouts(dims, own.axis_sizes, chip)
-        full, *others = layouts.candidates()
-        tried = [*ask(full.name, rules_of(dims, full, own))]
-        for other in _best(layouts, full, others, tried, limit):
-            tried += ask(other.name, rules_of(dims, other, own))
+        slices = 1 if where is None else where.slices
+        layouts = Layouts(dims, own.axis_sizes, chip, slices)
+        full, others = layouts.fully_sharded(), layouts.candidates()
+        tried: list[Choice] = []
+        for one in full:
+            tried += ask(one.name, rules_of(dims, one, own))
+        for one in _best(layouts, full[0], others, tried[:1], limit):
+            tried += ask(one.name, rules_of(dims, one, own))
         if rules is not None:
             tried += ask("the rules given", LayoutMap.from_rule_set(rules))
     if not tried:
@@ -137,8 +140,8 @@ def suggest(
     return Suggestion(
         step=dims.name,
         tried=best,
-        why=_why(best[0], [full, *others], layouts),
-        notes=(*notes, *_roles(dims, full.batch)),
+        why=_why(best[0], [*full, *others], layouts),
+        notes=(*notes, *_roles(dims, full[0].batch)),
         took_seconds=time.perf_counter() - start,
     )
 

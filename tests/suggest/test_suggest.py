@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import needs_libtpu
-from suggest.steps_of_decoders import TOKENS, large, make, train_step
 
 import flax_layoutmap as flm
 
@@ -36,20 +36,47 @@ def rows(count: int, dim: int = 2048) -> Any:
     return jax.ShapeDtypeStruct((count, dim), jnp.bfloat16)
 
 
+def layer_step(layer: Any, x: Any) -> Any:
+    """Attention with heads in `a` and `b`, and hidden units in `c`, `d` and `e`."""
+
+    def loss(w: Any) -> Any:
+        query, key, value = jnp.einsum("bsd,dthk->tbshk", x, w["a"])
+        mixed = jax.nn.dot_product_attention(query, key, value)
+        y = x + jnp.einsum("bshk,hkd->bsd", mixed, w["b"])
+        y = y + (jax.nn.silu(y @ w["c"]) * (y @ w["d"])) @ w["e"]
+        return jnp.square(y).mean()
+
+    return jax.tree.map(jnp.subtract, layer, jax.grad(loss)(layer))
+
+
 @pytest.fixture(scope="module")
 def wide() -> flm.Suggestion:
-    """A decoder on 64 devices, each with too little memory for a copy."""
-    return flm.suggest(*large(), mesh=WIDE, hbm=6 << 30)
+    """A layer on 64 devices, each with too little memory for a copy."""
+    shapes = {"a": (4096, 3, 32, 128), "b": (32, 128, 4096), "e": (16384, 4096)}
+    shapes |= dict.fromkeys("cd", (4096, 16384))
+    layer = {n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((64, 1024, 4096), jnp.bfloat16)
+    return flm.suggest(layer_step, layer, x, mesh=WIDE, hbm=900 << 20)
 
 
-def sharded_dims(layout_map: flm.LayoutMap, axis: str) -> list[list[int]]:
-    """The dims that an axis shards, of the five kernels of a layer."""
-    every = []
-    for name, ndim in zip("abcde", (5, 4, 3, 3, 3), strict=True):
-        layout = layout_map[f"g/{name}/kernel"]
-        dims = [] if layout is None else layout.dims(ndim)
-        every.append([at for at, axes in enumerate(dims) if axis in axes])
-    return every
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.wide = nnx.Linear(64, 256, rngs=rngs)
+        self.narrow = nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.narrow(nnx.silu(self.wide(x)))
+
+
+def make() -> tuple[Mlp, nnx.Optimizer]:
+    model = Mlp(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def train_step(model: Mlp, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(lambda m: jnp.square(m(x)).mean())(model)
+    optimizer.update(model, gradients)
+    return loss
 
 
 # ------------------------------------------------------------------------- layouts
@@ -58,10 +85,10 @@ def sharded_dims(layout_map: flm.LayoutMap, axis: str) -> list[list[int]]:
 def test_what_is_tried(wide: flm.Suggestion) -> None:
     names = [choice.name for choice in wide.tried]
     assert FULL in names and "data over data+tensor" not in names
-    assert len(set(names)) == len(names) <= 7
+    assert len(set(names)) == len(names) <= 8
     seconds = [choice.seconds for choice in wide.tried if choice.fits]
     assert np.all(np.diff(seconds) >= -1e-3 * seconds[0])
-    assert wide.fits and wide.plan.memory.at_rest_bytes <= 6 << 30
+    assert wide.fits and wide.plan.memory.at_rest_bytes <= 900 << 20
     assert wide.layout_map.freeze() == wide.tried[0].layout_map.freeze()
 
 
@@ -69,12 +96,13 @@ def test_dims_that_belong_together_are_found_without_names(
     wide: flm.Suggestion,
 ) -> None:
     """Megatron's: the heads of `a` and `b`, the hidden units of `c`, `d` and `e`."""
-    split = [
-        sharded_dims(choice.layout_map, "tensor")
-        for choice in wide.tried
-        if "dim" in choice.name.partition("over tensor")[0].rpartition(",")[2]
-    ]
-    assert [[3], [1], [2], [2], [1]] in split
+    ndims = {"a": 4, "b": 3, "c": 2, "d": 2, "e": 2}
+    split = []
+    for choice in wide.tried:
+        layouts = [(choice.layout_map[name], ndim) for name, ndim in ndims.items()]
+        specs = [layout.dims(ndim) for layout, ndim in layouts if layout is not None]
+        split.append([dim.index(("tensor",)) for dim in specs if ("tensor",) in dim])
+    assert [2, 0, 1, 1, 0] in split
 
 
 def test_names_do_not_count() -> None:
@@ -137,22 +165,23 @@ def test_a_cache_is_split_by_rows_and_other_dims() -> None:
 
     weights = {"query": jnp.ones((512, 8, 64)), "out": jnp.ones((8, 64, 512))}
     cache = {"keys": jax.ShapeDtypeStruct((16, 512, 8, 64), jnp.float32)}
-    x, own = jnp.ones((16, 512)), {"mesh": MESH, "donate_argnames": "cache"}
-    found = flm.suggest(decode, weights, cache, x, **own)
+    own: Any = {"mesh": MESH, "donate_argnames": "cache"}
+    found = flm.suggest(decode, weights, cache, jnp.ones((16, 512)), **own)
     layouts = [choice.layout_map["keys"] for choice in found.tried]
     specs = [layout.dims(4) for layout in layouts if layout is not None]
     assert any(spec[0] and spec[2] + spec[3] and not spec[1] for spec in specs)
 
 
 def test_a_step_runs_with_the_rules() -> None:
-    found = flm.suggest(train_step, *nnx.eval_shape(make), TOKENS, mesh=MESH)
+    x = jnp.ones((32, 64))
+    found = flm.suggest(train_step, *nnx.eval_shape(make), x, mesh=MESH)
     for choice in found.tried[:3]:
         layout_map = choice.layout_map.on(flm.DeviceMesh(MESH))
+        assert bool(layout_map.activations) == bool(layout_map.freeze().batch)
         model, optimizer = flm.create(make, layout_map=layout_map)
-        tokens = jax.random.randint(jax.random.key(0), TOKENS.shape, 0, 512)
-        loss = flm.jit(train_step, layout_map=layout_map)(model, optimizer, tokens)
-        assert 0 < loss < 2 * np.log(512)
-        held = {d: 0 for d in jax.devices()}
+        step = flm.jit(train_step, layout_map=layout_map)
+        assert step(model, optimizer, x) > step(model, optimizer, x) > 0
+        held = dict.fromkeys(jax.devices(), 0)
         for leaf in jax.tree.leaves((nnx.state(model), nnx.state(optimizer))):
             for shard in leaf.addressable_shards:
                 held[shard.device] += shard.data.nbytes
@@ -165,10 +194,8 @@ def test_a_step_runs_with_the_rules() -> None:
 
 def test_the_report(wide: flm.Suggestion) -> None:
     text = str(wide)
-    assert text.startswith(f"suggestion for train_step on mesh {WIDE}: 64 devices")
-    assert (
-        wide.why.split()[0] in text and FULL in text and "limit of memory: 6.0" in text
-    )
+    assert text.startswith(f"suggestion for layer_step on mesh {WIDE}: 64 devices")
+    assert wide.why.split()[0] in text and FULL in text and ": 900.0 MiB per" in text
     code = text.partition("\n# on")[2].partition("\n")[2].partition("\n\n")[0]
     made: dict[str, Any] = {"flm": flm}
     exec(code, made)
