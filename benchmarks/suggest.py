@@ -29,12 +29,16 @@ from _steps import STEPS
 import flax_layoutmap as flm
 
 HEADER = "step|mesh|suggested|ms|FSDP, ms|theirs, ms|of FSDP|of theirs|GiB|theirs|s"
-# Model, topology, meshes, sequences in a batch, tokens in a sequence.
+MESHES = {
+    "v5e:4x4": ("fsdp=16", "fsdp=4,tensor=4", "data=2,fsdp=2,tensor=4"),
+    "v5p:4x4x4": ("fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=8,tensor=4"),
+}
+# Model, topology, sequences in a batch, tokens in a sequence.
 DECODERS = (
-    ("1B", "v5e:4x4", ("fsdp=16", "fsdp=4,tensor=4", "data=2,fsdp=2,tensor=4"), 16, 2048),
-    ("8B", "v5p:4x4x4", ("fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=8,tensor=4"), 64, 4096),
-    ("70B", "v5p:4x4x4", ("fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=8,tensor=4"), 64, 4096),
-)  # fmt: skip
+    ("1B", "v5e:4x4", 16, 2048),
+    ("8B", "v5p:4x4x4", 64, 4096),
+    ("70B", "v5p:4x4x4", 64, 4096),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Row:
 def rows() -> dict[str, Any]:
     """Name → what makes the row."""
     found: dict[str, Any] = {}
-    for model, topology, meshes, batch, length in DECODERS:
-        for mesh in meshes:
+    for model, topology, batch, length in DECODERS:
+        for mesh in MESHES[topology]:
             given = model, topology, mesh, batch, length
             found[f"{model}, {mesh}"] = lambda given=given: decoder(*given)
     for name in STEPS:

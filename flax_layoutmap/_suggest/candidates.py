@@ -183,10 +183,12 @@ class Layouts:
         placed: Mapping[str, set[int]],
     ) -> Spec:
         """The axes of the batch and of classes on the dims that have them."""
-        spec = []
+        spec: list[tuple[str, ...]] = []
         for size, number in zip(array.shape, array.classes, strict=True):
             axes = [axis for axis, classes in placed.items() if number in classes]
-            spec.append(self._divisible(batch if number == ROWS else axes, [size]))
+            wanted = batch if number == ROWS else axes
+            used = {axis for dim in spec for axis in dim}  # an axis shards one dim
+            spec.append(self._divisible([a for a in wanted if a not in used], [size]))
         return tuple(spec)
 
     def _stored(

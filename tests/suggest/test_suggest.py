@@ -144,6 +144,19 @@ def test_rules_given_are_kept_if_they_are_best() -> None:
     assert [layout.axes for layout in rules.values()] == [("model", None)]
 
 
+def test_an_axis_shards_one_dim_of_an_array() -> None:
+    """Rows are the first dim of one `square`, and the second of the other."""
+
+    def step(params: Any, x: Any) -> Any:
+        y = flm.distribute_tensor(jnp.tanh(x @ params["w"]), "square")
+        return flm.distribute_tensor(y.T, "square") * params["w"]
+
+    params = {"w": jnp.ones((64, 64)), "unused": jnp.ones(32)}
+    found = flm.suggest(step, params, jnp.ones((64, 64)), mesh="data=8")
+    axes = [choice.layout_map.names["square"] for choice in found.tried]
+    assert ("data", None) in [layout.axes for layout in axes if layout is not None]
+
+
 def test_a_batch_that_does_not_divide_by_all_axes() -> None:
     params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
     options: Any = {"mesh": MESH, "donate_argnames": "params"}
