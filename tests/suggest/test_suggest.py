@@ -1,6 +1,5 @@
 """flm.suggest: rules for a step on a mesh."""
 
-import io
 import json
 import pickle
 from typing import Any
@@ -51,7 +50,7 @@ def layer_step(layer: Any, x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def wide() -> flm.Suggestion:
-    """A layer on 64 devices, each with too little memory for a copy."""
+    """A layer on 64 devices, which are too small for a copy."""
     shapes = {"a": (4096, 3, 32, 128), "b": (32, 128, 4096), "e": (16384, 4096)}
     shapes |= dict.fromkeys("cd", (4096, 16384))
     layer = {n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes.items()}
@@ -89,7 +88,6 @@ def test_what_is_tried(wide: flm.Suggestion) -> None:
     seconds = [choice.seconds for choice in wide.tried if choice.fits]
     assert np.all(np.diff(seconds) >= -1e-3 * seconds[0])
     assert wide.fits and wide.plan.memory.at_rest_bytes <= 900 << 20
-    assert wide.layout_map.freeze() == wide.tried[0].layout_map.freeze()
 
 
 def test_dims_that_belong_together_are_found_without_names(
@@ -153,8 +151,8 @@ def test_an_axis_shards_one_dim_of_an_array() -> None:
 
     params = {"w": jnp.ones((64, 64)), "unused": jnp.ones(32)}
     found = flm.suggest(step, params, jnp.ones((64, 64)), mesh="data=8")
-    axes = [choice.layout_map.names["square"] for choice in found.tried]
-    assert ("data", None) in [layout.axes for layout in axes if layout is not None]
+    names = [[*choice.layout_map.names.values()] for choice in found.tried]
+    assert ("data", None) in [layout.axes for (layout,) in names]
 
 
 def test_a_batch_that_does_not_divide_by_all_axes() -> None:
@@ -217,9 +215,6 @@ def test_the_report(wide: flm.Suggestion) -> None:
     assert [one["name"] for one in data["tried"]] == [one.name for one in wide.tried]
     assert data["fits"] and data["tried"][0]["rules"] == wide.layout_map.to_json()
     assert FULL in wide._repr_html_() and "a step" in repr(wide)
-    file = io.StringIO()
-    wide.show(file)
-    assert wide.tried[0].name in file.getvalue()
     assert str(pickle.loads(pickle.dumps(wide))) == text
 
 
@@ -227,7 +222,6 @@ def test_the_report(wide: flm.Suggestion) -> None:
     ("options", "error"),
     [
         ({"hbm": "16GB"}, "hbm='16GB' is not a number of bytes"),
-        ({"hbm": True}, "hbm=True is not a number of bytes"),
         ({"slices": 2}, "slices of which topology"),
         ({"mesh": "data=1"}, "has one device"),
         ({}, 'no state to lay out: each of x is taken for data; .*donate_argnames="x"'),
