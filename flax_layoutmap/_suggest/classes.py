@@ -44,7 +44,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters of equal layers, which get one layout."""
+    """Parameters of equal layers, in all arguments, which get one layout."""
 
     paths: tuple[str, ...]  # with the name of the argument first
     shape: tuple[int, ...]  # of each
@@ -132,7 +132,8 @@ def _groups_of(state: Mapping[str, Any], rules: LayoutMap) -> tuple[list[Group],
         if leaf.role == "optimizer":
             moments[leaf.owner] += leaf.bytes_per_device
         elif leaf.shape and leaf.reason not in _NEVER_ASKED:
-            alike[_LAYER.sub("0", leaf.path), leaf.shape].append(leaf)
+            inner = leaf.path.partition("/")[2] or leaf.path
+            alike[_LAYER.sub("0", inner), leaf.shape].append(leaf)
     total = sum(leaf.bytes_per_device for leaf in leaves)
     groups = []
     for (_, shape), members in alike.items():

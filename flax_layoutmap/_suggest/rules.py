@@ -34,18 +34,21 @@ def rules_of(dims: StepDims, candidate: Candidate, mesh: DeviceMesh) -> LayoutMa
 def _parameters(dims: StepDims, candidate: Candidate) -> dict[str, tuple[Spec, bool]]:
     """Path → spec, and whether it is small, so that it needs no rule.
 
-    Without the name of the argument, which `flm.create` does not know, unless two
-    parameters have the same path within theirs.
+    Without the name of the argument, which neither `flm.create` nor optimizer state
+    knows, unless two parameters with the same path within theirs differ.
     """
-    inner = {path: path.partition("/")[2] for g in dims.groups for path in g.paths}
-    counts = collections.Counter(inner.values())
-    return {
-        inner[path] if inner[path] and counts[inner[path]] == 1 else path: (
-            spec,
-            group.is_small,
-        )
+    full = {
+        path: (spec, group.is_small)
         for group, spec in zip(dims.groups, candidate.specs, strict=True)
         for path in group.paths
+    }
+    inner = collections.defaultdict(set)
+    for path, value in full.items():
+        inner[path.partition("/")[2]].add(value)
+    is_alike = {path: path and len(values) == 1 for path, values in inner.items()}
+    return {
+        end if is_alike[end := path.partition("/")[2]] else path: value
+        for path, value in full.items()
     }
 
 

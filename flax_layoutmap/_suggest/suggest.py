@@ -1,6 +1,5 @@
 """flm.suggest: rules for a step on a mesh."""
 
-import inspect
 import math
 import numbers
 import time
@@ -24,10 +23,17 @@ from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._step.arguments import signature_of, slots_of
 from flax_layoutmap._suggest.candidates import Candidate, Layouts
 from flax_layoutmap._suggest.classes import StepDims, dims_of
 from flax_layoutmap._suggest.rules import rules_of
-from flax_layoutmap._suggest.suggestion import ASSUMED, Choice, Suggestion, best_first
+from flax_layoutmap._suggest.suggestion import (
+    ASSUMED,
+    GIVEN,
+    Choice,
+    Suggestion,
+    best_first,
+)
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
 
@@ -133,7 +139,7 @@ def suggest(
         for one in _best(layouts, full[0], others, tried[:1], limit):
             tried += ask(one.name, rules_of(dims, one, own))
         if rules is not None:
-            tried += ask("the rules given", LayoutMap.from_rule_set(rules))
+            tried += ask(GIVEN, LayoutMap.from_rule_set(rules))
     if not tried:
         raise LayoutError(f"{dims.name} cannot be planned:\n{bullet_list(notes)}")
     best = best_first(tried)
@@ -197,12 +203,12 @@ def _state_of(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], donated: Any
 ) -> dict[str, Any]:
     """The arguments that rules are for, by name: those that are named, and state."""
-    named = {donated} if isinstance(donated, str) else {*donated}
+    named = frozenset([donated] if isinstance(donated, str) else donated)
     try:
-        bound = inspect.signature(step).bind(*args, **kwargs).arguments
+        slots = slots_of(signature_of(step).bind(*args, **kwargs))
     except TypeError:
         return {}  # which lowering the step explains
-    return {key: one for key, one in bound.items() if key in named or _is_state(one)}
+    return {s.name: v for s, v in slots if s.is_among(named) or _is_state(v)}
 
 
 def _is_state(value: Any) -> bool:

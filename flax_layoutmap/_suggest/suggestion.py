@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What is assumed without a topology.
 ASSUMED = GENERATIONS["v5p"]
+GIVEN = "the rules given"
 # Of each collective, whatever its size.
 _SECONDS_EACH = 2e-6
 # Times that differ by a smaller share count as equal.
@@ -141,7 +142,8 @@ class Suggestion(Shown):
             [*wrapped([f"{heading}: {self.mesh.size} devices", self.why], width), ""],
             axes,
         )
-        yield from map(Text, [*as_code(self.layout_map.freeze()), ""])
+        if self.tried[0].name != GIVEN:
+            yield from map(Text, [*as_code(self.layout_map.freeze()), ""])
         yield from coloured_grid(self._table(), axes)
         yield from coloured_lines(["", *wrapped([*self._notes()], width)], axes)
 
