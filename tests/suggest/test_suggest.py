@@ -225,7 +225,6 @@ def test_the_report(wide: flm.Suggestion) -> None:
         ({"slices": 2}, "slices of which topology"),
         ({"mesh": "data=1"}, "has one device"),
         ({}, 'no state to lay out: each of x is taken for data; .*donate_argnames="x"'),
-        ({"mesh": None}, "a mesh is missing"),
     ],
 )
 def test_options_that_are_refused(options: Any, error: str) -> None:
