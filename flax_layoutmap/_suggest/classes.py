@@ -80,7 +80,7 @@ def dims_of(
     rules.names[".*"] = (...,)  # marks each output in the program
     rules.activations.add(Rule(".*", (...,), rank="skip"))
     lowered = lower_step(step, args, kwargs, rules.freeze(), [*state], "tpu", mesh)
-    module = lowered.lowered.compiler_ir("stablehlo").operation
+    module = lowered.program.compiler_ir("stablehlo").operation
     kinds = [value.type for value in _main(module).regions[0].blocks[0].arguments]
     data = {
         leaf.path: kind.shape[0]

@@ -114,10 +114,9 @@ def suggest(
     def ask(name: str, layout_map: LayoutMap) -> Iterator[Choice]:
         """The report of the step with some rules, if it goes with them."""
         given = {"mesh": own, "topology": where, "layout_map": layout_map}
-        given |= {"donate_argnames": dims.state, **kwargs}
-        plan = pod.compile if engine == "libtpu" else pod.plan
+        given |= {"donate_argnames": dims.state, "engine": engine, **kwargs}
         try:
-            yield Choice(name, layout_map, plan(step, *args, **given), limit)
+            yield Choice(name, layout_map, pod.plan(step, *args, **given), limit)
         except LayoutError as error:
             text = " ".join(str(error).partition("\nsee: ")[0].split())
             notes.append(f"not tried: {name}: {text}")
