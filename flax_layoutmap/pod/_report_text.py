@@ -33,7 +33,7 @@ def lines(report: Report, width: int | None) -> "Iterator[Text]":
     """Title, two tables, remarks."""
     axes = report.mesh.axis_names
     largest, more = _largest(report, width)
-    yield from coloured_lines([title(report), ""], axes)
+    yield from coloured_lines([*wrapped([title(report)], width), ""], axes)
     yield from coloured_grid(_by_axis(report), axes)
     if largest.lines:
         yield from coloured_lines([""], axes)
