@@ -18,6 +18,8 @@ from flax_layoutmap._show.diff import difference
 from flax_layoutmap._show.snapshot import golden_text, snapshot_of
 from flax_layoutmap._tree.paths import fold
 
+__all__ = ("assert_covers", "assert_golden", "write_golden")
+
 
 def assert_covers(
     model: Any,

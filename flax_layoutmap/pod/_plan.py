@@ -174,6 +174,15 @@ def compile(
         LayoutError: libtpu is missing, refuses the step, dies, or does not finish in
             time; or the options set `xla_dump_to`.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
+        >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
+        >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
+        Traceback (most recent call last):
+        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices of two dims
+        come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+        see: docs/errors.md#mesherror
+
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.
     """
