@@ -24,14 +24,9 @@ from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, sho
 from flax_layoutmap._rules.rules import RuleSet, announce
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff, difference
+from flax_layoutmap._show.diff import ResolutionDiff, difference, rule_lines
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap._show.snapshot import (
-    Snapshot,
-    leaf_line,
-    rule_lines,
-    snapshot_of,
-)
+from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import Shown, show
 from flax_layoutmap._tree.paths import fold
@@ -229,10 +224,12 @@ class Resolution(ResolvedTable, Shown):
 
         An error on processes that differ names the first line in which they do.
         """
+        types = "" if self.mesh is None else f" {self.mesh.axis_types}"
         return {
-            **rule_lines(self.rules),
+            "rules": rule_lines(self.rules),
+            "mesh": [f"{self.mesh or 'no mesh'}{types}"],
             "table": [
-                leaf_line(path, shape, dtype, row)
+                f"{path} {show_shape(shape)} {dtype}, {_report.placed(row, self.mesh)}"
                 for path, shape, dtype, row in zip(
                     self.paths, self.shapes, self.dtypes, self._rows, strict=True
                 )

@@ -14,6 +14,7 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._tree.paths import Role
 
 Shape = tuple[int, ...]
@@ -177,17 +178,19 @@ def show_shape(shape: Shape) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def show_spec(spec: PartitionSpec) -> str:
-    """`P(None, "model")` → `'P(-, model)'`."""
+def show_spec(spec: PartitionSpec, memory_kind: str | None = None) -> str:
+    """`P(None, "model")` → `'P(-, model)'`, and the kind of memory."""
     entries = [
         "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
         for entry in spec
     ]
-    return visible(f"P({', '.join(entries)})") if entries else "replicated"
+    text = f"P({', '.join(entries)})" if entries else "replicated"
+    return visible(f"{text} {memory_kind}" if memory_kind else text)
 
 
-def leaf_json(leaf: ResolvedLeaf) -> dict[str, Any]:
-    """A leaf as plain JSON values."""
+def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """A leaf of rules on a mesh as plain JSON values."""
+    own = leaf.layout.device_mesh
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),
@@ -204,4 +207,7 @@ def leaf_json(leaf: ResolvedLeaf) -> dict[str, Any]:
         "bytes_per_device": leaf.bytes_per_device,
         "fallback": leaf.fallback,
         "owner": leaf.owner,
+        "note": leaf.note,
+        "memory_kind": leaf.layout.memory_kind,
+        "mesh": None if own in (None, mesh) else mesh_to_json(own),
     }

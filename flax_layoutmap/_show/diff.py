@@ -1,12 +1,11 @@
 """Compare two Resolutions: the changes, the bytes that devices receive, a report."""
 
-import collections
 import dataclasses
 import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,13 +15,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
 from flax_layoutmap._show.report import ROLES
 from flax_layoutmap._show.snapshot import Record, Snapshot
-from flax_layoutmap._show.table import Grid, fitted, grid_of, human_bytes, path_cell
-from flax_layoutmap._show.terminal import (
-    Shown,
-    coloured_grid,
-    coloured_lines,
-    wrapped,
-)
+from flax_layoutmap._show.table import Grid, fitted, human_bytes, path_cell
+from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import fold, natural_key
 
 if TYPE_CHECKING:
@@ -56,6 +50,12 @@ class LeafChange:
     text: str
     received_bytes: int | None = 0
     all_received_bytes: int | None = 0
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes per device before and after; once where they are the same."""
+        leaves = (leaf for leaf in (self.before, self.after) if leaf is not None)
+        return tuple(dict.fromkeys(leaf["bytes_per_device"] for leaf in leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,26 +98,77 @@ class ResolutionDiff(Shown):
         return {"schema": 1, "is_empty": self.is_empty, **dataclasses.asdict(self)}
 
     def _lines(self, width: int | None) -> "Iterator[Text]":
-        """Mesh and rules, the leaves that changed, and totals."""
-        above = []
+        above, below = list[str](), list(self._totals())
         if self.mesh[0] != self.mesh[1]:
             above.append(f"mesh: {self.mesh[0]} → {self.mesh[1]}")
         if self.rules:
             above += ["rules:", *(f"  {line}" for line in self.rules)]
         if self.changes:
-            above += [""] if above else []
+            above, below = [*above, ""] if above else [], ["", *below]
         yield from coloured_lines(wrapped(above, width), self.axes)
         if self.changes:
             yield from coloured_grid(_grid(self.changes, width), self.axes)
-        below = ["", *_totals(self)] if self.changes else _totals(self)
         yield from coloured_lines(wrapped(below, width), self.axes)
 
+    def _counts(self) -> list[str]:
+        kinds = [leaf.change for leaf in self.changes]
+        return [f"{kinds.count(kind)} {kind}" for kind in _SIGNS if kind in kinds]
+
+    def _totals(self) -> Iterator[str]:
+        if self.is_empty:
+            yield f"no difference: {self.unchanged} leaves as before, on {self.mesh[0]}"
+        else:
+            same = [f"{self.unchanged} as before"] if self.unchanged else []
+            yield "leaves: " + ", ".join(self._counts() + same)
+        on_host = self.host_bytes_per_device
+        for role, name in ROLES.items():
+            for where, sums in ("", self.bytes_per_device), (" in host memory", on_host):
+                if any(sums[role]):
+                    yield f"{name}: {_growth(*sums[role])} per device{where}"
+        if self.received_bytes and any(leaf.change == "moved" for leaf in self.changes):
+            most, total = max(self.received_bytes), sum(self.received_bytes)
+            yield (
+                f"to send: at most {human_bytes(most)} to one device, "
+                f"{human_bytes(total)} in all"
+                if total
+                else "to send: nothing; every device has all of its new shards"
+            )
+
     def __repr__(self) -> str:
-        counts = collections.Counter(leaf.change for leaf in self.changes)
-        kinds = [f"{counts[kind]} {kind}" for kind in _SIGNS if counts[kind]]
         most = max(self.received_bytes, default=0)
         cost = f", at most {human_bytes(most)} per device to send" if most else ""
-        return f"ResolutionDiff({', '.join(kinds) or 'no leaf changed'}{cost})"
+        return f"ResolutionDiff({', '.join(self._counts()) or 'no leaf changed'}{cost})"
+
+
+def _growth(before: int, after: int) -> str:
+    share = f" ({(after - before) / before:+.1%})" if before else ""
+    text = f"{human_bytes(before)} → {human_bytes(after)}{share}"
+    return human_bytes(before) if before == after else text
+
+
+def _grid(changes: Sequence[LeafChange], width: int | None) -> Grid:
+    """A row for each leaf that changed, or for those of which the row says the same."""
+    keys = [(row.change, row.text, row._sizes, row.received_bytes) for row in changes]
+    folds = fold([row.path for row in changes], keys)
+    rows = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
+    columns = {
+        "": [_SIGNS[leaf.change] for leaf, _ in rows],
+        "path": list(map(path_cell, folds)),
+        "change": [leaf.text for leaf, _ in rows],
+        "bytes/device": [
+            " → ".join(human_bytes(count * size) for size in leaf._sizes)
+            for leaf, count in rows
+        ],
+        "to send": [_to_send(leaf, count) for leaf, count in rows],
+    }
+    return fitted(columns, [leaf.change for leaf, _ in rows], width, "bytes/device")
+
+
+def _to_send(leaf: LeafChange, count: int) -> str:
+    if leaf.change != "moved":
+        return ""
+    most = leaf.received_bytes
+    return "?" if most is None else human_bytes(count * most)
 
 
 # ------------------------------------------------------------------- the comparison
@@ -128,14 +179,14 @@ def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
     same = _same_devices(before, after)
     # Elements that each device receives; many leaves have equal placements.
     elements = functools.cache(functools.partial(received, same=same))
-    paths = sorted(before.records.keys() | after.records.keys(), key=natural_key)
+    paths = sorted(before.records | after.records, key=natural_key)
     meshes = [mesh for mesh in (before.mesh, after.mesh) if mesh is not None]
     total = np.zeros(meshes[1].size if len(meshes) == 2 else 0, np.int64)
     changes = []
     for path in paths:
-        old, new = before.records.get(path), after.records.get(path)
-        each = _received_bytes(old, new, elements)
-        change = _change_of(old, new, each)
+        pair = before.records.get(path), after.records.get(path)
+        each = _received_bytes(*pair, elements)
+        change = _change_of(*pair, each)
         if change is None:
             continue
         most, in_all = (None, None) if change == "moved" else (0, 0)
@@ -144,17 +195,9 @@ def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
             total = np.pad(total, (0, max(len(each) - len(total), 0)))
             total[: len(each)] += each
             most, in_all = int(each.max()), int(each.sum())
-        records = [record for record in (old, new) if record is not None]
+        old, new = (record and record.leaf for record in pair)
         changes.append(
-            LeafChange(
-                path,
-                change,
-                None if old is None else old.leaf,
-                None if new is None else new.leaf,
-                _text(change, records),
-                most,
-                in_all,
-            )
+            LeafChange(path, change, old, new, _text(change, *pair), most, in_all)
         )
     return ResolutionDiff(
         mesh=(_mesh(before.mesh, after.mesh), _mesh(after.mesh, before.mesh)),
@@ -177,64 +220,54 @@ def _same_devices(before: Snapshot, after: Snapshot) -> list[int] | None:
 
 
 def _received_bytes(
-    before: Record | None,
-    after: Record | None,
-    elements: Callable[..., np.ndarray],
+    old: Record | None, new: Record | None, elements: Callable[..., np.ndarray]
 ) -> np.ndarray | None:
     """The bytes that each device receives; None where that cannot be told."""
-    if before is None or after is None or before.array != after.array:
+    if old is None or new is None or old.array != new.array:
         return None
-    old, new, leaf = before.placement, after.placement, after.leaf
-    if old is None or new is None:
+    if old.placement is None or new.placement is None:
         return None
-    if before.leaf.get("memory_kind") != leaf.get("memory_kind"):
-        return np.full(math.prod(new.mesh_shape), leaf["bytes_per_device"])
-    return elements(tuple(leaf["shape"]), old, new) * after.itemsize
+    if old.leaf.get("memory_kind") != new.leaf.get("memory_kind"):
+        size = new.leaf["bytes_per_device"]
+        return np.full(math.prod(new.placement.mesh_shape), size)
+    shape = tuple(new.leaf["shape"])
+    return elements(shape, old.placement, new.placement) * new.itemsize
 
 
 def _change_of(
-    before: Record | None, after: Record | None, each: np.ndarray | None
+    old: Record | None, new: Record | None, each: np.ndarray | None
 ) -> Change | None:
-    if before is None:
-        return "added"
-    if after is None:
-        return "removed"
-    if before.array != after.array:
+    if old is None or new is None:
+        return "removed" if new is None else "added"
+    if old.array != new.array:
         return "reshaped"
-    is_same = (before.spec, before.shard) == (after.spec, after.shard)
-    is_sent = each is not None and bool(each.any())
-    return None if is_same and not is_sent else "moved"
+    is_same = (old.spec, old.shard) == (new.spec, new.shard)
+    return None if is_same and (each is None or not each.any()) else "moved"
 
 
-def _text(change: Change, records: Sequence[Record]) -> str:
+def _text(change: Change, *pair: Record | None) -> str:
     """What changed, before and after; once where it is the same."""
-
-    def both(texts: Iterator[str]) -> str:
-        return " → ".join(dict.fromkeys(texts))
-
-    arrays = both(record.array for record in records)
-    specs = both(record.spec for record in records)
-    if change == "reshaped":
-        return arrays
+    records = [record for record in pair if record is not None]
+    arrays, specs, shards = (
+        " → ".join(dict.fromkeys(texts))
+        for texts in zip(*((r.array, r.spec, r.shard) for r in records), strict=True)
+    )
     if change == "moved":
-        shards = both(record.shard for record in records)
         return specs if " → " in specs else f"{specs} {shards}"
-    return f"{arrays} {specs}"
+    return arrays if change == "reshaped" else f"{arrays} {specs}"
 
 
 def _held(
     before: Snapshot, after: Snapshot, *, on_host: bool
 ) -> dict[str, tuple[int, int]]:
     """Role → bytes per device before and after, in the memory of host or device."""
-
-    def held(snapshot: Snapshot, role: str) -> int:
-        return sum(
-            leaf["bytes_per_device"]
-            for leaf, *_ in snapshot.records.values()
-            if leaf["role"] == role and is_offloaded(leaf.get("memory_kind")) is on_host
-        )
-
-    return {role: (held(before, role), held(after, role)) for role in ROLES}
+    sums = {role: [0, 0] for role in ROLES}
+    for at, snapshot in enumerate((before, after)):
+        for leaf, *_ in snapshot.records.values():
+            if is_offloaded(leaf.get("memory_kind")) is on_host:
+                pair = sums.setdefault(leaf["role"], [0, 0])
+                pair[at] += leaf["bytes_per_device"]
+    return {role: (first, last) for role, (first, last) in sums.items()}
 
 
 def _mesh(mesh: DeviceMesh | None, other: DeviceMesh | None) -> str:
@@ -246,84 +279,20 @@ def _mesh(mesh: DeviceMesh | None, other: DeviceMesh | None) -> str:
     return f"{mesh} ({', '.join(kind.name.lower() for kind in mesh.axis_types)})"
 
 
-def _rule_changes(before: RuleSet, after: RuleSet) -> Iterator[str]:
-    """Options and rules that differ, as lines."""
-    old, new = _rule_texts(before), _rule_texts(after)
-    for line in difflib.unified_diff(old, new, n=0, lineterm=""):
-        if not line.startswith(("---", "+++", "@@")):
-            yield f"{line[0]} {line[1:]}"
-
-
-def _rule_texts(rules: RuleSet) -> list[str]:
+def rule_lines(rules: RuleSet) -> list[str]:
+    """Options and rules as lines, to compare; without the mesh of the rules."""
     lines = [f"{name} = {getattr(rules, name)!r}" for name in ("batch", *OPTIONS)]
     for section in SECTIONS:
         kind = "" if section == "rules" else f"{section} "
-        lines += [f"{kind}{rule}" for rule in getattr(rules, section)]
+        for rule in getattr(rules, section):
+            mesh = rule.layout.device_mesh
+            where = "" if mesh in (None, rules.mesh) else f" on {mesh}"
+            lines.append(f"{kind}{rule}{where}")
     return lines
 
 
-# ----------------------------------------------------------------------- the report
-
-
-def _grid(changes: Sequence[LeafChange], width: int | None) -> Grid:
-    """A row for each leaf that changed, or for those of which the row says the same."""
-    keys = [(row.change, row.text, _sizes(row), row.received_bytes) for row in changes]
-    folds = fold([row.path for row in changes], keys)
-    rows = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
-    columns = {
-        "": [_SIGNS[leaf.change] for leaf, _ in rows],
-        "path": list(map(path_cell, folds)),
-        "change": [leaf.text for leaf, _ in rows],
-        "bytes/device": [
-            " → ".join(human_bytes(count * size) for size in _sizes(leaf))
-            for leaf, count in rows
-        ],
-        "to send": [_to_send(leaf, count) for leaf, count in rows],
-    }
-    marks = [leaf.change for leaf, _ in rows]
-    if width is None:
-        return grid_of(columns, marks)
-    return fitted(columns, marks, width, spare="bytes/device")
-
-
-def _sizes(leaf: LeafChange) -> tuple[int, ...]:
-    """Bytes per device before and after; once where they are the same."""
-    leaves = [record for record in (leaf.before, leaf.after) if record is not None]
-    return tuple(dict.fromkeys(record["bytes_per_device"] for record in leaves))
-
-
-def _to_send(leaf: LeafChange, count: int) -> str:
-    if leaf.change != "moved":
-        return ""
-    most = leaf.received_bytes
-    return "?" if most is None else human_bytes(count * most)
-
-
-def _totals(diff: ResolutionDiff) -> Iterator[str]:
-    if diff.is_empty:
-        yield f"no difference: {diff.unchanged} leaves as before, on {diff.mesh[0]}"
-    else:
-        counts = [f"{len(diff.of(kind))} {kind}" for kind in get_args(Change)]
-        counts.append(f"{diff.unchanged} as before")
-        yield "leaves: " + ", ".join(c for c in counts if not c.startswith("0 "))
-    kinds = {"": diff.bytes_per_device, " in host memory": diff.host_bytes_per_device}
-    for role, name in ROLES.items():
-        for where, sums in kinds.items():
-            before, after = sums[role]
-            if before or after:
-                yield f"{name}: {_growth(before, after)} per device{where}"
-    if diff.of("moved") and diff.received_bytes:
-        most, total = max(diff.received_bytes), sum(diff.received_bytes)
-        yield (
-            f"to send: at most {human_bytes(most)} to one device, "
-            f"{human_bytes(total)} in all"
-            if total
-            else "to send: nothing; every device has all of its new shards"
-        )
-
-
-def _growth(before: int, after: int) -> str:
-    if before == after:
-        return human_bytes(before)
-    share = f" ({(after - before) / before:+.1%})" if before else ""
-    return f"{human_bytes(before)} → {human_bytes(after)}{share}"
+def _rule_changes(before: RuleSet, after: RuleSet) -> Iterator[str]:
+    pair = rule_lines(before), rule_lines(after)
+    for line in difflib.unified_diff(*pair, n=0, lineterm=""):
+        if not line.startswith(("---", "+++", "@@")):
+            yield f"{line[0]} {line[1:]}"

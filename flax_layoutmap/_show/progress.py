@@ -3,20 +3,15 @@
 import contextlib
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 
 from flax_layoutmap._core.errors import visible
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 # Without being asked, show work that takes longer than this.
 _FROM_SECONDS = 2.0
-_EVERY_SECONDS = 0.2
 
 
 def is_shown(shown: bool | None) -> bool:
@@ -28,7 +23,7 @@ def is_shown(shown: bool | None) -> bool:
 
 @contextlib.contextmanager
 def shown_progress(
-    what: str | Callable[[], str],
+    what: str,
     total: int | None = None,
     shown: bool | None = None,
     count: Callable[[], int] = lambda: 0,
@@ -36,8 +31,7 @@ def shown_progress(
     """Show on process 0 how far a block is.
 
     Args:
-        what: what the block does: "restoring model"; or a function that returns it, if
-            it changes.
+        what: what the block does: "restoring model".
         total: bytes that it reads, writes or moves; None shows the seconds alone.
         shown: whether to show it; None: on a terminal, once the block has taken 2
             seconds.
@@ -46,46 +40,40 @@ def shown_progress(
     if total == 0 or not is_shown(shown):
         yield
         return
-    before, start, ended = count(), time.monotonic(), threading.Event()
-    delay = _FROM_SECONDS if shown is None else 0.0
-    is_complete = False
+    from rich import console, progress
 
-    def watch() -> None:
-        if delay and ended.wait(delay):
-            return
-        with _bar(is_counted=total is not None) as bar:
-            task = bar.add_task("", total=total)
-            bar.tasks[task].start_time = start
-            is_last = False
-            while not is_last:
-                is_last = ended.wait(_EVERY_SECONDS)
-                done = total if is_complete else min(count() - before, total or 0)
-                text = visible(what() if callable(what) else what)
-                bar.update(task, description=text, completed=done, refresh=True)
+    before, is_complete = count(), False
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    class Bar(progress.Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            done = total if is_complete else min(count() - before, total or 0)
+            for task in self.task_ids:
+                self.update(task, completed=done)
+            return super().get_renderables()
+
+    columns = [progress.BarColumn(), progress.TimeElapsedColumn()]
+    if total is not None:
+        columns += [
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+        ]
+    bar = Bar(
+        progress.TextColumn("{task.description}", markup=False),
+        *columns,
+        # In a notebook rich needs ipywidgets, or prints a warning.
+        console=console.Console(stderr=True, force_jupyter=False),
+    )
+    bar.add_task(visible(what), total=total)
+    later = threading.Timer(_FROM_SECONDS, bar.start)
+    later.daemon = True
+    (bar if shown else later).start()
     try:
         yield
         is_complete = True
     finally:
-        ended.set()
-        watcher.join()
-
-
-def _bar(*, is_counted: bool) -> "Progress":
-    from rich import progress
-    from rich.console import Console
-
-    text = progress.TextColumn("{task.description}", markup=False)
-    columns = (progress.SpinnerColumn(), progress.TimeElapsedColumn())
-    if is_counted:
-        columns = (
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-        )
-    # In a notebook rich needs ipywidgets, or prints a warning.
-    console = Console(stderr=True, force_jupyter=False)
-    return progress.Progress(text, *columns, console=console)
+        if not shown:
+            later.cancel()
+            later.join()
+        if bar.live.is_started:
+            bar.stop()

@@ -13,7 +13,6 @@ from flax_layoutmap._rules.records import (
     Totals,
     because,
     closest_rule,
-    layout_of,
     leaf_bytes,
     section_of,
     show_shape,
@@ -28,11 +27,8 @@ from flax_layoutmap._tree.paths import Role
 LARGE_SHARE = 0.01
 _LARGE_HELD = 0.1
 
-# Looking for similar paths is slow: it is done for so many unused rules, among so many
-# paths, and a path is similar from this ratio on.
-_HINTS = 10
-_MOST_PATHS = 2000
-_SIMILAR = 0.6
+# Looking for similar paths is slow: it is done for so many unused rules and paths.
+_HINTS, _MOST_PATHS = 10, 2000
 
 # Reasons of leaves that no rule and no metadata places.
 UNMATCHED = {
@@ -43,9 +39,11 @@ UNMATCHED = {
 
 def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
     """Explain in a few lines why a leaf got its layout, or none."""
-    lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
     note = f": {row.note}" if row.note else ""
-    lines.append(f"  because: {because(row, rules)}{note}")
+    lines = [
+        f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {leaf.layout}",
+        f"  because: {because(row, rules)}{note}",
+    ]
     section = section_of(row, rules)
     for other in row.matched:
         rule = section[other]
@@ -61,10 +59,9 @@ def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
     if row.reason == "no rule":
         lines.append(f"  {_near_miss(leaf.path, rules)}")
     if row.shard_shape is not None:
-        per_device = human_bytes(leaf.bytes_per_device)
+        size, shard = human_bytes(leaf.bytes_per_device), show_shape(row.shard_shape)
         where = f" in {row.memory_kind}" if row.memory_kind else ""
-        shard = show_shape(row.shard_shape)
-        lines.append(f"  each device holds {shard}, {per_device}{where}")
+        lines.append(f"  each device holds {shard}, {size}{where}")
     return "\n".join(map(visible, lines))
 
 
@@ -72,21 +69,20 @@ def _near_miss(path: str, rules: RuleSet) -> str:
     if not rules.rules:
         return "there are no rules"
     near = closest_rule(path, rules.rules)
+    text = f"{path!r} is matched by no rule"
     if near is None:
-        return f"{path!r} is matched by no rule, and none comes close"
-    number, rule = near
-    return f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
+        return f"{text}, and none comes close"
+    return f"{text}; rule {near[0]} {near[1].pattern!r} is closest"
 
 
-class _Unplaced(NamedTuple):
-    """Similar leaves that no rule and no metadata fully places."""
+class _Finding(NamedTuple):
+    """An unused rule, or similar leaves that no rule and no metadata fully places."""
 
-    text: str  # the remark
-    name: str  # their path, how many there are, and their shape
-    row: Decision
+    text: str
+    about: str  # equal for the same warnings
+    warning: str  # "" where it is not worth one
     role: Role
-    paths: list[str]
-    bytes: int
+    paths: list[str] | None  # None: all of the role
 
 
 def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
@@ -94,8 +90,8 @@ def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
 
     If `folded`, leaves that are alike share a line.
     """
-    unused = [text for text, *_ in _unused(table)]
-    return unused + [leaves.text for leaves in _unplaced(table, folded)]
+    findings = itertools.chain(_unused(table), _unplaced(table, folded))
+    return [finding.text for finding in findings]
 
 
 def warnings(
@@ -109,33 +105,16 @@ def warnings(
     unused.
     """
     inner = functools.cache(table.inner_paths)
-    found = [
-        Remark(text, about, frozenset(inner(role).values()))
-        for text, about, role in _unused(table, besides)
-    ]
-    sums = table.totals()
-    for leaves in _unplaced(table, folded=True):
-        row, named = leaves.row, f"{leaves.name}: {leaves.row.fallback}"
-        if row.warns and row.reason == "explicit layout":
-            about = f"explicit layout: {row.fallback}"
-            text = f"explicit layout: {named}"
-        elif not is_large(leaves.bytes, sums.total_bytes, sums.bytes_per_device):
-            continue
-        elif row.reason in UNMATCHED:
-            about, text = row.reason, leaves.text
-        elif row.warns:
-            about = f"annotation: {row.fallback}"
-            text = (
-                f"annotation: {named}; map the names by Flax's logical_axis_rules, or "
-                "add a rule for it"
-            )
-        else:
-            continue
-        paths = inner("optimizer" if leaves.role == "optimizer" else "parameter")
-        found.append(
-            Remark(text, about, frozenset(paths.get(p, p) for p in leaves.paths))
-        )
-    return found
+    every = functools.cache(lambda role: frozenset(inner(role).values()))
+
+    def paths(finding: _Finding) -> frozenset[str]:
+        role = "optimizer" if finding.role == "optimizer" else "parameter"
+        if finding.paths is None:
+            return every(role)
+        return frozenset(inner(role).get(path, path) for path in finding.paths)
+
+    findings = itertools.chain(_unused(table, besides), _unplaced(table, folded=True))
+    return [Remark(f.warning, f.about, paths(f)) for f in findings if f.warning]
 
 
 def is_large(size: int, total: int, held: int) -> bool:
@@ -146,24 +125,32 @@ def is_large(size: int, total: int, held: int) -> bool:
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
-def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Unplaced]:
+def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Finding]:
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     sums = table.totals()
     for fold in folds_of(leaves, folded) if leaves.rows else ():
         at, count, path = fold.members[0], len(fold.members), path_cell(fold)
-        row, shape = leaves.rows[at], leaves.shapes[at]
-        name = f"{path} {show_shape(shape)}"
-        size = count * leaf_bytes(shape, leaves.dtypes[at])
+        row, name = leaves.rows[at], f"{path} {show_shape(leaves.shapes[at])}"
+        size = count * leaf_bytes(leaves.shapes[at], leaves.dtypes[at])
+        large = is_large(size, sums.total_bytes, sums.bytes_per_device)
+        about, text, warning = row.reason, f"fallback: {path}: {row.fallback}", ""
         if row.reason in UNMATCHED:
             why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
             text = (
                 f"unmatched: {name} {why}, so every device holds "
                 f"{'it' if count == 1 else 'each'} in full ({_shares(size, sums)})"
             )
-        else:
-            text = f"fallback: {path}: {row.fallback}"
+            warning = text if large else ""
+        elif row.warns and (large or row.reason == "explicit layout"):
+            kind = row.reason if row.reason == "explicit layout" else "annotation"
+            about = f"{kind}: {row.fallback}"
+            warning = f"{kind}: {name}: {row.fallback}"
+            if kind == "annotation":
+                warning += (
+                    "; map the names by Flax's logical_axis_rules, or add a rule for it"
+                )
         paths = [leaves.paths[member] for member in fold.members]
-        yield _Unplaced(text, name, row, leaves.roles[at], paths, size)
+        yield _Finding(text, about, warning, leaves.roles[at], paths)
 
 
 def _shares(size: int, sums: Totals) -> str:
@@ -177,20 +164,17 @@ def _shares(size: int, sums: Totals) -> str:
 
 def _unused(
     table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
-) -> Iterator[tuple[str, str, Role]]:
-    """Of each unused rule a line, with and without its hint, and the role it is for."""
+) -> Iterator[_Finding]:
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
-    unused = set.intersection(
-        *(set(map(id, other.unused_rules)) for other in (table, *besides))
-    )
-    rules = [rule for rule in table.unused_rules if id(rule) in unused]
+    others = [set(map(id, other.unused_rules)) for other in besides]
+    rules = [r for r in table.unused_rules if all(id(r) in other for other in others)]
     for at, rule in enumerate(rules):
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
         about = f"unused: {name} {rule.pattern!r} matches no leaf"
         near = nearest(rule.pattern, table.parameter_paths()) if at < _HINTS else None
-        role = "parameter" if number else "optimizer"
-        yield about + (near.hint if near else ""), about, role
+        text = about + (near.hint if near else "")
+        yield _Finding(text, about, text, "parameter" if number else "optimizer", None)
 
 
 class Near(NamedTuple):
@@ -218,7 +202,7 @@ def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
     for some in (free, endings):
-        for ending in difflib.get_close_matches(pattern, some, 1, _SIMILAR):
+        for ending in difflib.get_close_matches(pattern, some, 1):
             likeness = difflib.SequenceMatcher(None, ending, pattern).ratio()
             return Near(ending, likeness, endings[ending])
     return None

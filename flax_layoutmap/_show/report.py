@@ -11,7 +11,6 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import (
     Columns,
     Decision,
-    ResolvedLeaf,
     Shape,
     because,
     leaf_bytes,
@@ -21,7 +20,7 @@ from flax_layoutmap._rules.records import (
     show_spec,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import mesh_to_json, rules_to_json
+from flax_layoutmap._rules.serialise import rules_to_json
 from flax_layoutmap._show.remarks import UNMATCHED, remarks
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import (
@@ -59,12 +58,12 @@ def report(
     width: int | None = None,
 ) -> str:
     """The whole report as `"text"` or `"markdown"`; see `Resolution.report`."""
-    if format == "markdown":
-        grid, lines = _grid_and_lines(table, folded, None)
-        rows = markdown_table(grid, ("path", "spec", "rule"))
-        return "\n".join([rows, "", *(f"    {line}" for line in lines)])
-    grid, lines = _grid_and_lines(table, folded, width)
-    return "\n".join([grid.text(), "", *lines])
+    is_text = format == "text"
+    grid, lines = _grid_and_lines(table, folded, width if is_text else None)
+    if is_text:
+        return "\n".join([grid.text(), "", *lines])
+    rows = markdown_table(grid, ("path", "spec", "rule"))
+    return "\n".join([rows, "", *(f"    {line}" for line in lines)])
 
 
 def coloured_report(
@@ -83,7 +82,7 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
     return {
         "schema": 1,
         "rules": rules_to_json(table.rules),
-        "leaves": [_leaf_json(leaf, table.mesh) for leaf in leaves],
+        "leaves": [leaf_json(leaf, table.mesh) for leaf in leaves],
         "totals": {role: dataclasses.asdict(table.totals(role)) for role in ROLES},
         "total_bytes": table.total_bytes,
         "bytes_per_device": table.bytes_per_device,
@@ -96,16 +95,6 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
             for leaf in leaves
             if leaf.fallback and leaf.reason not in UNMATCHED
         },
-    }
-
-
-def _leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
-    other = leaf.layout.device_mesh
-    return {
-        **leaf_json(leaf),
-        "note": leaf.note,
-        "memory_kind": leaf.layout.memory_kind,
-        "mesh": None if other in (None, mesh) else mesh_to_json(other),
     }
 
 
@@ -149,10 +138,7 @@ def _full(
     folds: Sequence[Fold],
     rows: Sequence[Decision],
 ) -> dict[str, list[str]]:
-    """The columns of the full table."""
-    names = {
-        dtype: "-" if dtype is None else str(dtype) for dtype in set(leaves.dtypes)
-    }
+    names = {dtype: str(dtype or "-") for dtype in set(leaves.dtypes)}
     shards = [row.shard_shape for row in rows]
     return {
         "path": list(map(path_cell, folds)),
@@ -161,7 +147,7 @@ def _full(
             for shape, dtype in zip(leaves.shapes, leaves.dtypes, strict=True)
         ],
         "dtype": [names[dtype] for dtype in leaves.dtypes],
-        "spec": [_spec(row, table.mesh) for row in rows],
+        "spec": [placed(row, table.mesh) for row in rows],
         "rule": [visible(because(row, table.rules, short=True)) for row in rows],
         "shard": ["-" if shape is None else show_shape(shape) for shape in shards],
         "bytes/device": [
@@ -189,10 +175,10 @@ def array_text(shape: Shape, dtype: str) -> str:
     return f"{short}[{','.join(map(str, shape))}]"
 
 
-def _spec(row: Decision, mesh: DeviceMesh | None) -> str:
-    spec = show_spec(row.spec)
-    spec += f" {row.memory_kind}" if row.memory_kind else ""
-    return spec + (f" on {row.mesh}" if row.mesh not in (None, mesh) else "")
+def placed(row: Decision, mesh: DeviceMesh | None) -> str:
+    """Spec and kind of memory, and the mesh where it is another one."""
+    where = "" if row.mesh in (None, mesh) else f" on {row.mesh}"
+    return show_spec(row.spec, row.memory_kind) + where
 
 
 def _number(row: Decision) -> str:
@@ -214,35 +200,26 @@ def _numbered_rules(rows: Sequence[Decision], rules: RuleSet) -> list[str]:
 
 
 def held(on_device: int, on_host: int) -> str:
-    """`4.0 KiB per device`, and the bytes on its host.
-
-    >>> held(4096, 8192)
-    '4.0 KiB per device and 8.0 KiB per device in host memory'
-    """
-    text = f"{human_bytes(on_device)} per device"
-    if on_host:
-        text += f" and {human_bytes(on_host)} per device in host memory"
-    return text
+    """`4.0 KiB per device`, and the bytes per device in host memory."""
+    more = f" and {human_bytes(on_host)} per device in host memory" if on_host else ""
+    return f"{human_bytes(on_device)} per device{more}"
 
 
 def _totals(table: ResolvedTable) -> Iterator[str]:
-    roles = [(role, name, table.totals(role)) for role, name in ROLES.items()]
-    roles = [(role, name, sums) for role, name, sums in roles if sums.leaves]
-    for role, name, sums in roles:
-        line = (
-            f"{name}: {sums.leaves} {'leaf' if sums.leaves == 1 else 'leaves'}, "
-            f"{human_bytes(sums.total_bytes)}, "
-            f"{held(sums.bytes_per_device, sums.host_bytes_per_device)}"
-        )
+    sums = {role: table.totals(role) for role in ROLES}
+    present = {role: total for role, total in sums.items() if total.leaves}
+    for role, total in present.items():
+        leaves = "1 leaf" if total.leaves == 1 else f"{total.leaves} leaves"
+        in_memory = held(total.bytes_per_device, total.host_bytes_per_device)
+        line = f"{ROLES[role]}: {leaves}, {human_bytes(total.total_bytes)}, {in_memory}"
         # With only one role, the last line has it; counters are never sharded.
-        several = len(roles) > 1 and role != "other"
-        if several and sums.total_bytes and table.replicated_share:
-            share = human_share(sums.replicated_bytes / sums.total_bytes)
+        several = len(present) > 1 and role != "other"
+        if several and total.total_bytes and table.replicated_share:
+            share = human_share(total.replicated_bytes / total.total_bytes)
             line += f"; {share} replicated"
         yield line
     where = "no mesh" if table.mesh is None else f"mesh {table.mesh}"
-    yield (
-        f"{where}: {held(table.bytes_per_device, table.host_bytes_per_device)} of "
-        f"{human_bytes(table.total_bytes)}; {human_share(table.replicated_share)} of "
-        "the bytes replicated"
-    )
+    in_memory = held(table.bytes_per_device, table.host_bytes_per_device)
+    share = human_share(table.replicated_share)
+    size = human_bytes(table.total_bytes)
+    yield f"{where}: {in_memory} of {size}; {share} of the bytes replicated"

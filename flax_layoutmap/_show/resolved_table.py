@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap._core.layout import TensorLayout, is_offloaded
+from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.matching import Rule, is_for_outputs
 from flax_layoutmap._rules.records import (
@@ -42,7 +42,6 @@ class ResolvedTable:
     _rows: list[Decision]
     _flat: Flat
     _distinct: dict[int, Decision]  # by id
-    _layouts: dict[Any, TensorLayout]
 
     def __init__(
         self,
@@ -59,7 +58,6 @@ class ResolvedTable:
             _rows=rows,
             _flat=flat,
             _distinct=dict(zip(map(id, rows), rows, strict=True)),
-            _layouts={},
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -90,7 +88,7 @@ class ResolvedTable:
             path=self.paths[at],
             shape=self.shapes[at],
             dtype=self.dtypes[at],
-            layout=self._layout(row),
+            layout=layout_of(row),
             rule=None if row.rule is None else section_of(row, self.rules)[row.rule],
             rule_number=None if row.rule is None else row.rule + 1,
             reason=row.reason,
@@ -103,14 +101,6 @@ class ResolvedTable:
             owner=row.owner,
             note=row.note,
         )
-
-    def _layout(self, row: Decision) -> TensorLayout:
-        """The layout of a decision; equal ones are one object."""
-        key = (row.dims, id(row.mesh), row.memory_kind)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = layout_of(row)
-        return layout
 
     @functools.cached_property
     def _roles(self) -> list[Role]:
@@ -179,9 +169,9 @@ class ResolvedTable:
         `/output` are for the outputs of layers, and not listed.
         """
         unused: list[Rule] = []
-        sections = {"parameter": self.rules.rules, "optimizer": self.rules.optimizer}
-        for role, section in sections.items():
-            if section and role in self._roles:
+        rules = self.rules
+        for role, section in ("parameter", rules.rules), ("optimizer", rules.optimizer):
+            if role in self._roles:
                 used = {
                     at
                     for row in self._distinct.values()

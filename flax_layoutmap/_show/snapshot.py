@@ -6,17 +6,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.grid import Placement
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.whole_file import readable_json
-from flax_layoutmap._rules.records import Decision, Shape, show_shape, show_spec
+from flax_layoutmap._rules.records import show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import (
-    mesh_from_json,
-    rules_from_json,
-    rules_to_json,
-)
+from flax_layoutmap._rules.serialise import mesh_from_json, rules_from_json
 from flax_layoutmap._show.report import array_text
 from flax_layoutmap._tree.paths import natural_key
 
@@ -38,7 +35,7 @@ class Snapshot:
 
     rules: RuleSet
     mesh: DeviceMesh | None  # of the rules or, where they have none, of a leaf
-    records: Mapping[str, Record]  # by path, sorted
+    records: Mapping[str, Record]  # by path
     # Ids of the devices, row by row; None for an abstract mesh or a file.
     devices: tuple[Any, ...] | None = None
 
@@ -49,49 +46,43 @@ def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
     Raises:
         LayoutError: it is of another schema, or damaged.
     """
-    if not isinstance(data, dict) or data.get("schema") != 1:
-        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if schema != 1:
         raise LayoutError(
             f"layouts of schema {schema!r} cannot be read; this is schema 1, what "
             'resolution.report("json") and flm.testing.write_golden write'
         )
     try:
         rules = rules_from_json(data["rules"])
-        leaves = sorted(data["leaves"], key=lambda leaf: natural_key(leaf["path"]))
-        records = {leaf["path"]: _record(leaf, rules.mesh) for leaf in leaves}
-        meshes = [rules.mesh, *(_own_mesh(leaf) for leaf in leaves)]
+        meshes = [mesh_from_json(leaf.get("mesh")) for leaf in data["leaves"]]
+        records = {
+            leaf["path"]: _record(leaf, mesh or rules.mesh)
+            for leaf, mesh in zip(data["leaves"], meshes, strict=True)
+        }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LayoutError(f"the layouts are damaged: {error!r}") from error
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    mesh = next((mesh for mesh in (rules.mesh, *meshes) if mesh is not None), None)
     return Snapshot(rules, mesh, records, devices)
 
 
 def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
-    dims = [
-        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        for axes in leaf["spec"]
-    ]
-    if len(dims) != len(leaf["shape"]):
-        raise ValueError(f"{leaf['path']!r} has a spec of {len(dims)} dims")
-    entries = ["+".join(axes) or "-" for axes in dims]
-    while entries and entries[-1] == "-":
-        entries.pop()
-    spec = f"P({', '.join(entries)})" if entries else "replicated"
-    if leaf.get("memory_kind"):
-        spec += f" {leaf['memory_kind']}"
-    placement, mesh = None, _own_mesh(leaf) or mesh
+    path, shape, shard = leaf["path"], tuple(leaf["shape"]), leaf.get("shard_shape")
+    dims = [tuple(a) if isinstance(a, list) else dim_axes(a) for a in leaf["spec"]]
+    if not isinstance(path, str) or len(dims) != len(shape):
+        raise ValueError(f"{path!r} of shape {shape} has a spec of {len(dims)} dims")
+    placement = None
     if mesh is not None:
         places = tuple(tuple(map(mesh.axis_names.index, axes)) for axes in dims)
         placement = Placement(mesh.shape, places)
-    array = array_text(tuple(leaf["shape"]), leaf.get("dtype") or "-")
-    shape, size = leaf.get("shard_shape"), operator.index(leaf["bytes_per_device"])
-    shard = "-" if shape is None else f"[{','.join(map(str, shape))}]"
-    itemsize = size // (math.prod(map(operator.index, shape or ())) or 1)
-    return Record(leaf, array, spec, shard, itemsize, placement)
-
-
-def _own_mesh(leaf: Mapping[str, Any]) -> DeviceMesh | None:
-    return mesh_from_json(leaf.get("mesh"))
+    elements = math.prod(map(operator.index, shard or ()))
+    return Record(
+        leaf,
+        array_text(shape, leaf.get("dtype") or "-"),
+        show_spec(normal_spec(dims), leaf.get("memory_kind")),
+        "-" if shard is None else array_text(tuple(shard), ""),
+        operator.index(leaf["bytes_per_device"]) // (elements or 1),
+        placement,
+    )
 
 
 def golden_text(data: Mapping[str, Any]) -> str:
@@ -100,12 +91,9 @@ def golden_text(data: Mapping[str, Any]) -> str:
     The numbers of rules, which change with any rule before them, are left out.
     """
     leaves = [
-        {key: value for key, value in leaf.items() if value is not None}
+        {k: v for k, v in leaf.items() if v is not None and k not in ("rule", "note")}
         for leaf in sorted(data["leaves"], key=lambda leaf: natural_key(leaf["path"]))
     ]
-    for leaf in leaves:
-        leaf.pop("rule", None)
-        leaf.pop("note", None)
     kept = {key: data[key] for key in ("schema", "rules", "totals")}
     return f"{_outline({**kept, 'leaves': leaves})}\n"
 
@@ -123,27 +111,3 @@ def _outline(value: Any, indent: str = "\n") -> str:
         )
         return f"{{{lines}{indent}}}"
     return readable_json(value)
-
-
-# ------------------------------------------------------- lines that processes compare
-
-
-def rule_lines(rules: RuleSet) -> dict[str, list[str]]:
-    """The lines by which processes compare their rules, and their meshes."""
-    values = rules_to_json(rules)
-    # The mesh is a part of its own, so that a difference is reported once.
-    del values["mesh"]
-    mesh = "no mesh" if rules.mesh is None else f"{rules.mesh} {rules.mesh.axis_types}"
-    lines = []
-    for name, value in values.items():
-        if isinstance(value, list):
-            lines += [f"{name} {at}: {v}" for at, v in enumerate(value, start=1)]
-        else:
-            lines.append(f"{name}: {value}")
-    return {"rules": lines, "mesh": [mesh]}
-
-
-def leaf_line(path: str, shape: Shape, dtype: Any, row: Decision) -> str:
-    """The line by which processes compare the decision about a leaf."""
-    kind = f", {row.memory_kind}" if row.memory_kind else ""
-    return f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}{kind}"

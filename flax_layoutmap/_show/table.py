@@ -79,14 +79,16 @@ def grid_of(columns: Columns, marks: Sequence[str]) -> Grid:
     return Grid(tuple(columns), tuple(name in _OF_BYTES for name in columns), lines)
 
 
-def fitted(columns: Columns, marks: Sequence[str], width: int, spare: str) -> Grid:
-    """The table in a width.
+def fitted(
+    columns: Columns, marks: Sequence[str], width: int | None, spare: str
+) -> Grid:
+    """The table in a width; None for any.
 
     Where it is too wide, the column `spare` is left out; where it still is, the middle
     of paths, whose ends stay.
     """
     grid = grid_of(columns, marks)
-    if grid.width() <= width:
+    if width is None or grid.width() <= width:
         return grid
     columns = {name: cells for name, cells in columns.items() if name != spare}
     over = grid_of(columns, marks).width() - width
@@ -94,14 +96,6 @@ def fitted(columns: Columns, marks: Sequence[str], width: int, spare: str) -> Gr
         room = max(widest(("path", *columns["path"])) - over, _LEAST)
         columns["path"] = [cut_path(path, room) for path in columns["path"]]
     return grid_of(columns, marks)
-
-
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
-) -> str:
-    """Align columns with two spaces between them and a line below the header."""
-    lines = tuple(Line(tuple(row)) for row in rows)
-    return Grid(tuple(header), tuple(right), lines).text()
 
 
 def markdown_table(grid: Grid, code: Sequence[str]) -> str:
@@ -161,20 +155,18 @@ def cut_path(path: str, width: int) -> str:
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'
     """
-    short, room = path, width
+    if cell_len(path) <= width:
+        return path
+    first, *parts = path.split("/")
+    for start, fewest in ((f"{first}/…/", 2), ("…/", 1)):
+        for at in range(1, len(parts) - fewest + 1):
+            short = start + "/".join(parts[at:])
+            if cell_len(short) <= width:
+                return short
+    short = f"…{path}"
     while cell_len(short) > max(width, 1):
-        short = _without_parts(path, room)
-        room -= 1  # characters of two cells take more
+        short = f"…{short[2:]}"
     return short
-
-
-def _without_parts(path: str, length: int) -> str:
-    first = path.find("/") + 1
-    for start, fewest in ((f"{path[:first]}…", 2), ("…", 1)):
-        at = path.find("/", max(first, len(path) + len(start) - length))
-        if at >= 0 and path.count("/", at) >= fewest:
-            return f"{start}{path[at:]}"
-    return f"…{path[max(len(path) - length + 1, 0) :]}"
 
 
 def _code(cell: str) -> str:

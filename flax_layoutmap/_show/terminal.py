@@ -1,6 +1,7 @@
 """Print grids and lines of text in the colours of a terminal: the mixin of reports."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 # of a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
-# By the mark of a line of a table: of all of it, and of its cells without a name.
-_WHOLE = {"header": "bold", "rule": "dim"}
-_SIGNS = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
+# By the mark of a line of a table.
+_STYLES = {
+    **{"header": "bold", "rule": "dim", "warning": "red"},
+    **{"added": "green", "removed": "red", "reshaped": "yellow"},
+}
 _NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
 
 # Of what is in a line of words.
@@ -35,11 +38,6 @@ _PHRASES = {
 }
 _NARROWEST = 20
 NOTEBOOK_WIDTH = 110  # a cell's output is about as wide
-
-
-def axis_styles(axes: Sequence[str]) -> dict[str, str]:
-    """Mesh axis → its colour; the same in everything that shows one mesh."""
-    return {name: _AXES[at % len(_AXES)] for at, name in enumerate(axes)}
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
@@ -66,19 +64,13 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
     """The lines of the table, with the mesh axes in their colours."""
     from rich.text import Text
 
-    colours = axis_styles(axes)
-    names = _words(axes, r"(?![\w./])")
+    colours, names = _colours(axes), _words(axes, r"(?![\w./])")
     for cells, mark in grid.padded():
-        line = Text("  ".join(cells).rstrip(), style=_WHOLE.get(mark, ""))
+        line = Text("  ".join(cells).rstrip(), style=_STYLES.get(mark, ""))
         end = 0
-        columns = () if mark in _WHOLE else zip(grid.names, cells, strict=True)
-        for name, cell in columns:
+        for name, cell in zip(grid.names, cells, strict=True):
             start, end = end, end + len(cell) + 2
-            if name == "rule" and mark == "warning":
-                line.stylize("red", start, end)
-            elif not name:
-                line.stylize(_SIGNS.get(mark, ""), start, end)
-            elif name not in _NO_AXES:
+            if mark != "header" and name not in _NO_AXES:
                 for word in names.finditer(line.plain, start, end):
                     line.stylize(colours[word[0]], *word.span())
         yield line
@@ -88,15 +80,16 @@ def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]
     """Lines of words: what they are about in bold, or in red where it is a warning."""
     from rich.text import Text
 
-    colours = axis_styles(axes)
-    names = _words(axes, r"(?==\d)")
+    styles = {**_PHRASES, _words(axes, r"(?==\d)"): _colours(axes).__getitem__}
     for line in lines:
         text = Text(line)
-        for phrase, style in _PHRASES.items():
+        for phrase, style in styles.items():
             text.highlight_regex(phrase, style)
-        for word in names.finditer(line):
-            text.stylize(colours[word[0]], *word.span())
         yield text
+
+
+def _colours(axes: Sequence[str]) -> dict[str, str]:
+    return dict(zip(axes, itertools.cycle(_AXES), strict=False))
 
 
 def _words(axes: Sequence[str], before: str) -> re.Pattern[str]:

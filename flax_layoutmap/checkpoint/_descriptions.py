@@ -14,7 +14,7 @@ from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
-from flax_layoutmap._show.table import human_bytes, text_table
+from flax_layoutmap._show.table import Grid, Line, human_bytes
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._join import Plan, Read
@@ -93,7 +93,7 @@ class CheckpointInfo:
 
     def __str__(self) -> str:
         rows = [
-            [
+            (
                 leaf.path,
                 show_shape(leaf.shape),
                 leaf.dtype,
@@ -101,10 +101,10 @@ class CheckpointInfo:
                 "?" if leaf.chunk is None else show_shape(leaf.chunk),
                 human_bytes(leaf.bytes),
                 leaf.role,
-            ]
+            )
             for leaf in self.leaves
         ]
-        table = text_table(_INFO_HEADER, rows, _INFO_RIGHT)
+        table = Grid(_INFO_HEADER, _INFO_RIGHT, tuple(map(Line, rows))).text()
         lines = [f"{self.path}: {self.kind}"]
         if self.steps:
             at = self.steps.index(self.step or 0) + 1
@@ -316,8 +316,8 @@ class RestorePlan:
         return on_device and self.host_bytes <= self.host_available
 
     def __str__(self) -> str:
-        rows = [_row(leaf) for leaf in self.leaves]
-        table = text_table(_HEADER, rows, _RIGHT)
+        rows = map(_row, self.leaves)
+        table = Grid(_HEADER, _RIGHT, tuple(map(Line, rows))).text()
         return "\n".join([table, "", *map(visible, self._summary())])
 
     def _summary(self) -> list[str]:
@@ -431,11 +431,11 @@ def _device_available() -> int | None:
     return min(free, default=None)
 
 
-def _row(leaf: LeafPlan) -> list[str]:
+def _row(leaf: LeafPlan) -> tuple[str, ...]:
     dtype = leaf.dtype or "Python"
     if leaf.stored_dtype not in (leaf.dtype, None):
         dtype = f"{leaf.stored_dtype} → {dtype}"
-    return [
+    return (
         leaf.path if leaf.path == leaf.source else f"{leaf.path} ← {leaf.source}",
         show_shape(leaf.shape),
         dtype,
@@ -444,7 +444,7 @@ def _row(leaf: LeafPlan) -> list[str]:
         human_bytes(leaf.bytes_per_device),
         leaf.strategy,
         f"{leaf.amplification:.2f}",
-    ]
+    )
 
 
 def _of(count: int | None, what: str) -> str:

@@ -27,13 +27,11 @@ def test_what_succeeds_is_shown_as_complete(capfd: pytest.CaptureFixture[str]) -
     assert "reading" in shown and "3.0/3.0 MiB" in shown
 
 
-def test_seconds_and_a_text_that_changes(capfd: pytest.CaptureFixture[str]) -> None:
-    numbers = itertools.count()
-    with shown_progress(lambda: f"\x1b[2J{next(numbers)} tried", shown=True):
-        time.sleep(0.5)
+def test_seconds_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with shown_progress("\x1b[2Jtrying", shown=True):
+        time.sleep(1.1)
     shown = capfd.readouterr().err
-    assert r"\x1b[2J" in shown and "0 tried" not in shown and "iB" not in shown
-    assert "0:00:0" in shown
+    assert r"\x1b[2Jtrying" in shown and "0:00:01" in shown and "iB" not in shown
 
 
 def test_nothing_to_do_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
