@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Resolution(ResolvedTable, Shown):
     """Every leaf of a tree, its layout, the rule that chose it, and why.
 
@@ -61,7 +62,7 @@ class Resolution(ResolvedTable, Shown):
         if leaves.state is not None:  # without separately given parameters
             own = slice(leaves.start, None)
             shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
-        super().__init__(rules, leaves.own, shapes, dtypes, rows)
+        super().__init__(rules, tuple(shapes), tuple(dtypes), leaves.own, rows)
         put = object.__setattr__
         put(self, "_matches", matches)
         put(self, "_announced", False)

@@ -1,10 +1,11 @@
 """The leaves of a Resolution by position, with their decisions and totals."""
 
+import dataclasses
 import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from flax_layoutmap._core.layout import is_offloaded
@@ -27,6 +28,7 @@ from flax_layoutmap._tree.paths import Flat, Fold, Role, apart, fold, relation
 _OTHER = ("random state", "not an array", "scalar")
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ResolvedTable:
     """The columns of a Resolution.
 
@@ -39,29 +41,8 @@ class ResolvedTable:
     rules: RuleSet
     shapes: tuple[Shape, ...]
     dtypes: tuple[Any, ...]
-    _rows: list[Decision]
     _flat: Flat
-    _distinct: dict[int, Decision]  # by id
-
-    def __init__(
-        self,
-        rules: RuleSet,
-        flat: Flat,
-        shapes: Sequence[Shape],
-        dtypes: Sequence[Any],
-        rows: list[Decision],
-    ) -> None:
-        vars(self).update(
-            rules=rules,
-            shapes=tuple(shapes),
-            dtypes=tuple(dtypes),
-            _rows=rows,
-            _flat=flat,
-            _distinct=dict(zip(map(id, rows), rows, strict=True)),
-        )
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+    _rows: list[Decision]
 
     # ------------------------------------------------------------------ leaves
 
@@ -101,6 +82,11 @@ class ResolvedTable:
             owner=row.owner,
             note=row.note,
         )
+
+    @functools.cached_property
+    def _distinct(self) -> dict[int, Decision]:
+        """The decisions by id."""
+        return dict(zip(map(id, self._rows), self._rows, strict=True))
 
     @functools.cached_property
     def _roles(self) -> list[Role]:
