@@ -26,7 +26,7 @@ from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
 from flax_layoutmap._show.diff import ResolutionDiff, difference, rule_lines
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
+from flax_layoutmap._show.snapshot import snapshot_of
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import Shown, show
 from flax_layoutmap._tree.paths import fold
@@ -303,7 +303,8 @@ class Resolution(ResolvedTable, Shown):
                 f"diff compares two Resolutions, got {type(other).__name__}; resolve "
                 "it first: before.diff(layout_map.resolve(model))"
             )
-        return difference(_snapshot(self), _snapshot(other))
+        before, after = snapshot_of(self.to_json()), snapshot_of(other.to_json())
+        return difference(before, after, on=(self.mesh, other.mesh))
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Print the report as wide as the terminal, with a colour per mesh axis.
@@ -423,13 +424,6 @@ def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
         times = f" ×{count_alike}" if count_alike > 1 else ""
         lines.append(f"{alike.text}{times} {texts[first]}")
     return f"{count} not fit the rules{on_mesh}:\n{bullet_list(lines)}"
-
-
-def _snapshot(resolution: Resolution) -> Snapshot:
-    mesh = resolution.mesh
-    known = mesh is not None and not mesh.is_abstract
-    devices = tuple(mesh.devices.flat) if mesh is not None and known else None
-    return snapshot_of(resolution.to_json(), devices)
 
 
 _NO_MESH = (

@@ -174,9 +174,13 @@ def _to_send(leaf: LeafChange, count: int) -> str:
 # ------------------------------------------------------------------- the comparison
 
 
-def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
-    """Compare what two Resolutions decided."""
-    same = _same_devices(before, after)
+def difference(
+    before: Snapshot,
+    after: Snapshot,
+    on: tuple[DeviceMesh | None, DeviceMesh | None] = (None, None),
+) -> ResolutionDiff:
+    """Compare what two Resolutions decided; `on` has their meshes with devices."""
+    same = _same_devices(*on)
     # Elements that each device receives; many leaves have equal placements.
     elements = functools.cache(functools.partial(received, same=same))
     paths = sorted(before.records | after.records, key=natural_key)
@@ -211,12 +215,14 @@ def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
     )
 
 
-def _same_devices(before: Snapshot, after: Snapshot) -> list[int] | None:
-    """Which device before each device after is, as for `received`: by their ids."""
-    if before.devices is None or after.devices is None:
+def _same_devices(
+    before: DeviceMesh | None, after: DeviceMesh | None
+) -> list[int] | None:
+    """Which device before each device after is, as for `received`; None: by number."""
+    if before is None or after is None or before.is_abstract or after.is_abstract:
         return None
-    numbers = {device: number for number, device in enumerate(before.devices)}
-    return [numbers.get(device, -1) for device in after.devices]
+    numbers = {device: number for number, device in enumerate(before.devices.flat)}
+    return [numbers.get(device, -1) for device in after.devices.flat]
 
 
 def _received_bytes(

@@ -138,7 +138,7 @@ def _full(
     folds: Sequence[Fold],
     rows: Sequence[Decision],
 ) -> dict[str, list[str]]:
-    names = {dtype: str(dtype or "-") for dtype in set(leaves.dtypes)}
+    names = {d: "-" if d is None else str(d) for d in set(leaves.dtypes)}
     shards = [row.shard_shape for row in rows]
     return {
         "path": list(map(path_cell, folds)),

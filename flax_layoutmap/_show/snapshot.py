@@ -36,11 +36,9 @@ class Snapshot:
     rules: RuleSet
     mesh: DeviceMesh | None  # of the rules or, where they have none, of a leaf
     records: Mapping[str, Record]  # by path
-    # Ids of the devices, row by row; None for an abstract mesh or a file.
-    devices: tuple[Any, ...] | None = None
 
 
-def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
+def snapshot_of(data: Any) -> Snapshot:
     """Read what `Resolution.to_json` or `golden_text` wrote.
 
     Raises:
@@ -62,7 +60,7 @@ def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LayoutError(f"the layouts are damaged: {error!r}") from error
     mesh = next((mesh for mesh in (rules.mesh, *meshes) if mesh is not None), None)
-    return Snapshot(rules, mesh, records, devices)
+    return Snapshot(rules, mesh, records)
 
 
 def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
