@@ -122,7 +122,10 @@ class ResolutionDiff(Shown):
             yield "leaves: " + ", ".join(self._counts() + same)
         on_host = self.host_bytes_per_device
         for role, name in ROLES.items():
-            for where, sums in ("", self.bytes_per_device), (" in host memory", on_host):
+            for where, sums in (
+                ("", self.bytes_per_device),
+                (" in host memory", on_host),
+            ):
                 if any(sums[role]):
                     yield f"{name}: {_growth(*sums[role])} per device{where}"
         if self.received_bytes and any(leaf.change == "moved" for leaf in self.changes):

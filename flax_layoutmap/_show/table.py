@@ -135,20 +135,6 @@ def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
     return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
 
-def cut(text: str, width: int) -> str:
-    """A text with its middle left out, where it is too long; the end counts for more.
-
-    >>> cut("4 attention/(query|key|value)/kernel", 20)
-    '4 atten…alue)/kernel'
-    """
-    short, room = text, width
-    while cell_len(short) > max(width, 1):
-        end = (2 * (room - 1)) // 3
-        short = f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
-        room -= 1  # characters of two cells take more
-    return short
-
-
 def cut_path(path: str, width: int) -> str:
     """A path with parts left out, where it is too long; never the end of it.
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from flax_layoutmap._core.errors import visible
 from flax_layoutmap._show.table import (
     Grid,
     Line,
-    cut,
     cut_path,
     human_bytes,
     human_share,
@@ -100,7 +100,8 @@ def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
         return grid, more
     bare = grid.width() - sum(grid.widths()[at] for at in (0, 3))
     room = max((width - bare) // 2, _CELL)
-    fitted = [(cut_path(c[0], room), *c[1:3], cut(c[3], room), *c[4:]) for c in shown]
+    short = functools.partial(cut_path, width=room)
+    fitted = [(short(c[0]), *c[1:3], short(c[3]), *c[4:]) for c in shown]
     return Grid(names, right, tuple(map(Line, fitted))), more
 
 

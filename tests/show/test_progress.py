@@ -34,12 +34,6 @@ def test_seconds_alone(capfd: pytest.CaptureFixture[str]) -> None:
     assert r"\x1b[2Jtrying" in shown and "0:00:01" in shown and "iB" not in shown
 
 
-def test_nothing_to_do_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with shown_progress("x", 0, True):
-        pass
-    assert capfd.readouterr().err == ""
-
-
 def test_on_a_terminal_from_two_seconds_on(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,10 +46,11 @@ def test_on_a_terminal_from_two_seconds_on(
     assert "long" in capfd.readouterr().err
 
 
-def test_nothing_without_a_terminal() -> None:
+def test_nothing_without_a_terminal_or_bytes(capfd: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
-    with shown_progress("x"):
+    with shown_progress("x"), shown_progress("y", 0, True):
         assert threading.active_count() == before
+    assert capfd.readouterr().err == ""
     assert not is_shown(None)
 
 

@@ -120,15 +120,6 @@ def test_the_narrow_report() -> None:
     assert line in resolution.report(width=100)
 
 
-def test_rules_of_the_optimizer_have_numbers_too() -> None:
-    layout_map = rules(strict=False)
-    layout_map.optimizer["up/kernel"] = ("data", "model")
-    text = layout_map.resolve(TREES["adamw"]).report(width=90)
-    (row,) = [line for line in text.splitlines() if "mu" in line and "/up/" in line]
-    assert re.search(r"P\(data, model\)  opt 1  ", row)
-    assert "\noptimizer rule 1: up/kernel\n" in text
-
-
 def test_leaves_that_are_unlike_are_not_folded() -> None:
     tree: Tree = {"layers": {str(at): {"w": struct(8, 8)} for at in range(12)}}
     tree["layers"]["3"]["w"] = struct(8, 16)  # another shape
@@ -154,8 +145,11 @@ def test_leaves_that_are_unlike_are_not_folded() -> None:
     ]
 
 
-def test_optimizer_state_follows_folded_owners() -> None:
-    lines = rules().resolve(TREES["adamw"]).report().splitlines()
+def test_optimizer_state_follows_folded_owners_or_its_rules() -> None:
+    layout_map = rules()
+    layout_map.optimizer["key/kernel"] = ("data", ..., "model")
+    resolution = layout_map.resolve(TREES["adamw"])
+    lines = resolution.report().splitlines()
     rows = [line for line in lines if "up/kernel ×12" in line]
     assert [row.split("  ")[0] for row in rows] == [
         "opt_state/0/mu/layers_{0..11}/up/kernel ×12",
@@ -163,6 +157,9 @@ def test_optimizer_state_follows_folded_owners() -> None:
         "params/layers_{0..11}/up/kernel ×12",
     ]
     assert " follows layers_{0..11}/up/kernel " in rows[0]
+    narrow = resolution.report(width=90)
+    assert re.search(r"/key/kernel ×12 .* P\(data, -, model\)  opt 1  ", narrow)
+    assert "\noptimizer rule 1: key/kernel\n" in narrow
 
 
 def test_bytes_in_host_memory_are_not_bytes_of_the_device() -> None:
@@ -253,10 +250,6 @@ def printed(value: Any, width: int = 80, **options: Any) -> str:
     return file.getvalue()
 
 
-def in_colour(value: Any, width: int = 200) -> str:
-    return printed(value, width, force_terminal=True, color_system="standard")
-
-
 def other_mesh() -> Any:
     """The difference of two meshes, with leaves that were added."""
     after = rules(strict=False).on(flm.DeviceMesh.abstract("data=4,model=2"))
@@ -264,15 +257,26 @@ def other_mesh() -> Any:
 
 
 @pytest.mark.parametrize("name", [*TREES, "difference"])
-@pytest.mark.parametrize("width", [80, 200])
-def test_rich_prints_the_text(name: str, width: int) -> None:
+def test_the_text_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as a terminal, with colours; complete elsewhere."""
     value = other_mesh()
     if name in TREES:
         value = rules(strict=False).resolve(TREES[name])
-    text = printed(value, width, color_system=None)
-    assert text == f"{value.report(width=width)}\n"
-    colours = in_colour(value, width)
-    assert colours != text and re.sub(r"\x1b\[[\d;]*m", "", colours) == text
+
+    def shown() -> str:
+        file = io.StringIO()
+        assert value.show(file) is None
+        return file.getvalue()
+
+    for width in (80, 200):
+        text = printed(value, width, color_system=None)
+        assert text == f"{value.report(width=width)}\n"
+    assert shown() == f"{value.report()}\n"
+    monkeypatch.setenv("COLUMNS", "90")
+    text = f"{value.report(width=90)}\n"
+    assert shown() == text
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert shown() != text and re.sub(r"\x1b\[[\d;]*m", "", shown()) == text
 
 
 def ansi(text: str) -> set[tuple[str, str]]:
@@ -285,7 +289,8 @@ def test_each_mesh_axis_has_its_colour_and_warnings_are_red() -> None:
     layout_map = rules(strict=False)
     layout_map["w"] = (("model", "data"), None)
     tree = {"w": struct(16, 20), "model": {"data": struct(8)}}
-    pieces = ansi(in_colour(layout_map.resolve(tree)))
+    colours = {"force_terminal": True, "color_system": "standard"}
+    pieces = ansi(printed(layout_map.resolve(tree), 200, **colours))
     # In specs, and in the line of the mesh; not in paths.
     assert {code for word, code in pieces if word == "data"} == {"36", "1;36"}
     assert {code for word, code in pieces if word == "model"} == {"35", "1;35"}
@@ -293,44 +298,22 @@ def test_each_mesh_axis_has_its_colour_and_warnings_are_red() -> None:
     assert any("- no rule" in word and code == "31" for word, code in pieces)
 
 
-@pytest.mark.parametrize("make", [other_mesh, lambda: rules().resolve(decoder())])
-def test_show_fits_a_terminal_and_is_complete_elsewhere(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value = make()
-
-    def shown() -> str:
-        file = io.StringIO()
-        assert value.show(file) is None
-        return file.getvalue()
-
-    assert shown() == f"{value.report()}\n"
-    monkeypatch.setenv("COLUMNS", "90")
-    assert shown() == f"{value.report(width=90)}\n"
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "\x1b[" in shown()
-    assert re.sub(r"\x1b\[[\d;]*m", "", shown()) == f"{value.report(width=90)}\n"
-
-
 # ------------------------------------------------------------------ in a notebook
 
 
-@pytest.mark.parametrize("kind", ["map", "lint", "diff"])
-def test_a_notebook_shows_the_words_of_the_report(kind: str) -> None:
-    name = "a<b>&'"
+def test_a_notebook_shows_the_words_of_the_report() -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), strict=False)
     layout_map["kernel"] = (None, "model")
-    before = layout_map.resolve({name: {"kernel": struct(8, 16)}})
-    layout_map["<i>missing</i>"] = ("model", None)
-    layout_map.activations["layers/<u>"] = ("data", ...)
+    tree = {"a<b>&'": {"kernel": struct(8, 16)}}
+    before = layout_map.resolve(tree)
     layout_map.replace("kernel", ("model", None))
-    after = layout_map.resolve({name: {"kernel": struct(8, 16)}})
-    value, words = {
-        "map": (layout_map, ["2 <i>missing</i> ('model', None)", "activations 1"]),
-        "lint": (flm.lint(after), ["<i>missing</i>"]),
-        "diff": (before.diff(after), [f"{name}/kernel", "1 moved"]),
-    }[kind]
-    page = value._repr_html_()
-    text = html.unescape(re.sub(r"<[^>]*>", "", page))
-    assert all(word in re.sub(r"\s+", " ", text) for word in words), text
-    assert set(re.findall(r"</?(\w+)", page)) == {"pre", "span"}
+    layout_map.activations["layers/<u>"] = ("data", ...)
+    diff = before.diff(layout_map.resolve(tree))
+    for value, words in (
+        (layout_map, ["1 kernel ('model', None)", "activations 1 layers/<u>"]),
+        (diff, ["a<b>&'/kernel", "1 moved"]),
+    ):
+        page = value._repr_html_()
+        text = html.unescape(re.sub(r"<[^>]*>", "", page))
+        assert all(word in re.sub(r"\s+", " ", text) for word in words), text
+        assert set(re.findall(r"</?(\w+)", page)) == {"pre", "span"}
