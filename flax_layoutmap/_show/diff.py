@@ -120,12 +120,9 @@ class ResolutionDiff(Shown):
         else:
             same = [f"{self.unchanged} as before"] if self.unchanged else []
             yield "leaves: " + ", ".join(self._counts() + same)
-        on_host = self.host_bytes_per_device
+        kinds = {"": self.bytes_per_device, " in host memory": self.host_bytes_per_device}
         for role, name in ROLES.items():
-            for where, sums in (
-                ("", self.bytes_per_device),
-                (" in host memory", on_host),
-            ):
+            for where, sums in kinds.items():
                 if any(sums[role]):
                     yield f"{name}: {_growth(*sums[role])} per device{where}"
         if self.received_bytes and any(leaf.change == "moved" for leaf in self.changes):
@@ -186,7 +183,7 @@ def difference(
     same = _same_devices(*on)
     # Elements that each device receives; many leaves have equal placements.
     elements = functools.cache(functools.partial(received, same=same))
-    paths = sorted(before.records | after.records, key=natural_key)
+    paths = sorted({**before.records, **after.records}, key=natural_key)
     meshes = [mesh for mesh in (before.mesh, after.mesh) if mesh is not None]
     total = np.zeros(meshes[1].size if len(meshes) == 2 else 0, np.int64)
     changes = []

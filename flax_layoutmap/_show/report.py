@@ -206,14 +206,14 @@ def held(on_device: int, on_host: int) -> str:
 
 
 def _totals(table: ResolvedTable) -> Iterator[str]:
-    sums = {role: table.totals(role) for role in ROLES}
-    present = {role: total for role, total in sums.items() if total.leaves}
-    for role, total in present.items():
+    sums = [(name, table.totals(role)) for role, name in ROLES.items()]
+    sums = [(name, total) for name, total in sums if total.leaves]
+    for name, total in sums:
         leaves = "1 leaf" if total.leaves == 1 else f"{total.leaves} leaves"
         in_memory = held(total.bytes_per_device, total.host_bytes_per_device)
-        line = f"{ROLES[role]}: {leaves}, {human_bytes(total.total_bytes)}, {in_memory}"
+        line = f"{name}: {leaves}, {human_bytes(total.total_bytes)}, {in_memory}"
         # With only one role, the last line has it; counters are never sharded.
-        several = len(present) > 1 and role != "other"
+        several = len(sums) > 1 and name != ROLES["other"]
         if several and total.total_bytes and table.replicated_share:
             share = human_share(total.replicated_bytes / total.total_bytes)
             line += f"; {share} replicated"
