@@ -62,8 +62,7 @@ def report(
     grid, lines = _grid_and_lines(table, folded, width if is_text else None)
     if is_text:
         return "\n".join([grid.text(), "", *lines])
-    rows = markdown_table(grid, ("path", "spec", "rule"))
-    return "\n".join([rows, "", *(f"    {line}" for line in lines)])
+    return "\n".join([markdown_table(grid), "", *(f"    {line}" for line in lines)])
 
 
 def coloured_report(

@@ -15,6 +15,7 @@ from flax_layoutmap._tree.paths import Fold
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _OF_BYTES = ("bytes/device", "per device", "to send")
+_CODE = ("path", "spec", "rule")
 _LEAST = 16  # characters of a path
 
 Columns = Mapping[str, Sequence[str]]  # texts by the name of the column
@@ -98,14 +99,12 @@ def fitted(
     return grid_of(columns, marks)
 
 
-def markdown_table(grid: Grid, code: Sequence[str]) -> str:
-    """A table of Markdown, with the columns of some names as code."""
+def markdown_table(grid: Grid) -> str:
+    """A table of Markdown, with names as code."""
     rows = [grid.names, tuple("--:" if right else ":--" for right in grid.right)]
     for line in grid.lines:
         cells = zip(grid.names, line.cells, strict=True)
-        rows.append(
-            tuple(_code(text) if name in code else text for name, text in cells)
-        )
+        rows.append(tuple(_code(t) if name in _CODE else t for name, t in cells))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -167,24 +166,3 @@ def path_cell(fold: Fold) -> str:
     """The path of some leaves, and how many they are."""
     many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
     return f"{fold.text}{many}"
-
-
-# ---------------------------------- for pod and suggest, until they write no Markdown
-
-_MARKUP = re.compile(
-    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
-)
-
-
-def markdown_list(lines: Sequence[str]) -> str:
-    """One item per line; an indented line is an item below the one before it."""
-    items = map(markdown_text, lines)
-    return "\n".join(
-        f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
-        for item in items
-    )
-
-
-def markdown_text(text: str) -> str:
-    """A text that Markdown shows as it is."""
-    return _MARKUP.sub(r"\\\g<0>", visible(text))
