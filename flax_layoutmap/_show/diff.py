@@ -120,9 +120,9 @@ class ResolutionDiff(Shown):
         else:
             same = [f"{self.unchanged} as before"] if self.unchanged else []
             yield "leaves: " + ", ".join(self._counts() + same)
-        kinds = {"": self.bytes_per_device, " in host memory": self.host_bytes_per_device}
+        device, host = self.bytes_per_device, self.host_bytes_per_device
         for role, name in ROLES.items():
-            for where, sums in kinds.items():
+            for where, sums in (("", device), (" in host memory", host)):
                 if any(sums[role]):
                     yield f"{name}: {_growth(*sums[role])} per device{where}"
         if self.received_bytes and any(leaf.change == "moved" for leaf in self.changes):

@@ -1,6 +1,5 @@
 """What a Resolution decided, as JSON of schema 1: to compare, and for review."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Mapping
@@ -29,8 +28,7 @@ class Record(NamedTuple):
     placement: Placement | None  # None without a mesh
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Everything that a Resolution decided."""
 
     rules: RuleSet
