@@ -80,9 +80,7 @@ def test_any_names_can_be_written_and_read(
         assert_golden(layout_map.resolve(tree), path)
 
 
-def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
-    tmp_path: Path,
-) -> None:
+def test_a_difference_is_reported_and_how_to_accept_it(tmp_path: Path) -> None:
     path = tmp_path / "layouts.json"
     write_golden(rules().resolve(tree()), path)
     with pytest.raises(AssertionError) as caught:
@@ -93,9 +91,6 @@ def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
     assert "to send: at most " in text
     assert "to accept this, run pytest with --update-layouts" in text
     assert max(map(len, text.split("\n\n")[2].splitlines())) <= 100
-    options = flm.LayoutMap.from_json({**rules().to_json(), "overlap": "first"})
-    with pytest.raises(AssertionError, match=r"\+ overlap = 'first'"):
-        assert_golden(options.resolve(tree()), path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
