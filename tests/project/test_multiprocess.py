@@ -187,7 +187,7 @@ def first_in(part: str, odd: str, usual: str) -> str:
 
 
 KEYS, SCOPE = "keys and constants", "creating the models of a scope"
-RULE = "rules 3: {'pattern': 'scale', 'axes': ['...']}"
+RULE = "Rule('scale', replicated)"
 KERNEL = "kernel (8,8) float32, P(-, {})"
 DISAGREEMENTS = {
     "another_rule": (
@@ -216,7 +216,7 @@ DISAGREEMENTS = {
         + first_in(
             "table",
             "opt_state/0/count () int32, replicated",
-            "opt_state/0/trace/bias (8,) float32, replicated, device",
+            "opt_state/0/trace/bias (8,) float32, replicated device",
         ),
     ),
     "another_rule_in_jit": (
