@@ -1,17 +1,100 @@
-"""Count the operations of matrix products and convolutions in a program of XLA."""
+"""Count how often loops run, and the operations of matrix products."""
 
 import functools
 import math
 import re
 
-from flax_layoutmap.pod._hlo_text import Array, Instruction, Module, called_by
-from flax_layoutmap.pod._hlo_values import trips
+from flax_layoutmap.pod._hlo_text import (
+    Instruction,
+    Line,
+    Module,
+    called_by,
+    operand_names,
+)
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LOOP_PARTS = re.compile(r"\b(body|condition)=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"[su](?:8|16|32|64)\[\]\S* constant\((-?\d+)\)")
+_INDEX = re.compile(r" get-tuple-element\(.*\bindex=(\d+)")
+_COPIES = frozenset("bitcast convert copy copy-done copy-start reshape".split())
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _GROUPS = re.compile(r"batch_group_count=(\d+)")
 _WORK = re.compile(r" (?:dot|convolution|while|fusion|call|conditional|async-start)\(")
+
+
+def trips(module: Module, where: str, loop: Instruction) -> int | None:
+    """The trip count of a loop; None if unknown.
+
+    The CPU compiler writes it down. The TPU's does not: it is found from the start
+    (a constant in the initial tuple), the bound (the one constant of the condition),
+    and the step (what the body adds), which is 2 for the loops of collective matrix
+    products, and the start 1 where the first iteration was peeled off.
+    """
+    known = _KNOWN.search(loop.attributes)
+    if known:
+        return int(known[1])
+    called = dict(_LOOP_PARTS.findall(loop.attributes))
+    lines = module.computations[called["condition"]]
+    used = {name for line in lines for name in operand_names(line.text)}
+    compared = {
+        int(index[1])
+        for line in lines
+        if line.name in used and (index := _INDEX.search(line.text))
+    }
+    bounds = {bound for bound in _constants(module, called["condition"]) if bound > 0}
+    below = any("direction=LT" in line.text for line in lines)
+    if len(bounds) != 1 or len(compared) != 1 or not below:
+        return None
+    (at,), (end,) = compared, bounds
+    initial = module.instruction(where, loop.operands[0])
+    start = _number(_operand(module, where, initial, at))
+    step = _step(module, called["body"], at)
+    if start is None or step is None:
+        return None
+    return max(0, -(-(end - start) // step))
+
+
+def _step(module: Module, body: str, at: int) -> int | None:
+    """The positive constant that the body adds to an element; else None."""
+    line = _operand(module, body, module.root(body), at)
+    added = None if line is None else line.instruction
+    if added is None or added.opcode != "add":
+        return None
+    numbers = [_number(_operand(module, body, added, side)) for side in (0, 1)]
+    steps = [number for number in numbers if number is not None and number > 0]
+    return steps[0] if len(steps) == 1 else None
+
+
+def _constants(module: Module, computation: str) -> set[int]:
+    """The integer constants of a computation and those that it calls."""
+    numbers: set[int] = set()
+    for line in module.computations.get(computation, []):
+        number = _number(line)
+        numbers |= set() if number is None else {number}
+        for name in called_by(line.text):
+            numbers |= _constants(module, name)
+    return numbers
+
+
+def _operand(
+    module: Module, where: str, op: Instruction | None, at: int
+) -> Line | None:
+    """The line of an operand of an instruction, or of what that is a copy of."""
+    while op is not None and at < len(op.operands):
+        line = module.by_name.get((where, op.operands[at]))
+        op, at = (None if line is None else line.instruction), 0
+        if op is None or op.opcode not in _COPIES:
+            return line
+    return None
+
+
+def _number(line: Line | None) -> int | None:
+    """The value of an integer constant; None for other lines."""
+    number = None if line is None else _CONSTANT.search(line.text)
+    return int(number[1]) if number else None
 
 
 def flops_of(module: Module) -> int:
@@ -31,32 +114,29 @@ def flops_of(module: Module) -> int:
                 count += _product(module, computation, op)
                 continue
             times = trips(module, computation, op) if op.opcode == "while" else 1
-            inner = (name for name in called_by(op.attributes))
-            count += (times or 1) * sum(map(total, inner))
+            count += (times or 1) * sum(map(total, called_by(op.attributes)))
         return count
 
-    return total(module.entry or "")
+    return total(module.entry)
 
 
 def _product(module: Module, computation: str, op: Instruction) -> int:
-    shapes = [_shape(module, computation, name) for name in op.operands[:2]]
-    if len(shapes) < 2 or not isinstance(op.type, Array):
+    given = [module.instruction(computation, name) for name in op.operands]
+    left, right = [(each and each.shape) or () for each in given]
+    if op.shape is None:
         return 0
-    size = math.prod(op.type.shape)
-    if op.opcode == "dot":
-        dims = _CONTRACTED.search(op.attributes)
-        numbers = [int(dim) for dim in dims[1].split(",") if dim] if dims else []
-        return 2 * size * math.prod(shapes[0][dim] for dim in numbers)
-    return 2 * _convolution(op, size, *shapes)
-
-
-def _shape(module: Module, computation: str, name: str) -> tuple[int, ...]:
-    op = module.instruction(computation, name)
-    return op.type.shape if op is not None and isinstance(op.type, Array) else ()
+    if op.opcode == "convolution":
+        return 2 * _convolution(op, op.shape, left, right)
+    dims = _CONTRACTED.search(op.attributes)
+    summed = re.findall(r"\d+", dims[1]) if dims else []
+    return 2 * math.prod(op.shape) * math.prod(left[int(dim)] for dim in summed)
 
 
 def _convolution(
-    op: Instruction, size: int, given: tuple[int, ...], kernel: tuple[int, ...]
+    op: Instruction,
+    result: tuple[int, ...],
+    given: tuple[int, ...],
+    kernel: tuple[int, ...],
 ) -> int:
     """Multiplications of a convolution, without those with padding or holes.
 
@@ -66,20 +146,18 @@ def _convolution(
     labels = _LABELS.search(op.attributes)
     if labels is None or not given or not kernel:
         return 0
-    assert isinstance(op.type, Array)
     left, right, out = labels.groups()
     window = _WINDOW.search(op.attributes)
     fields = dict(part.split("=") for part in window[1].split()) if window else {}
-    features = kernel[right.index("i")]
+    count = kernel[right.index("i")]
     spatial = sorted(label for label in out if label.isdigit())
-    used = 1
-    for at, label in enumerate(spatial):
-        ends = given[left.index(label)], kernel[right.index(label)]
-        places = op.type.shape[out.index(label)]
-        size //= max(places, 1)
-        used *= _hits(fields, at, *ends, places)
+    for label, size in zip(out, result, strict=True):
+        if label.isdigit():
+            ends = given[left.index(label)], kernel[right.index(label)]
+            size = _hits(fields, spatial.index(label), *ends, size)
+        count *= size
     groups = _GROUPS.search(op.attributes)
-    return size * features * used // (int(groups[1]) if groups else 1)
+    return count // (int(groups[1]) if groups else 1)
 
 
 def _hits(fields: dict[str, str], at: int, given: int, kernel: int, places: int) -> int:

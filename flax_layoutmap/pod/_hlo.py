@@ -10,16 +10,16 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from flax_layoutmap.pod._flops import trips
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
+from flax_layoutmap.pod._hlo_sources import Sources
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
     Line,
     Module,
-    Type,
-    active,
     arrays_of,
     called_by,
     communicates,
@@ -27,7 +27,7 @@ from flax_layoutmap.pod._hlo_text import (
     rendezvous,
     split,
 )
-from flax_layoutmap.pod._hlo_values import Call, Sources, trips
+from flax_layoutmap.pod._hlo_values import Call
 from flax_layoutmap.pod._records import Collective, Kind
 
 _KINDS: dict[str, Kind] = {
@@ -102,41 +102,57 @@ def read_program(
     # A program for several slices counts the places of one of them.
     grid = Grid(tuple(names), sizes, slices, module.partitions or math.prod(sizes))
     sources = Sources(module, paths, results or {}, parameters, new_parameters)
-    return _Reader(module, grid, sources, frozenset(crossing)).read()
+    return _Reader(module, grid, sources, crossing).read()
 
 
-@dataclasses.dataclass(slots=True)
-class _Found:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Site:
     """A line that communicates, in one call of its computation."""
 
     line: Line
-    instruction: Instruction
+    op: Instruction
     home: str
     executions: int
     calls: tuple[Call, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moved:
+    """What an operation moves, and between which devices."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+    arrays: list[Array]
+    members: int
+    over_dcn: bool
+
+
 class _Reader:
     def __init__(
-        self, module: Module, grid: Grid, sources: Sources, crossing: frozenset[str]
+        self, module: Module, grid: Grid, sources: Sources, crossing: Collection[str]
     ) -> None:
         self.module = module
         self.crossing = crossing
         self.grid = grid
-        self.sources_of = sources
+        self.sources = sources
+        self.lines_of = functools.cache(self._lines_of)
         self.seen: set[int] = set()
-        self.found: list[_Found] = []
+        self.sites: list[_Site] = []
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
         self.branching: dict[str, None] = {}
-        self.active = active(module)
 
     def read(self) -> Program:
-        if self.module.entry is not None:
-            self.walk(self.module.entry, 1, ())
+        self.walk(self.module.entry, 1, ())
         collectives: list[Collective] = []
-        for group in _operations(self.found):
-            collectives += self.collective(min(group, key=lambda f: f.executions))
+        for sites in _operations(self.sites):
+            site = min(sites, key=lambda site: site.executions)
+            between = site.op.opcode == "send"
+            moved = self.between_slices(site) if between else self.within(site)
+            if isinstance(moved, str):
+                self.fails(site.line, moved)
+            elif moved.axes:  # else each device is alone in its group
+                collectives += self.records(site, moved)
         for lines in self.module.computations.values():
             for line in lines:
                 if line.number not in self.seen and may_communicate(line.text):
@@ -155,22 +171,31 @@ class _Reader:
         text = text if len(text) <= 160 else f"{text[:159]}…"
         self.trouble[line.number] = f"{why}: {text}"
 
+    def _lines_of(self, home: str) -> list[Line]:
+        """The lines of a computation that communicate, or call one that does."""
+        return [
+            line
+            for line in self.module.computations.get(home, ())
+            if may_communicate(line.text)
+            or any(map(self.lines_of, called_by(line.text)))
+        ]
+
     def walk(self, home: str, executions: int, calls: tuple[Call, ...]) -> None:
         """Visit a computation and those that it calls."""
-        for line in self.active[home]:
+        for line in self.lines_of(home):
             op = line.instruction
             self.seen.add(line.number)
             if op is None:
                 self.fails(line, "cannot be read")
                 continue
             if communicates(line.text, op):
-                self.visit(_Found(line, op, home, executions, calls))
+                self.visit(_Site(line, op, home, executions, calls))
             times = executions
             if op.opcode == "while":
                 times *= self.trips_of(home, op)
             elif _END.search(op.opcode):
                 continue
-            called = [name for name in called_by(op.attributes) if name in self.active]
+            called = list(filter(self.lines_of, called_by(op.attributes)))
             if op.opcode == "conditional" and called:
                 self.branching[op.name] = None
             for name in called:
@@ -183,114 +208,90 @@ class _Reader:
             self.loops[f"loop {op.name}: {why}"] = None
         return 1 if count is None else count
 
-    def visit(self, found: _Found) -> None:
-        line, op = found.line, found.instruction
-        opcode = op.opcode
-        if _END.search(opcode):
-            if (found.home, *op.operands[:1]) not in self.module.by_name:
-                self.fails(line, "its start is not there")
-        elif opcode == "recv" and rendezvous(op.attributes) in self.sent:
-            pass
-        elif opcode == "recv" and _TRANSFER.search(line.text):
-            self.fails(line, "its send is not there")
-        elif opcode == "send" and _TRANSFER.search(line.text):
-            self.found.append(found)
-        elif opcode.removesuffix("-start") in _KINDS:
-            self.found.append(found)
+    def visit(self, site: _Site) -> None:
+        """Keep a line that communicates, unless its counterpart has been kept."""
+        op, between_slices = site.op, _TRANSFER.search(site.line.text)
+        if _END.search(op.opcode):
+            if (site.home, *op.operands[:1]) not in self.module.by_name:
+                self.fails(site.line, "its start is not there")
+        elif op.opcode == "recv" and between_slices:
+            if rendezvous(op.attributes) not in self.sent:
+                self.fails(site.line, "its send is not there")
+        elif op.opcode == "send" and between_slices:
+            self.sites.append(site)
+        elif op.opcode.removesuffix("-start") in _KINDS:
+            self.sites.append(site)
         else:
-            self.fails(line, "unknown form")
+            self.fails(site.line, "unknown form")
 
     @functools.cached_property
-    def sent(self) -> set[str | None]:
+    def sent(self) -> set[str]:
         """Names under which something is sent to another slice."""
-        return {name for _, name in self.module.sends} - {None}
+        return {name for _, name in self.module.sends}
 
-    def collective(self, found: _Found) -> list[Collective]:
-        """The records of one operation; else the reason is in `trouble`."""
-        if found.instruction.opcode == "send":
-            made = self.between_slices(found)
-        else:
-            made = self.within(found)
-        if isinstance(made, str):
-            self.fails(found.line, made)
-            return []
-        return made
-
-    def within(self, found: _Found) -> list[Collective] | str:
-        instruction = found.instruction
-        kind = _KINDS[instruction.opcode.removesuffix("-start")]
-        arrays = _payload(kind, instruction)
+    def within(self, site: _Site) -> _Moved | str:
+        """What an operation within a slice moves; else why it cannot be read."""
+        op = site.op
+        opcode = op.opcode.removesuffix("-start")
+        kind, parts = _KINDS[opcode], op.type
+        if opcode != op.opcode and kind != "all-reduce" and isinstance(parts, tuple):
+            parts = parts[1]  # of operand, result, context
+        arrays = arrays_of(parts)
         if not arrays:
             return "its type cannot be read"
         if kind == "collective-permute":
-            groups = pairs_of(instruction.attributes)
+            groups = pairs_of(op.attributes)
         else:
-            groups = groups_of(instruction.attributes, self.grid.partitions)
+            groups = groups_of(op.attributes, self.grid.partitions)
         if groups is None:
             return "its groups cannot be read"
-        axes = self.grid.axes(groups)
+        axes, members = self.grid.axes(groups), groups.shape[1]
         if axes is None:
             return "its groups are not of this mesh"
-        if not axes:  # each device is alone in its group
-            return []
-        if kind == "all-reduce" and self.scatters(found.home):
+        if kind == "all-reduce" and self.scatters(site.home):
             kind = "reduce-scatter"
-        elif instruction.opcode.startswith("reduce-scatter"):
-            arrays = _widened(arrays, groups.shape[1])
-        crosses = self.grid.crosses(groups) or not self.crossing.isdisjoint(axes)
-        return self.record(found, kind, axes, arrays, groups.shape[1], crosses)
+        elif opcode == "reduce-scatter":
+            arrays = _widened(arrays, members)
+        crosses = self.grid.crosses(groups) or not set(axes).isdisjoint(self.crossing)
+        return _Moved(kind, axes, arrays, members, crosses)
 
-    def between_slices(self, found: _Found) -> list[Collective] | str:
-        transfer = _TRANSFER.search(found.line.text)
+    def between_slices(self, site: _Site) -> _Moved | str:
+        """What is sent to another slice; else why it cannot be read."""
+        transfer = _TRANSFER.search(site.line.text)
         sent_as = transfer[1] if transfer else ""
-        kind = _BETWEEN_SLICES.get(sent_as)
         # The token and the context follow what is sent.
-        parts = found.instruction.type
+        parts = site.op.type
         arrays = arrays_of(parts[0]) if isinstance(parts, tuple) and parts else []
-        if kind is None or not arrays:
+        if sent_as not in _BETWEEN_SLICES or not arrays:
             return f"unknown transfer {sent_as!r}"
-        slices = self.grid.slices
+        kind, slices = _BETWEEN_SLICES[sent_as], self.grid.slices
         if kind == "all-gather":
             arrays = _widened(arrays, slices)
-        axes = self.grid.axes_between_slices()
-        return self.record(found, kind, axes, arrays, slices, True)
+        return _Moved(kind, self.grid.axes_between_slices(), arrays, slices, True)
 
-    def record(
-        self,
-        found: _Found,
-        kind: Kind,
-        axes: tuple[str, ...],
-        arrays: list[Array],
-        members: int,
-        over_dcn: bool,
-    ) -> list[Collective]:
+    def records(self, site: _Site, moved: _Moved) -> Iterator[Collective]:
         """One record for each leaf that the operation moves, usually one."""
-        own = found.instruction
-        paths, source = self.sources_of(found.home, own, found.calls)
-        parts = {paths[0]: arrays}
-        if len(set(paths)) > 1 and len(paths) == len(arrays):
+        paths, source = self.sources(site.home, site.op, site.calls)
+        parts = {paths[0]: moved.arrays}
+        if len(paths) == len(moved.arrays):
             parts = collections.defaultdict(list)
-            for path, array in zip(paths, arrays, strict=True):
+            for path, array in zip(paths, moved.arrays, strict=True):
                 parts[path].append(array)
-        records = []
-        for these_paths, these in parts.items():
-            size = sum(array.bytes for array in these)
-            records.append(
-                Collective(
-                    kind=kind,
-                    axes=axes,
-                    bytes=size,
-                    wire_bytes=wire_bytes(kind, size, members),
-                    executions=found.executions,
-                    dtype=these[0].dtype,
-                    shape=these[0].shape,
-                    path=these_paths[0] if these_paths else None,
-                    joined=these_paths[1:],
-                    source=source,
-                    over_dcn=over_dcn,
-                )
+        for leaves, arrays in parts.items():
+            size = sum(array.bytes for array in arrays)
+            yield Collective(
+                kind=moved.kind,
+                axes=moved.axes,
+                bytes=size,
+                wire_bytes=wire_bytes(moved.kind, size, moved.members),
+                executions=site.executions,
+                dtype=arrays[0].dtype,
+                shape=arrays[0].shape,
+                path=leaves[0] if leaves else None,
+                joined=leaves[1:],
+                source=source,
+                over_dcn=moved.over_dcn,
             )
-        return records
 
     def scatters(self, home: str) -> bool:
         """Whether a fusion is a reduce-scatter: an all-reduce that keeps a slice."""
@@ -308,31 +309,19 @@ def wire_bytes(kind: Kind, size: int, members: int) -> int:
     return size * (members - 1) // members
 
 
-def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:
+def _operations(sites: Iterable[_Site]) -> Iterable[list[_Site]]:
     """Group the lines of one operation.
 
     An asynchronous gather is in each of the fusions that it overlaps with, with one
     chain id. Any other line is an operation by itself.
     """
-    groups: dict[tuple[object, ...], list[_Found]] = collections.defaultdict(list)
-    for at, one in enumerate(found):
-        attributes = one.instruction.attributes
+    groups: dict[object, list[_Site]] = collections.defaultdict(list)
+    for at, site in enumerate(sites):
+        attributes = site.op.attributes
         chain, channel = _CHAIN.search(attributes), _CHANNEL.search(attributes)
-        key: tuple[object, ...] = (at,)
-        if chain and channel:
-            key = (one.instruction.opcode, chain[1], channel[1])
-        groups[key].append(one)
+        key = (site.op.opcode, chain[1], channel[1]) if chain and channel else at
+        groups[key].append(site)
     return groups.values()
-
-
-def _payload(kind: Kind, instruction: Instruction) -> list[Array]:
-    """The result of a collective, without the context of an asynchronous start."""
-    parts: Type = instruction.type
-    starts = instruction.opcode.endswith("-start")
-    if starts and kind != "all-reduce" and isinstance(parts, tuple):
-        # Operand, result, context.
-        return arrays_of(parts[1]) if len(parts) > 1 else []
-    return arrays_of(parts)
 
 
 def _widened(arrays: list[Array], times: int) -> list[Array]:

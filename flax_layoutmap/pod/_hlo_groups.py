@@ -5,7 +5,9 @@ anonymous axes, and such a mesh over other device ids. All are parsed to lists o
 in the mesh; the axes are those along which the places of a group differ.
 """
 
+import collections
 import dataclasses
+import itertools
 import math
 import re
 
@@ -21,6 +23,7 @@ _MESH = re.compile(
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?\s*)*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+# `'a'`, or a part of it: `'a':(2)4` is 4 of it, after a factor of 2.
 _PICKED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
@@ -77,97 +80,62 @@ class Grid:
 
 def groups_of(attributes: str, partitions: int) -> np.ndarray | None:
     """The groups of a collective, one row each; None where they cannot be read."""
-    for read in (_iota, _mesh, _lists):
-        groups = read(attributes, partitions)
-        if groups is not None:
-            return groups
+    try:
+        if iota := _IOTA.search(attributes):
+            return _ids(*iota.group(2, 3)).reshape(_numbers(iota[1]))
+        if mesh := _MESH.search(attributes):
+            return _of_mesh(*mesh.groups())
+        if lists := _LISTS.search(attributes):
+            rows = [_numbers(row) for row in re.findall(r"\{([^}]*)\}", lists[1])]
+            # An empty list means all devices.
+            return np.array(rows or [range(partitions)], dtype=np.int64)
+    except (KeyError, ValueError):  # an unknown axis; sizes that do not fit
+        pass
     return None
 
 
 def pairs_of(attributes: str) -> np.ndarray | None:
     """Source and target of a permute, one row for each pair that moves something."""
-    found = _PAIRS.search(attributes)
-    if found is None:
+    written = _PAIRS.search(attributes)
+    if written is None:
         return None
-    ids = [int(digits) for digits in re.findall(r"\d+", found[1])]
-    pairs = np.array(ids, dtype=np.int64).reshape(-1, 2)
+    pairs = np.array(_numbers(written[1]), dtype=np.int64).reshape(-1, 2)
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
-def _iota(attributes: str, partitions: int) -> np.ndarray | None:
-    found = _IOTA.search(attributes)
-    if found is None:
-        return None
-    shape, dims = _numbers(found[1]), _numbers(found[2])
-    ids = _transposed(dims, found[3], partitions)
-    if ids is None or len(shape) != 2 or math.prod(shape) != ids.size:
-        return None
-    return ids.reshape(shape)
+def _ids(shape: str, order: str | None) -> np.ndarray:
+    """Devices `[2,4]` numbered row by row, then transposed by `T(1,0)`."""
+    dims = _numbers(shape)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids if order is None else ids.transpose(_numbers(order))).reshape(-1)
 
 
-def _transposed(dims: list[int], order: str | None, limit: int) -> np.ndarray | None:
-    count = math.prod(dims)
-    if not 0 < count <= limit:
-        return None
-    ids = np.arange(count).reshape(dims)
-    if order is None:
-        return ids.reshape(-1)
-    axes = _numbers(order)
-    if sorted(axes) != list(range(len(dims))):
-        return None
-    return ids.transpose(axes).reshape(-1)
-
-
-def _mesh(attributes: str, partitions: int) -> np.ndarray | None:
-    found = _MESH.search(attributes)
-    if found is None:
-        return None
-    axes = [(name, int(size)) for name, size in _MESH_AXIS.findall(found[1])]
-    count = math.prod(size for _, size in axes)
-    if not axes or not 0 < count <= partitions:
-        return None
-    ids: np.ndarray | None = np.arange(count)
-    if found[2] is not None:
-        ids = _transposed(_numbers(found[2]), found[3], partitions)
-    if ids is None or ids.size != count:
-        return None
+def _of_mesh(
+    written: str, shape: str | None, order: str | None, names: str
+) -> np.ndarray:
+    axes = {name: int(size) for name, size in _MESH_AXIS.findall(written)}
+    ids = _ids(shape or str(math.prod(axes.values())), order)
+    # Each axis is cut where a part of it begins or ends.
     sizes: list[int] = []
     picked: list[int] = []
-    chosen = _PICKED_AXIS.findall(found[4])
-    if {name for name, _, _ in chosen} - {name for name, _ in axes}:
-        return None
-    for name, size in axes:
-        mine = [(before, part) for other, before, part in chosen if other == name]
-        if mine and mine[0][0]:
-            # A part of an axis: 'a':(2)4 is 4 of it, after a factor of 2.
-            if len(mine) > 1:
-                return None
-            before, part = int(mine[0][0]), int(mine[0][1])
-            if before * part < 1 or size % (before * part):
-                return None
-            picked.append(len(sizes) + 1)
-            sizes += [before, part, size // (before * part)]
-        else:
-            if mine:
+    parts = collections.defaultdict(list)
+    for name, before, size in _PICKED_AXIS.findall(names):
+        start, whole = int(before or 1), axes[name]
+        parts[name].append(range(start, start * int(size or whole)))
+    for name, whole in axes.items():
+        cuts = {
+            1,
+            whole,
+            *(end for part in parts[name] for end in (part.start, part.stop)),
+        }
+        for start, end in itertools.pairwise(sorted(cuts)):
+            if any(start in part for part in parts[name]):
                 picked.append(len(sizes))
-            sizes.append(size)
+            sizes.append(end // start)
     rest = [at for at in range(len(sizes)) if at not in picked]
     width = math.prod(sizes[at] for at in picked)
     return ids.reshape(sizes).transpose(rest + picked).reshape(-1, width)
-
-
-def _lists(attributes: str, partitions: int) -> np.ndarray | None:
-    found = _LISTS.search(attributes)
-    if found is None:
-        return None
-    rows = [_numbers(row) for row in re.findall(r"\{([\d, ]*)\}", found[1])]
-    if not rows:
-        # An empty list means all devices.
-        return np.arange(partitions).reshape(1, -1)
-    if len({len(row) for row in rows}) != 1 or not rows[0]:
-        return None
-    return np.array(rows, dtype=np.int64)

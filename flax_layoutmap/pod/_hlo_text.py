@@ -1,30 +1,35 @@
 """Parse the text of a compiled program: computations, instructions, types.
 
-What cannot be read returns None, so that the caller can count it.
+An instruction that cannot be read is None, so that the caller can count it.
 """
 
-import collections
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
-_ARRAY = re.compile(
-    r"([a-z]\w*)\[((?:<?=?[0-9]{1,18}(?:,<?=?[0-9]{1,18})*)?)\](?:\{[^{}]*\})?"
+# What may stand between parentheses: at most four others, one in another.
+_INSIDE = r"[^()]*"
+for _ in range(4):
+    _INSIDE = rf"[^()]*(?:\({_INSIDE}\)[^()]*)*"
+_LINE = re.compile(
+    rf"\s*(ROOT )?%?([\w.\-]+) = (\({_INSIDE}\)|[^\s(]\S*) +"
+    rf"([a-z][\w\-]*)\(({_INSIDE})\)(.*)",
+    re.DOTALL,
 )
-_COMMENT = re.compile(r"/\*.*?\*/")
-_LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
+# `bf16[4,8]{1,0:T(8,128)}`, and what tuples of such have besides.
+_TYPE = re.compile(
+    r"([a-z]\w*)\[((?:<?=?\d+,?)*)\](?:\{[^{}]*\})?|[()]|/\*.*?\*/|[,\s]"
+)
 
 # `bf16`, `u4`, `f8e4m3fn`.
 _ELEMENT_TYPE = re.compile(r"(bf|f|u|s)(\d+)(e\w+)?")
@@ -74,6 +79,11 @@ class Instruction:
     attributes: str
     root: bool
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its result; None for a tuple."""
+        return self.type.shape if isinstance(self.type, Array) else None
+
 
 @dataclasses.dataclass(eq=False)
 class Line:
@@ -83,30 +93,30 @@ class Line:
     text: str
 
     @functools.cached_property
-    def name(self) -> str | None:
-        """Name of the instruction; None for what is not one."""
-        found = _LINE.match(self.text)
-        return found[2] if found else None
+    def name(self) -> str:
+        """Name of the instruction; empty for what is not one."""
+        result = _RESULT.match(self.text)
+        return result[1] if result else ""
 
     @functools.cached_property
     def instruction(self) -> Instruction | None:
         """The instruction; None where it has another form."""
-        return read_line(self.text)
+        return _read_line(self.text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
     """A program: its computations by name."""
 
-    computations: dict[str, list[Line]]
-    entry: str | None
+    computations: Mapping[str, list[Line]]
+    entry: str
     text: str
 
     @property
     def partitions(self) -> int | None:
         """The number of devices of the program; None if unknown."""
-        found = _PARTITIONS.search(self.text[: self.text.find("\n")])
-        return int(found[1]) if found else None
+        written = _PARTITIONS.search(self.text[: self.text.find("\n")])
+        return int(written[1]) if written else None
 
     @functools.cached_property
     def by_name(self) -> dict[tuple[str, str], Line]:
@@ -115,48 +125,47 @@ class Module:
             (computation, line.name): line
             for computation, lines in self.computations.items()
             for line in lines
-            if line.name is not None
         }
 
-    def instruction(self, computation: str, name: str | None) -> Instruction | None:
+    def instruction(self, computation: str, name: str) -> Instruction | None:
         """One instruction by its name; None where it is not there."""
-        line = self.by_name.get((computation, name or ""))
+        line = self.by_name.get((computation, name))
         return None if line is None else line.instruction
 
     def changed(self, made: Mapping[Line, Instruction]) -> "Module":
         """The program with other instructions in the place of some lines."""
         computations = {
             name: [
-                _written(made[line], line) if line in made else line for line in lines
+                _written(made[line], line.number) if line in made else line
+                for line in lines
             ]
             for name, lines in self.computations.items()
         }
         return dataclasses.replace(self, computations=computations)
 
     @functools.cached_property
-    def sends(self) -> dict[tuple[str, str | None], Instruction]:
+    def sends(self) -> dict[tuple[str, str], Instruction]:
         """Computation and rendezvous → the `send` to another slice."""
-        found = {}
-        for computation, lines in self.computations.items():
-            for line in lines:
-                if " send(" in line.text and line.instruction is not None:
-                    name = rendezvous(line.text)
-                    if name is not None:
-                        found[computation, name] = line.instruction
-        return found
+        return {
+            (computation, name): line.instruction
+            for computation, lines in self.computations.items()
+            for line in lines
+            if " send(" in line.text and line.instruction is not None
+            if (name := rendezvous(line.text))
+        }
 
-    def parameters(self) -> list["Array"]:
+    def parameters(self) -> list[Array]:
         """The arguments of the program, in order; of a partitioned one their shards."""
-        found: dict[int, Array] = {}
-        for line in self.computations.get(self.entry or "", []):
-            number = _PARAMETER.search(line.text)
-            if number and line.instruction and isinstance(line.instruction.type, Array):
-                found[int(number[1])] = line.instruction.type
-        return [found[at] for at in sorted(found)]
+        types = {
+            int(number[1]): line.instruction.type
+            for line in self.computations.get(self.entry, [])
+            if (number := _PARAMETER.search(line.text)) and line.instruction
+        }
+        return arrays_of(tuple(types[at] for at in sorted(types)))
 
-    def results(self) -> list["Array"]:
+    def results(self) -> list[Array]:
         """The results of the program, in order; of a partitioned one their shards."""
-        root = self.root(self.entry or "")
+        root = self.root(self.entry)
         return [] if root is None else arrays_of(root.type)
 
     def root(self, computation: str) -> Instruction | None:
@@ -169,124 +178,101 @@ class Module:
     def parameter_number(self, computation: str, name: str) -> int | None:
         """The number of a parameter of a computation; None for other instructions."""
         line = self.by_name.get((computation, name))
-        found = None if line is None else _PARAMETER.search(line.text)
-        return int(found[1]) if found else None
+        number = None if line is None else _PARAMETER.search(line.text)
+        return int(number[1]) if number else None
 
 
-def _written(op: Instruction, old: Line) -> Line:
-    """A line for an instruction, without its type."""
-    root, operands = "ROOT " * op.root, ", ".join(f"%{name}" for name in op.operands)
-    text = f"{root}%{op.name} = {op.opcode}({operands}){op.attributes}"
-    line = Line(old.number, text)
-    line.__dict__["instruction"] = op
-    return line
-
-
-def rendezvous(attributes: str) -> str | None:
-    """The name that a `send` to another slice and its `recv` share."""
-    found = _RENDEZVOUS.search(attributes)
-    return found[1] if found else None
+def rendezvous(attributes: str) -> str:
+    """The name that a `send` to another slice and its `recv` share, or nothing."""
+    name = _RENDEZVOUS.search(attributes)
+    return name[1] if name else ""
 
 
 def split(text: str) -> Module:
     """Take a program apart into its computations."""
     computations: dict[str, list[Line]] = {}
-    entry: str | None = None
-    current: list[Line] | None = None
-    tuples: dict[str, str] = {}
+    entry = ""
+    # The lines of the computation by name; none between computations.
+    known: dict[str, Line] | None = None
     for number, line in enumerate(text.splitlines()):
         header = None if line[:1].isspace() else _HEADER.fullmatch(line)
         if header:
-            current, tuples = computations.setdefault(header[2], []), {}
+            known = {}
+            current = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif line[:1] == "}":
-            current = None
-        elif current is not None and " = " in line:
-            current += _with_elements(number, line, tuples)
+            known = None
+        elif known is not None and " = " in line:
+            current += _with_elements(Line(number, line), known)
     return Module(computations, entry, text)
 
 
-def _with_elements(number: int, text: str, tuples: dict[str, str]) -> list[Line]:
+def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
     """A line, after one of get-tuple-element for each `%name#1` among its operands.
 
-    `tuples` are the lines of the computation that define tuples, by name; new elements
-    are added.
+    `known` has the lines of the computation before it by name; these are added.
     """
     made: list[Line] = []
 
-    def named(found: re.Match[str]) -> str:
-        name, index = found[1], int(found[2])
+    def named(operand: re.Match[str]) -> str:
+        name, index = operand[1], int(operand[2])
         element = f"{name}.element.{index}"
-        if element not in tuples:
-            kind = _type_of_element(tuples.get(name, ""), index)
-            line = f"%{element} = {kind} get-tuple-element(%{name}), index={index}"
-            tuples[element] = line
-            made.append(Line(number, line))
+        if element not in known:
+            op = known[name].instruction if name in known else None
+            whole = () if op is None or isinstance(op.type, Array) else op.type
+            kind = whole[index] if index < len(whole) else ()
+            rest = f", index={index}"
+            op = Instruction(element, kind, "get-tuple-element", (name,), rest, False)
+            known[element] = _written(op, line.number)
+            made.append(known[element])
         return f"%{element}"
 
+    text = line.text
     while _ELEMENT.search(text):  # `%name#1#0` in two turns
         text = _ELEMENT.sub(named, text)
-    if (at := text.find(" = (")) > 0:
-        tuples[text[:at].split()[-1].lstrip("%")] = text
-    return [*made, Line(number, text)]
+    line = line if text == line.text else Line(line.number, text)
+    known[line.name] = line
+    return [*made, line]
 
 
-def _type_of_element(text: str, index: int) -> str:
-    """The type of an element of the tuple that a line defines."""
-    found = _LINE.fullmatch(text)
-    end = None if found is None else _closing(found[3], 0)
-    parts = [] if found is None or end is None else _parts(found[3][1:end])
-    return parts[index].strip() if index < len(parts) else "()"
+def _written(op: Instruction, number: int) -> Line:
+    """A line for an instruction, without its type."""
+    root, operands = "ROOT " * op.root, ", ".join(f"%{name}" for name in op.operands)
+    line = Line(number, f"{root}%{op.name} = {op.opcode}({operands}){op.attributes}")
+    line.__dict__["instruction"] = op
+    return line
 
 
-def read_line(text: str) -> Instruction | None:
-    """Read one instruction; None where it has another form."""
-    found = _LINE.fullmatch(text)
-    if found is None:
+def _read_line(text: str) -> Instruction | None:
+    parts = _LINE.fullmatch(text)
+    kind = _read_type(parts[3]) if parts else None
+    if parts is None or kind is None:
         return None
-    rest = found[3]
-    if rest.startswith("("):
-        end = _closing(rest, 0)
-        if end is None:
-            return None
-        written, rest = rest[: end + 1], rest[end + 1 :]
-    else:
-        written, space, rest = rest.partition(" ")
-        if not space:
-            return None
-    kind = read_type(written)
-    opcode = _OPCODE.match(rest)
-    if kind is None or opcode is None:
-        return None
-    end = _closing(rest, opcode.end() - 1)
-    if end is None:
-        return None
-    operands = tuple(_NAME.findall(rest[opcode.end() : end]))
-    attributes = rest[end + 1 :]
-    return Instruction(
-        found[2], kind, opcode[1], operands, attributes, found[1] is not None
-    )
+    root, name, _, opcode, operands, attributes = parts.groups()
+    names = tuple(_NAME.findall(operands))
+    return Instruction(name, kind, opcode, names, attributes, root is not None)
 
 
-def read_type(written: str) -> Type | None:
+def _read_type(written: str) -> Type | None:
     """Read `bf16[4,8]{1,0}` or a tuple of such; None where it has another form."""
-    written = _COMMENT.sub("", written).strip()
-    if written.startswith("("):
-        if not written.endswith(")"):
-            return None
-        parts = [read_type(part) for part in _parts(written[1:-1])]
-        kept = [part for part in parts if part is not None]
-        return tuple(kept) if len(kept) == len(parts) else None
-    found = _ARRAY.fullmatch(written)
-    if found is None:
-        return None
-    if found[1] in ("token", "opaque"):
-        return ()
-    known = _element_type(found[1])
-    if known is None:
-        return None
-    shape = tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size)
-    return Array(known[0], shape, math.ceil(math.prod(shape) * known[1] / 8))
+    open_tuples: list[list[Type]] = [[]]
+    for token in _TYPE.finditer(written):
+        if token[0] == "(":
+            open_tuples.append([])
+        elif token[0] == ")":
+            parts = tuple(open_tuples.pop())
+            open_tuples[-1].append(parts)
+        elif token[1] in ("token", "opaque"):
+            open_tuples[-1].append(())
+        elif token[1]:
+            known = _element_type(token[1])
+            if known is None:
+                return None
+            shape = tuple(map(int, re.findall(r"\d+", token[2])))
+            size = math.ceil(math.prod(shape) * known[1] / 8)
+            open_tuples[-1].append(Array(known[0], shape, size))
+    types = open_tuples[0]
+    return types[0] if types and not _TYPE.sub("", written) else None
 
 
 def arrays_of(kind: Type) -> list[Array]:
@@ -296,32 +282,7 @@ def arrays_of(kind: Type) -> list[Array]:
     return [array for part in kind for array in arrays_of(part)]
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Where the parenthesis that opens at `start` closes."""
-    depth = 0
-    for at in range(start, len(text)):
-        if text[at] == "(":
-            depth += 1
-        elif text[at] == ")":
-            depth -= 1
-            if depth == 0:
-                return at
-    return None
-
-
-def _parts(text: str) -> list[str]:
-    """Split at the commas that are in no bracket."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(text):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(text[start:at])
-            start = at + 1
-    return [part for part in (*parts, text[start:]) if part.strip()]
-
+# ------------------------------------------------------------------- communication
 
 _COMMUNICATES = re.compile(
     r"[\s)}](?:(?:all|collective|reduce-scatter|ragged-all)(?:-[a-z]+)*|send|recv)\("
@@ -336,32 +297,6 @@ _CALLS_OUT = re.compile(
 _GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 # What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
 _REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
-
-
-def active(module: Module) -> dict[str, list[Line]]:
-    """Computations that communicate or call one that does → the lines that matter."""
-    matter: dict[str, set[Line]] = collections.defaultdict(set)
-    callers: dict[str, list[tuple[str, Line]]] = collections.defaultdict(list)
-    for name, lines in module.computations.items():
-        matter[name].update(line for line in lines if may_communicate(line.text))
-        for line in lines:
-            for called in called_by(line.text):
-                callers[called].append((name, line))
-    found: set[str] = set()
-    waiting = [name for name, lines in matter.items() if lines]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            for caller, line in callers[name]:
-                matter[caller].add(line)
-                waiting.append(caller)
-    if module.entry is not None:
-        found.add(module.entry)
-    return {
-        name: [line for line in module.computations[name] if line in matter[name]]
-        for name in found
-    }
 
 
 def called_by(text: str) -> list[str]:
@@ -382,97 +317,14 @@ def operand_names(text: str) -> list[str]:
 
 
 def may_communicate(text: str) -> bool:
+    """Whether a line may be one that moves data between devices."""
     patterns = (_COMMUNICATES, _CALLS_OUT, _GROUPED)
     return any(pattern.search(text) for pattern in patterns)
 
 
-def communicates(text: str, instruction: Instruction) -> bool:
+def communicates(text: str, op: Instruction) -> bool:
     """Whether a line that was read is one that moves data between devices."""
-    opcode = instruction.opcode
-    if opcode == "custom-call":
+    if op.opcode == "custom-call":
         return bool(_CALLS_OUT.search(text))
-    named = _COMMUNICATES.match(f" {opcode}(")
-    return bool(named or _GROUPED.search(instruction.attributes))
-
-
-# ------------------------------------------------------------------ source lines
-
-_ENTRY = re.compile(r"(\w+)=(\d+)")
-_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_ESCAPED = re.compile(rb"\\([\\'\"]|[0-3][0-7]{2})")
-# Frames of these libraries are skipped; a model may be installed with pip, too.
-_LIBRARIES = re.compile(
-    r"[/\\](?:jax|jaxlib|flax|optax|chex|contextlib\.py)(?:[/\\]|$)"
-)
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-def has_source(text: str) -> bool:
-    """Whether a line, or its attributes, says which line of Python it is from."""
-    return _FRAME.search(text) is not None
-
-
-class Frames:
-    """The tables at the head of a program: files, functions, lines, stacks."""
-
-    def __init__(self, text: str) -> None:
-        self._files = _texts(text, "FileNames")
-        self._functions = _texts(text, "FunctionNames")
-        self._places = _fields(text, "FileLocations")
-        self._frames = _fields(text, "StackFrames")
-
-    def source(self, attributes: str) -> str | None:
-        """`"model.py:36 Attention.__call__"`: the innermost frame of the user."""
-        found = _FRAME.search(attributes)
-        at = int(found[1]) if found else 0
-        innermost: str | None = None
-        seen: set[int] = set()
-        while at in self._frames and at not in seen:
-            seen.add(at)
-            frame = self._frames[at]
-            place = self._places.get(frame.get("file_location_id", 0), {})
-            file = self._files.get(place.get("file_name_id", 0))
-            if file is not None:
-                function = self._functions.get(place.get("function_name_id", 0), "")
-                function = function.replace(".<locals>", "")  # as in a plan
-                written = (
-                    f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
-                )
-                innermost = innermost or written
-                if not _LIBRARIES.search(file) and not file.startswith(_OURS):
-                    return written
-            # Printed one too high: 1 means no parent.
-            at = frame.get("parent_frame_id", 1) - 1
-        return innermost
-
-
-def _file_name(path: str) -> str:
-    return re.split(r"[/\\]", path)[-1]
-
-
-def _rows(text: str, table: str) -> list[tuple[int, str]]:
-    found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-    rows = found[1].splitlines() if found else []
-    split = [row.split(" ", 1) for row in rows]
-    return [(int(number), rest) for number, rest in split]
-
-
-def _texts(text: str, table: str) -> Mapping[int, str]:
-    return {number: _plain(rest.strip('"')) for number, rest in _rows(text, table)}
-
-
-def _plain(text: str) -> str:
-    """A text of XLA with its octal escapes decoded."""
-
-    def byte(found: re.Match[bytes]) -> bytes:
-        one = found[1]
-        return bytes([int(one, 8)]) if len(one) == 3 else one
-
-    return _ESCAPED.sub(byte, text.encode()).decode("utf-8", "replace")
-
-
-def _fields(text: str, table: str) -> Mapping[int, Mapping[str, int]]:
-    return {
-        number: {name: int(value) for name, value in _ENTRY.findall(rest)}
-        for number, rest in _rows(text, table)
-    }
+    named = _COMMUNICATES.match(f" {op.opcode}(")
+    return bool(named or _GROUPED.search(op.attributes))

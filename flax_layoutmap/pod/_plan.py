@@ -22,7 +22,8 @@ from flax_layoutmap.pod._ask import (
 from flax_layoutmap.pod._bounds import dcn_axes, memory_of, seconds_bound
 from flax_layoutmap.pod._flops import flops_of
 from flax_layoutmap.pod._hlo import Program, read_program
-from flax_layoutmap.pod._hlo_text import Array, Frames, Module, split
+from flax_layoutmap.pod._hlo_sources import Frames
+from flax_layoutmap.pod._hlo_text import Array, Module, split
 from flax_layoutmap.pod._lower import Lowered, lower_step, rules_and_mesh
 from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._records import Drift, Engine, Memory

@@ -9,9 +9,13 @@ of libtpu's.
 
 import io
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
 
 from flax_layoutmap.pod._ask import Code
 
@@ -32,7 +36,11 @@ def code_to_partition(lowered: Any) -> Code:
         module = module.clone()
         functions = _functions(module)
         _inline_calls(functions)
-        _rewrite(functions["main"].regions[0].blocks[0])
+        for op in list(_nested([functions["main"]])):
+            if op.name == "stablehlo.scatter":
+                _index_rows(op)
+            elif op.name == "stablehlo.dot_general":
+                _multiply(op)
         return _code(module)
 
 
@@ -66,25 +74,28 @@ def _functions(module: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------- inlining
 
 
+def _nested(operations: Iterable[Any]) -> Iterator[Any]:
+    """Operations, each after those in its regions."""
+    for op in operations:
+        for region in op.regions:
+            for block in region.blocks:
+                yield from _nested(block.operations)
+        yield op.operation
+
+
 def _inline_calls(functions: dict[str, Any]) -> None:
     """Inline the calls in `main`, and in what it calls once for all callers."""
     done: set[str] = set()
 
     def flatten(name: str) -> None:
-        if name not in done:
-            done.add(name)
-            walk(functions[name].regions[0].blocks[0])
-
-    def walk(block: Any) -> None:
-        for op in list(block.operations):
-            if op.operation.name in _CALLS:
+        if name in done:
+            return
+        done.add(name)
+        for op in list(_nested(functions[name].regions[0].blocks[0].operations)):
+            if op.name in _CALLS:
                 callee = str(op.attributes["callee"]).lstrip("@").strip('"')
                 flatten(callee)
                 _inline(op, functions[callee])
-                continue
-            for region in op.regions:
-                for inner in region.blocks:
-                    walk(inner)
 
     flatten("main")
 
@@ -96,59 +107,37 @@ def _inline(call: Any, callee: Any) -> None:
     for argument, operand in zip(block.arguments, call.operands, strict=True):
         argument.replace_all_uses_with(operand)
     *body, end = block.operations
-    _give_location(body, call.operation.location, {})
+    _give_location(body, call.location)
     for op in body:
-        op.operation.move_before(call.operation)
+        op.operation.move_before(call)
     for result, value in zip(call.results, end.operation.operands, strict=True):
         result.replace_all_uses_with(value)
-    call.operation.erase()
+    call.erase()
     copy.erase()
 
 
-def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
+def _give_location(operations: Iterable[Any], caller: Any) -> None:
     """Give operations without a source line that of their call.
 
-    A function of JAX is lowered once for all calls, without a source line. `known` maps
-    the locations of operations to those that they get.
+    A function of JAX is lowered once for all calls, without a source line.
     """
-    from jax.extend.mlir import ir
-
-    for each in operations:
-        op = each.operation
-        attribute = op.location.attr
-        if attribute not in known:
-            text = str(op.location)
+    # Locations of operations → those that they get.
+    known: dict[Any, Any] = {}
+    for op in _nested(operations):
+        old = op.location
+        if old.attr not in known:
+            text = str(old)
             name = text.partition('"')[2].partition('"')[0]
-            known[attribute] = None
-            if not _HAS_FILE.search(text):
-                known[attribute] = ir.Location.name(name, caller) if name else caller
-        if known[attribute] is not None:
-            op.location = known[attribute]
-        for region in op.regions:
-            for block in region.blocks:
-                _give_location(block.operations, caller, known)
+            new = ir.Location.name(name, caller) if name else caller
+            known[old.attr] = old if _HAS_FILE.search(text) else new
+        op.location = known[old.attr]
 
 
 # ------------------------------------------------------------------------- rewriting
 
 
-def _rewrite(block: Any) -> None:
-    for op in list(block.operations):
-        operation = op.operation
-        for region in operation.regions:
-            for inner in region.blocks:
-                _rewrite(inner)
-        if operation.name == "stablehlo.scatter":
-            _index_rows(operation)
-        elif operation.name == "stablehlo.dot_general":
-            _multiply(operation)
-
-
 def _index_rows(op: Any) -> None:
     """Replace the batch dims of a scatter of elements by iota indices."""
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import stablehlo
-
     name = "scatter_dimension_numbers"
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes[name])
     batch = list(numbers.input_batching_dims)
@@ -174,9 +163,6 @@ def _index_rows(op: Any) -> None:
 
 def _multiply(op: Any) -> None:
     """Replace a product with a vector in each batch by a multiplication and a sum."""
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import stablehlo
-
     numbers = stablehlo.DotDimensionNumbers(op.attributes[_DIMS])
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     summed = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
@@ -221,9 +207,6 @@ def _transposed(
     `done` has the values that were transposed in this order; `left` is the number of
     operations that it may still go back.
     """
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import stablehlo
-
     if value.type.rank < len(order) or order == sorted(order):
         return value
     if value in done:
@@ -251,10 +234,6 @@ def _transposed(
 
 
 def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import stablehlo
-    from jax.interpreters import mlir
-
     scalar = ir.RankedTensorType.get([], kind.element_type)
     zero = stablehlo.convert(scalar, mlir.ir_constant(np.int32(0)))
     made = stablehlo.ReduceOp([kind], [value], [zero], ir.DenseI64ArrayAttr.get(dims))
