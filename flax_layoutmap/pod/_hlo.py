@@ -136,9 +136,9 @@ class _Reader:
         self.grid = grid
         self.sources = sources
         self.lines_of = functools.cache(self._lines_of)
-        self.seen: set[int] = set()
+        self.seen: set[Line] = set()
         self.sites: list[_Site] = []
-        self.trouble: dict[int, str] = {}
+        self.trouble: dict[Line, str] = {}
         self.loops: dict[str, None] = {}
         self.branching: dict[str, None] = {}
 
@@ -155,7 +155,7 @@ class _Reader:
                 collectives += self.records(site, moved)
         for lines in self.module.computations.values():
             for line in lines:
-                if line.number not in self.seen and may_communicate(line.text):
+                if line not in self.seen and may_communicate(line.text):
                     op = line.instruction
                     if op is None or communicates(line.text, op):
                         self.fails(line, "not reached")
@@ -163,13 +163,13 @@ class _Reader:
         if self.branching:
             names = ", ".join(self.branching)
             notes = (f"each device takes one branch of {names}; all are counted",)
-        unread = (*self.loops, *(self.trouble[at] for at in sorted(self.trouble)))
+        unread = (*self.loops, *self.trouble.values())
         return Program(tuple(collectives), unread, notes)
 
     def fails(self, line: Line, why: str) -> None:
         text = " ".join(line.text.split())
         text = text if len(text) <= 160 else f"{text[:159]}…"
-        self.trouble[line.number] = f"{why}: {text}"
+        self.trouble[line] = f"{why}: {text}"
 
     def _lines_of(self, home: str) -> list[Line]:
         """The lines of a computation that communicate, or call one that does."""
@@ -184,7 +184,7 @@ class _Reader:
         """Visit a computation and those that it calls."""
         for line in self.lines_of(home):
             op = line.instruction
-            self.seen.add(line.number)
+            self.seen.add(line)
             if op is None:
                 self.fails(line, "cannot be read")
                 continue

@@ -18,7 +18,9 @@ _LINE = re.compile(
     rf"([a-z][\w\-]*)\(({_INSIDE})\)(.*)",
     re.DOTALL,
 )
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*\n((?:[^}].*\n)*)", re.MULTILINE
+)
 _RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
@@ -89,7 +91,6 @@ class Instruction:
 class Line:
     """A line of a program, parsed on first use."""
 
-    number: int
     text: str
 
     @functools.cached_property
@@ -135,10 +136,7 @@ class Module:
     def changed(self, made: Mapping[Line, Instruction]) -> "Module":
         """The program with other instructions in the place of some lines."""
         computations = {
-            name: [
-                _written(made[line], line.number) if line in made else line
-                for line in lines
-            ]
+            name: [_written(made[line]) if line in made else line for line in lines]
             for name, lines in self.computations.items()
         }
         return dataclasses.replace(self, computations=computations)
@@ -192,18 +190,15 @@ def split(text: str) -> Module:
     """Take a program apart into its computations."""
     computations: dict[str, list[Line]] = {}
     entry = ""
-    # The lines of the computation by name; none between computations.
-    known: dict[str, Line] | None = None
-    for number, line in enumerate(text.splitlines()):
-        header = None if line[:1].isspace() else _HEADER.fullmatch(line)
-        if header:
-            known = {}
-            current = computations.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        elif line[:1] == "}":
-            known = None
-        elif known is not None and " = " in line:
-            current += _with_elements(Line(number, line), known)
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        known: dict[str, Line] = {}
+        computations[name] = [
+            line
+            for written in body.splitlines()
+            if " = " in written
+            for line in _with_elements(Line(written), known)
+        ]
+        entry = name if is_entry else entry
     return Module(computations, entry, text)
 
 
@@ -223,22 +218,22 @@ def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
             kind = whole[index] if index < len(whole) else ()
             rest = f", index={index}"
             op = Instruction(element, kind, "get-tuple-element", (name,), rest, False)
-            known[element] = _written(op, line.number)
+            known[element] = _written(op)
             made.append(known[element])
         return f"%{element}"
 
     text = line.text
     while _ELEMENT.search(text):  # `%name#1#0` in two turns
         text = _ELEMENT.sub(named, text)
-    line = line if text == line.text else Line(line.number, text)
+    line = line if text == line.text else Line(text)
     known[line.name] = line
     return [*made, line]
 
 
-def _written(op: Instruction, number: int) -> Line:
+def _written(op: Instruction) -> Line:
     """A line for an instruction, without its type."""
     root, operands = "ROOT " * op.root, ", ".join(f"%{name}" for name in op.operands)
-    line = Line(number, f"{root}%{op.name} = {op.opcode}({operands}){op.attributes}")
+    line = Line(f"{root}%{op.name} = {op.opcode}({operands}){op.attributes}")
     line.__dict__["instruction"] = op
     return line
 

@@ -8,12 +8,12 @@ reduce-scatter. Without this, what a device sends is 1.3 to 2.2 times too much.
 
 import collections
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Sequence
 
 from flax_layoutmap.pod._hlo_groups import groups_of
-from flax_layoutmap.pod._hlo_text import Array, Instruction, Line, Module, split
+from flax_layoutmap.pod._hlo_text import Instruction, Line, Module, arrays_of, split
 
 _COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|all-to-all|collective-permute)\(")
 _PASSED = frozenset(("convert", "reshape", "transpose", "copy", "bitcast"))
@@ -46,87 +46,68 @@ class _Merged:
     def __init__(self, module: Module, lines: list[Line]) -> None:
         self.module = module
         self.partitions = module.partitions or 1
-        read = [line.instruction for line in lines if line.instruction is not None]
-        self.ops = {op.name: op for op in read}
-        self.lines = {line.name: line for line in lines}
+        self.body = functools.cache(self._body)
+        self.lines = {line.name: line for line in lines if line.instruction is not None}
         # A name → that of an equal operation before it.
         self.same: dict[str, str] = {}
-        # The computation of a reduction → its body without names.
-        self.done_by: dict[str, str] = {}
+        # Instructions with the first of equal operations as operands.
+        self.ops: dict[str, Instruction] = {}
         self.users: dict[str, list[Instruction]] = collections.defaultdict(list)
+        first: dict[object, str] = {}
+        for name, line in self.lines.items():
+            assert line.instruction is not None
+            operands = [self.same.get(each, each) for each in line.instruction.operands]
+            op = dataclasses.replace(line.instruction, operands=tuple(operands))
+            self.ops[name] = op
+            for operand in operands:
+                self.users[operand].append(op)
+            if op.opcode not in _APART and "rng" not in op.opcode:
+                equal = first.setdefault(self.key(op), name)
+                if equal != name and (op.opcode == "all-gather" or not op.root):
+                    self.same[name] = equal
 
     def changes(self) -> dict[Line, Instruction]:
         """The lines that change → their new instructions."""
-        made: dict[str, Instruction] = {}
-        self.find_equal()
-        for name, first in self.same.items():
-            if _COLLECTIVE.search(self.lines[name].text):
-                made[name] = _copied(self.ops[name], first)
-        for op in self.ops.values():
-            for operand in op.operands:
-                self.users[self.same.get(operand, operand)].append(op)
+        made: dict[Line, Instruction] = {}
         joined = self.joined()
-        for op in self.ops.values():
-            if op.name in joined:
-                made[op.name] = _copied(op, op.operands[0])
-            elif op.name in self.same:
-                continue
-            elif op.opcode in _MOVES and self.is_uniform(op.operands[0]):
-                made[op.name] = _copied(op, op.operands[0])
+        for name, line in self.lines.items():
+            op = line.instruction
+            assert op is not None
+            if name in self.same:
+                if _COLLECTIVE.search(line.text):
+                    made[line] = _copied(op, self.same[name])
+            elif name in joined or op.opcode in _MOVES and self.is_uniform(name):
+                made[line] = _copied(op, op.operands[0])
             elif op.opcode == "all-reduce" and self.is_scattered(op):
-                made[op.name] = dataclasses.replace(op, opcode="all-reduce-scatter")
-        return {self.lines[name]: op for name, op in made.items()}
+                made[line] = dataclasses.replace(op, opcode="all-reduce-scatter")
+        return made
 
     # ------------------------------------------------------------ equal operations
 
-    def find_equal(self) -> None:
-        first: dict[object, str] = {}
-        for op in self.ops.values():
-            if op.opcode in _APART or "rng" in op.opcode:
-                continue
-            equal = first.setdefault(self.key(op), op.name)
-            if equal != op.name and (op.opcode == "all-gather" or not op.root):
-                self.same[op.name] = equal
-
     def key(self, op: Instruction) -> object:
         """Equal for equal operations."""
-        operands = tuple(self.same.get(name, name) for name in op.operands)
         if op.opcode == "all-gather":
-            kind = op.type if isinstance(op.type, Array) else Array("", (), 0)
-            return (
-                tuple(map(self.source, operands)),
-                kind.dtype,
-                kind.bytes,
-                self.groups(op),
-            )
+            arrays = [(array.dtype, array.bytes) for array in arrays_of(op.type)]
+            sources = [self.behind(name, _TURNED) for name in op.operands]
+            return *arrays, *sources, self.groups(op)
         # Constants and the like have no operands: their text tells them apart.
-        written = "" if operands else _unnamed(self.lines[op.name].text)
-        rest = _APPLIED.sub(self._applied, _unnamed(op.attributes))
-        return op.opcode, operands, op.type, rest, written
+        written = "" if op.operands else _unnamed(self.lines[op.name].text)
+        rest = _APPLIED.sub(lambda name: self.body(name[1]), _unnamed(op.attributes))
+        return op.opcode, op.operands, op.type, rest, written
 
-    def source(self, name: str) -> str:
-        """The value that another is a transpose or reshape of."""
-        op = self.ops.get(name)
-        while op is not None and op.opcode in _TURNED and op.operands:
-            name = self.same.get(op.operands[0], op.operands[0])
-            op = self.ops.get(name)
+    def behind(self, name: str, opcodes: frozenset[str]) -> str:
+        """The value that another is made of by some operations."""
+        while (op := self.ops.get(name)) and op.opcode in opcodes:
+            name = op.operands[0]
         return name
 
     def is_uniform(self, name: str) -> bool:
-        """Whether a value is a scalar constant, which is the same on all devices."""
-        op = self.ops.get(name)
-        while op is not None and op.opcode in _COPIES_OF_ONE:
-            op = self.ops.get(op.operands[0])
-        return op is not None and op.opcode == "constant" and _shape(op) == ()
-
-    def _applied(self, found: re.Match[str]) -> str:
-        """The body of a reduction's computation: equal ones have many names."""
-        if found[1] not in self.done_by:
-            self.done_by[found[1]] = self._body(found[1])
-        return self.done_by[found[1]]
+        """Whether what is moved is a scalar constant, the same on all devices."""
+        op = self.ops.get(self.behind(self.ops[name].operands[0], _COPIES_OF_ONE))
+        return op is not None and op.opcode == "constant" and op.shape == ()
 
     def _body(self, computation: str) -> str:
-        """The text of a computation without names."""
+        """The text of a reduction without names: equal ones have many names."""
         places: dict[str, int] = {}
         body: list[object] = []
         for at, line in enumerate(self.module.computations.get(computation, ())):
@@ -147,20 +128,18 @@ class _Merged:
         sums: dict[str, tuple[list[Instruction], object]] = {}
         joined: set[str] = set()
         for op in self.ops.values():
-            if op.name in self.same:
+            if op.name in self.same or not op.operands:
                 continue
-            operands = [self.same.get(name, name) for name in op.operands]
-            before = [sums.get(name) for name in operands]
-            parts = 1 if op.opcode == "dynamic-slice" else len(operands)
-            alone = all(len(self.users[name]) == 1 for name in operands[:parts])
-            if op.opcode == "all-reduce" and parts == 1 and self.adds(op):
+            before = [sums.get(name) for name in op.operands]
+            parts = op.operands[:1] if op.opcode == "dynamic-slice" else op.operands
+            if op.opcode == "all-reduce" and len(parts) == 1 and self.adds(op):
                 sums[op.name] = [op], None
-            elif not operands or not alone or before[0] is None:
+            elif before[0] is None or any(len(self.users[name]) > 1 for name in parts):
                 continue
             elif op.opcode in _PASSED:
                 sums[op.name] = before[0]
             elif op.opcode == "dynamic-slice" and before[0][1] is None:
-                sums[op.name] = before[0][0], (op.type, *operands[1:])
+                sums[op.name] = before[0][0], (op.type, *op.operands[1:])
             elif op.opcode in _SUMS and before[1] is not None:
                 (first, sliced), (second, other) = before[0], before[1]
                 if self.groups(first[0]) == self.groups(second[0]) and sliced == other:
@@ -182,12 +161,13 @@ class _Merged:
         """Whether every device keeps a slice of an all-reduce alone."""
         first = self.slice_of(op.name) if len(op.operands) == 1 else None
         groups = groups_of(op.attributes, self.partitions)
-        if first is None or groups is None or not isinstance(op.type, Array):
+        if first is None or groups is None:
             return False
-        members, part = groups.shape[1], _shape(first)
-        whole = _shape(self.ops[first.operands[0]])
+        whole, part = self.ops[first.operands[0]].shape, first.shape
+        if whole is None or part is None or op.shape is None:
+            return False
+        members, count = groups.shape[1], math.prod(op.shape)
         cut = [dim for dim, size in enumerate(part) if size < whole[dim]]
-        count = math.prod(op.type.shape)
         return members > 1 and len(cut) == 1 and math.prod(part) * members == count
 
     def slice_of(self, name: str) -> Instruction | None:
@@ -217,7 +197,3 @@ def _copied(op: Instruction, of: str) -> Instruction:
 def _unnamed(text: str) -> str:
     """The text of an operation without its name and number, for comparison."""
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
-
-
-def _shape(op: Instruction) -> Sequence[int]:
-    return op.type.shape if isinstance(op.type, Array) else (-1,)
