@@ -7,7 +7,6 @@ fusions), or it is listed as not recognised. None is dropped.
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,24 +27,17 @@ from flax_layoutmap.pod._hlo_text import (
     split,
 )
 from flax_layoutmap.pod._hlo_values import Call
-from flax_layoutmap.pod._records import Collective, Kind
+from flax_layoutmap.pod._records import KINDS, Collective, Kind
 
 _KINDS: dict[str, Kind] = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
+    **{kind: kind for kind in KINDS},
     # As `_merge.py` writes an all-reduce of which every device keeps its part.
     "all-reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
     "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
 }
 # Transfers between slices, by the runtime's name.
 _BETWEEN_SLICES: dict[str, Kind] = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
+    **{kind.upper().replace("-", "_"): kind for kind in KINDS},
     "ONE_TO_ONE": "collective-permute",
 }
 _END = re.compile(r"-(done|update)$")
@@ -127,26 +119,24 @@ class _Moved:
     over_dcn: bool
 
 
+@dataclasses.dataclass(slots=True)
 class _Reader:
-    def __init__(
-        self, module: Module, grid: Grid, sources: Sources, crossing: Collection[str]
-    ) -> None:
-        self.module = module
-        self.crossing = crossing
-        self.grid = grid
-        self.sources = sources
-        self.lines_of = functools.cache(self._lines_of)
-        self.seen: set[Line] = set()
-        self.sites: list[_Site] = []
-        self.trouble: dict[Line, str] = {}
-        self.loops: dict[str, None] = {}
-        self.branching: dict[str, None] = {}
+    module: Module
+    grid: Grid
+    sources: Sources
+    crossing: Collection[str]
+    active: dict[str, list[Line]] = dataclasses.field(default_factory=dict)
+    seen: set[Line] = dataclasses.field(default_factory=set)
+    # Of each operation the line that runs least often.
+    sites: dict[object, _Site] = dataclasses.field(default_factory=dict)
+    trouble: dict[Line, str] = dataclasses.field(default_factory=dict)
+    loops: dict[str, None] = dataclasses.field(default_factory=dict)
+    branching: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Program:
         self.walk(self.module.entry, 1, ())
         collectives: list[Collective] = []
-        for sites in _operations(self.sites):
-            site = min(sites, key=lambda site: site.executions)
+        for site in self.sites.values():
             between = site.op.opcode == "send"
             moved = self.between_slices(site) if between else self.within(site)
             if isinstance(moved, str):
@@ -171,14 +161,16 @@ class _Reader:
         text = text if len(text) <= 160 else f"{text[:159]}…"
         self.trouble[line] = f"{why}: {text}"
 
-    def _lines_of(self, home: str) -> list[Line]:
+    def lines_of(self, home: str) -> list[Line]:
         """The lines of a computation that communicate, or call one that does."""
-        return [
-            line
-            for line in self.module.computations.get(home, ())
-            if may_communicate(line.text)
-            or any(map(self.lines_of, called_by(line.text)))
-        ]
+        if home not in self.active:
+            self.active[home] = [
+                line
+                for line in self.module.computations.get(home, ())
+                if may_communicate(line.text)
+                or any(map(self.lines_of, called_by(line.text)))
+            ]
+        return self.active[home]
 
     def walk(self, home: str, executions: int, calls: tuple[Call, ...]) -> None:
         """Visit a computation and those that it calls."""
@@ -209,25 +201,35 @@ class _Reader:
         return 1 if count is None else count
 
     def visit(self, site: _Site) -> None:
-        """Keep a line that communicates, unless its counterpart has been kept."""
+        """Keep a line that communicates, unless it ends what another began."""
         op, between_slices = site.op, _TRANSFER.search(site.line.text)
         if _END.search(op.opcode):
             if (site.home, *op.operands[:1]) not in self.module.by_name:
                 self.fails(site.line, "its start is not there")
         elif op.opcode == "recv" and between_slices:
-            if rendezvous(op.attributes) not in self.sent:
+            name = rendezvous(op.attributes)
+            if name not in (sent for _, sent in self.module.sends):
                 self.fails(site.line, "its send is not there")
         elif op.opcode == "send" and between_slices:
-            self.sites.append(site)
+            self.keep(site)
         elif op.opcode.removesuffix("-start") in _KINDS:
-            self.sites.append(site)
+            self.keep(site)
         else:
             self.fails(site.line, "unknown form")
 
-    @functools.cached_property
-    def sent(self) -> set[str]:
-        """Names under which something is sent to another slice."""
-        return {name for _, name in self.module.sends}
+    def keep(self, site: _Site) -> None:
+        """Keep a line, which is an operation, or one of several lines of one.
+
+        An asynchronous gather is in each of the fusions that it overlaps with, with one
+        chain id.
+        """
+        attributes = site.op.attributes
+        chain, channel = _CHAIN.search(attributes), _CHANNEL.search(attributes)
+        key: object = len(self.sites)
+        if chain and channel:
+            key = (site.op.opcode, chain[1], channel[1])
+        if site.executions < self.sites.setdefault(key, site).executions:
+            self.sites[key] = site
 
     def within(self, site: _Site) -> _Moved | str:
         """What an operation within a slice moves; else why it cannot be read."""
@@ -307,21 +309,6 @@ def wire_bytes(kind: Kind, size: int, members: int) -> int:
     if kind == "all-reduce":
         return 2 * size * (members - 1) // members
     return size * (members - 1) // members
-
-
-def _operations(sites: Iterable[_Site]) -> Iterable[list[_Site]]:
-    """Group the lines of one operation.
-
-    An asynchronous gather is in each of the fusions that it overlaps with, with one
-    chain id. Any other line is an operation by itself.
-    """
-    groups: dict[object, list[_Site]] = collections.defaultdict(list)
-    for at, site in enumerate(sites):
-        attributes = site.op.attributes
-        chain, channel = _CHAIN.search(attributes), _CHANNEL.search(attributes)
-        key = (site.op.opcode, chain[1], channel[1]) if chain and channel else at
-        groups[key].append(site)
-    return groups.values()
 
 
 def _widened(arrays: list[Array], times: int) -> list[Array]:

@@ -6,10 +6,10 @@ in the mesh; the axes are those along which the places of a group differ.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,55 +27,54 @@ _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _PICKED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-@dataclasses.dataclass(frozen=True)
 class Grid:
-    """The mesh as a compiled program numbers it."""
+    """The mesh as a compiled program numbers it.
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    slice_of: tuple[int, ...]  # of each place of the mesh, row by row; () for one slice
-    partitions: int  # ids of the program: of several slices, those of one alone
+    `slice_of` is that of each place of the mesh, row by row, or empty for one slice. A
+    program of several slices may count the devices, its `partitions`, of one alone.
+    """
 
-    @property
-    def slices(self) -> int:
-        """How many slices there are."""
-        return len(set(self.slice_of)) or 1
-
-    def places(self) -> np.ndarray:
-        """Place in the mesh of each id of the program."""
-        every = np.arange(math.prod(self.sizes))
-        if self.partitions == len(every) or not self.slice_of:
-            return every
-        return every[np.array(self.slice_of) == self.slice_of[0]]
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        slice_of: Sequence[int],
+        partitions: int,
+    ) -> None:
+        self.names = names
+        self.partitions = partitions
+        self.slices = len(set(slice_of)) or 1
+        places = np.arange(math.prod(sizes))
+        self._slices = np.array(slice_of or [0] * len(places))
+        if partitions != len(places):
+            places = places[self._slices == self._slices[0]]
+        # Of each id of the program: its coordinates, and its slice.
+        self._coordinates = np.unravel_index(places, sizes)
+        self._slice_of_id = self._slices[places]
+        self._slices = self._slices.reshape(sizes)
 
     def axes(self, groups: np.ndarray) -> tuple[str, ...] | None:
         """The axes along which the members of a group differ; None if out of range."""
-        places = self.places()
-        if groups.size and (groups.min() < 0 or groups.max() >= len(places)):
+        if groups.size and groups.max() >= len(self._slice_of_id):
             return None
-        coords = np.unravel_index(places[groups], self.sizes)
-        return tuple(
-            name
-            for name, coord in zip(self.names, coords, strict=True)
-            if (coord != coord[:, :1]).any()
-        )
+        coordinates = zip(self.names, self._coordinates, strict=True)
+        return tuple(name for name, each in coordinates if _differ(each[groups]))
 
     def crosses(self, groups: np.ndarray) -> bool:
         """Whether members of one group are on different slices."""
-        if self.slices == 1 or self.partitions != len(self.slice_of):
-            return False
-        slices = np.array(self.slice_of)[groups]
-        return bool((slices != slices[:, :1]).any())
+        return _differ(self._slice_of_id[groups])
 
     def axes_between_slices(self) -> tuple[str, ...]:
         """The axes along which the slice changes."""
-        slices = np.array(self.slice_of or [0] * math.prod(self.sizes))
-        slices = slices.reshape(self.sizes)
         return tuple(
             name
             for at, name in enumerate(self.names)
-            if (slices != np.take(slices, [0], axis=at)).any()
+            if (self._slices != np.take(self._slices, [0], axis=at)).any()
         )
+
+
+def _differ(groups: np.ndarray) -> bool:
+    return bool((groups != groups[:, :1]).any())
 
 
 def groups_of(attributes: str, partitions: int) -> np.ndarray | None:

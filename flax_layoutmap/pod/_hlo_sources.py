@@ -79,12 +79,7 @@ def _fields(text: str, table: str) -> Mapping[int, Mapping[str, int]]:
 class Sources:
     """Paths and lines of the collectives of one program.
 
-    Attributes:
-        module: the program.
-        paths: path of each argument.
-        results: position of a result → path of the leaf that it updates.
-        parameters: positions of the arguments that are parameters.
-        new_parameters: positions of the results that are.
+    The attributes are as `read_program` takes them.
     """
 
     module: Module
