@@ -141,7 +141,7 @@ class _Reader:
             moved = self.between_slices(site) if between else self.within(site)
             if isinstance(moved, str):
                 self.fails(site.line, moved)
-            elif moved.axes:  # else each device is alone in its group
+            elif moved.axes or between:  # else each device is alone in its group
                 collectives += self.records(site, moved)
         for lines in self.module.computations.values():
             for line in lines:
@@ -210,9 +210,7 @@ class _Reader:
             name = rendezvous(op.attributes)
             if name not in (sent for _, sent in self.module.sends):
                 self.fails(site.line, "its send is not there")
-        elif op.opcode == "send" and between_slices:
-            self.keep(site)
-        elif op.opcode.removesuffix("-start") in _KINDS:
+        elif op.opcode.removesuffix("-start") in _KINDS or between_slices:
             self.keep(site)
         else:
             self.fails(site.line, "unknown form")

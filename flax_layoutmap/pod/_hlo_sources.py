@@ -24,10 +24,10 @@ class Frames:
     """The tables at the head of a program: files, functions, lines, stacks."""
 
     def __init__(self, text: str) -> None:
-        self._files = _texts(text, "FileNames")
-        self._functions = _texts(text, "FunctionNames")
-        self._places = _fields(text, "FileLocations")
-        self._frames = _fields(text, "StackFrames")
+        self._files = _rows(text, "FileNames")
+        self._functions = _rows(text, "FunctionNames")
+        self._places = _rows(text, "FileLocations")
+        self._frames = _rows(text, "StackFrames")
 
     def source(self, attributes: str) -> str | None:
         """`"model.py:36 Attention.__call__"`: the innermost frame of the user."""
@@ -35,10 +35,10 @@ class Frames:
         at = int(written[1]) if written else 0
         innermost: str | None = None
         while at in self._frames:
-            frame = self._frames[at]
-            place = self._places[frame["file_location_id"]]
-            file = self._files[place["file_name_id"]]
-            function = self._functions.get(place.get("function_name_id", 0), "")
+            frame = _fields(self._frames[at])
+            place = _fields(self._places[frame["file_location_id"]])
+            file = _plain(self._files[place["file_name_id"]])
+            function = _plain(self._functions.get(place.get("function_name_id", 0), ""))
             function = function.replace(".<locals>", "")
             name = re.split(r"[/\\]", file)[-1]
             source = f"{name}:{place.get('line', 0)} {function}".rstrip()
@@ -56,23 +56,14 @@ def _rows(text: str, table: str) -> Mapping[int, str]:
     return {int(number): rest for number, rest in split}
 
 
-def _texts(text: str, table: str) -> Mapping[int, str]:
-    """A table of texts, in which what is not ASCII is escaped byte by byte."""
-    return {
-        number: rest.strip('"')
-        .encode()
-        .decode("unicode_escape")
-        .encode("latin-1")
-        .decode("utf-8", "replace")
-        for number, rest in _rows(text, table).items()
-    }
+def _fields(row: str) -> Mapping[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(row)}
 
 
-def _fields(text: str, table: str) -> Mapping[int, Mapping[str, int]]:
-    return {
-        number: {name: int(value) for name, value in _FIELD.findall(rest)}
-        for number, rest in _rows(text, table).items()
-    }
+def _plain(row: str) -> str:
+    """A text, in which what is not ASCII is escaped byte by byte."""
+    row = row.strip('"').encode().decode("unicode_escape")
+    return row.encode("latin-1").decode("utf-8", "replace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +90,10 @@ class Sources:
         updated = self._sums.get((home, op.name), {})
         for place, operand in enumerate(op.operands or ("",)):
             start = Value(self.module, home, operand, tuple(calls))
-            source = origin(start, self.parameters)
-            attributes += source.attributes
-            if source.arguments and self.paths:
-                paths.append(tuple(self.paths[at] for at in source.arguments))
+            arguments, passed = origin(start, self.parameters)
+            attributes += passed
+            if arguments and self.paths:
+                paths.append(tuple(self.paths[at] for at in arguments))
             else:
                 leaves = [self.results[result] for result in updated.get(place, ())]
                 paths.append(tuple(dict.fromkeys(leaves)))

@@ -102,37 +102,33 @@ class Value:
         moved = _MOVED_TO_RESULT if sums else _MOVED_TO_COLLECTIVE
         if place is not None:
             wanted = self.wanted[:-1] if len(operands) > 1 else self.wanted
-            yield from self._of(operands[place : place + 1], wanted)
+            yield from self.of(operands[place : place + 1], wanted)
         elif opcode == "tuple" and self.wanted:
             at = self.wanted[-1]
-            yield from self._of(operands[at : at + 1], self.wanted[:-1])
+            yield from self.of(operands[at : at + 1], self.wanted[:-1])
         elif opcode == "get-tuple-element":
-            yield from self._of(operands[:1], (*self.wanted, *_index(op)))
+            yield from self.of(operands[:1], (*self.wanted, *_index(op)))
         elif opcode == "parameter":
             if sums and self.calls and self.calls[-1][1].opcode == "while":
                 root = self.module.root(self.where)  # of the previous round
-                yield from self._of([root.name] if root else [])
+                yield from self.of([root.name] if root else [])
             yield from self._out()
         elif opcode == "while":
             if sums or self._is_kept(op):
-                yield from self._of(operands[:1])
+                yield from self.of(operands[:1])
             if sums:
                 yield from self._into(op)
         elif opcode in _CALLS:
             yield from self._into(op)
         elif opcode == "recv":
             send = self.module.sends.get((self.where, rendezvous(op.attributes)))
-            yield from self._of([send.name] if send else [], ())
+            yield from self.of([send.name] if send else [], ())
         elif opcode == "select":
-            yield from self._of(operands[1:] if sums else self._unmasked(operands))
+            yield from self.of(operands[1:] if sums else self._unmasked(operands))
         elif opcode in moved:
-            yield from self._of(operands[: moved[opcode]])
+            yield from self.of(operands[: moved[opcode]])
         elif _JOINS in op.attributes:
-            yield from self._of(operands if sums else operands[:1])
-
-    def operands(self, op: Instruction) -> Iterator["Value"]:
-        """All operands of its instruction."""
-        return self._of(op.operands)
+            yield from self.of(operands if sums else operands[:1])
 
     def place_in(self, op: Instruction) -> int | None:
         """The operand of a collective that it is the result of; else None."""
@@ -142,9 +138,10 @@ class Value:
             return None
         return self.wanted[-1] if len(op.operands) > 1 and self.wanted else 0
 
-    def _of(
+    def of(
         self, names: Sequence[str], wanted: tuple[int, ...] | None = None
     ) -> Iterator["Value"]:
+        """Other values of the same computation, which it is made of."""
         for name in names:
             given = self.wanted if wanted is None else wanted
             yield dataclasses.replace(self, name=name, wanted=given)
@@ -204,20 +201,17 @@ def _index(op: Instruction) -> tuple[int, ...]:
     return (int(index[1]),) if index else ()
 
 
-@dataclasses.dataclass(slots=True)
-class Origin:
-    """The arguments that a value comes from."""
+def origin(
+    start: Value, parameters: Collection[int] = ()
+) -> tuple[list[int], list[str]]:
+    """Follow a value to arguments; `parameters` are those of the model.
 
-    # Position of the argument that the value is a part of, or those of the parameters
-    # that it is computed from, the largest first; empty for other values.
-    arguments: list[int]
-    # Attributes of the instructions on the way, the nearest first.
-    attributes: list[str]
-
-
-def origin(start: Value, parameters: Collection[int] = ()) -> Origin:
-    """Follow a value to arguments; `parameters` are those of the model."""
-    origin, sizes, computed = Origin([], []), dict[int, int](), False
+    Returns:
+        Position of the argument that it is a part of, or those of the parameters that
+        it is computed from, the largest first; empty for other values. Then the
+        attributes of the instructions on the way, the nearest first.
+    """
+    attributes, sizes, computed = list[str](), dict[int, int](), False
     todo = [start]
     for _ in range(_STEPS):
         if not todo:
@@ -225,22 +219,22 @@ def origin(start: Value, parameters: Collection[int] = ()) -> Origin:
         value = todo.pop()
         op = value.instruction
         if op is None:
-            return origin
+            return [], attributes
         if not computed:
-            origin.attributes.append(op.attributes)
+            attributes.append(op.attributes)
         if value.argument is not None:
             sizes[value.argument] = sum(array.bytes for array in arrays_of(op.type))
             continue
         before = list(value.before(op, sums=False))
         if not before and op.opcode in _COMPUTES:
-            computed, before = True, list(value.operands(op))
+            computed, before = True, list(value.of(op.operands))
         if not before and not (computed and op.opcode in _CONSTANTS):
-            return origin
+            return [], attributes
         todo += reversed(before)
     is_one = len(sizes) == 1 and not computed
     if not todo and (is_one or sizes and sizes.keys() <= set(parameters)):
-        origin.arguments = sorted(sizes, key=lambda at: -sizes[at])
-    return origin
+        return sorted(sizes, key=lambda at: -sizes[at]), attributes
+    return [], attributes
 
 
 def results_of(

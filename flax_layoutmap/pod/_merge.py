@@ -27,6 +27,7 @@ _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 _UNLIKE = re.compile(
     rf", channel_id=\d+|{_METADATA.pattern}|, frontend_attributes=\{{[^{{}}]*\}}"
 )
+_NAME = re.compile(r"%[\w.\-]+")
 _APPLIED = re.compile(r"to_apply=%([\w.\-]+)")
 
 
@@ -107,18 +108,13 @@ class _Merged:
         return op is not None and op.opcode == "constant" and op.shape == ()
 
     def _body(self, computation: str) -> str:
-        """The text of a reduction without names: equal ones have many names."""
-        places: dict[str, int] = {}
-        body: list[object] = []
-        for at, line in enumerate(self.module.computations.get(computation, ())):
-            op = line.instruction
-            if op is None:
-                return computation
-            places[op.name] = at
-            operands = tuple(places.get(name, name) for name in op.operands)
-            rest = op.attributes if operands else line.text
-            body.append((op.opcode, operands, op.type, _unnamed(rest), op.root))
-        return str(body)
+        """The text of a reduction with numbers for names: equal ones have many."""
+        lines = self.module.computations.get(computation, ())
+        text = "\n".join(_UNLIKE.sub("", line.text) for line in lines)
+        numbers: dict[str, int] = {}
+        return _NAME.sub(
+            lambda name: str(numbers.setdefault(name[0], len(numbers))), text
+        )
 
     # ------------------------------------------------------------------------ sums
 
