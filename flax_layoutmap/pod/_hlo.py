@@ -21,8 +21,6 @@ from flax_layoutmap.pod._hlo_text import (
     Module,
     arrays_of,
     called_by,
-    communicates,
-    may_communicate,
     rendezvous,
     split,
 )
@@ -145,10 +143,8 @@ class _Reader:
                 collectives += self.records(site, moved)
         for lines in self.module.computations.values():
             for line in lines:
-                if line not in self.seen and may_communicate(line.text):
-                    op = line.instruction
-                    if op is None or communicates(line.text, op):
-                        self.fails(line, "not reached")
+                if line not in self.seen and line.communicates:
+                    self.fails(line, "not reached")
         notes: tuple[str, ...] = ()
         if self.branching:
             names = ", ".join(self.branching)
@@ -167,8 +163,7 @@ class _Reader:
             self.active[home] = [
                 line
                 for line in self.module.computations.get(home, ())
-                if may_communicate(line.text)
-                or any(map(self.lines_of, called_by(line.text)))
+                if line.communicates or any(map(self.lines_of, called_by(line.text)))
             ]
         return self.active[home]
 
@@ -180,7 +175,7 @@ class _Reader:
             if op is None:
                 self.fails(line, "cannot be read")
                 continue
-            if communicates(line.text, op):
+            if line.communicates:
                 self.visit(_Site(line, op, home, executions, calls))
             times = executions
             if op.opcode == "while":

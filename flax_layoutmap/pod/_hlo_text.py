@@ -33,6 +33,20 @@ _TYPE = re.compile(
     r"([a-z]\w*)\[((?:<?=?\d+,?)*)\](?:\{[^{}]*\})?|[()]|/\*.*?\*/|[,\s]"
 )
 
+# What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
+_REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
+_COMMUNICATES = re.compile(
+    r"[\s)}](?:(?:all|collective|reduce-scatter|ragged-all)(?:-[a-z]+)*|send|recv)\("
+)
+# Kernels that are called by name and, by that name, communicate.
+_CALLS_OUT = re.compile(
+    r'custom_call_target="[^"]*(?:all_?reduce|all_?gather|all_?to_?all|'
+    r'reduce_?scatter|collective_?permute|ragged|remote)[^"]*"',
+    re.IGNORECASE,
+)
+# An operation with groups or pairs of devices communicates, whatever its name.
+_GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
+
 # `bf16`, `u4`, `f8e4m3fn`.
 _ELEMENT_TYPE = re.compile(r"(bf|f|u|s)(\d+)(e\w+)?")
 _KINDS = {"bf": "bfloat", "f": "float", "u": "uint", "s": "int"}
@@ -103,6 +117,18 @@ class Line:
     def instruction(self) -> Instruction | None:
         """The instruction; None where it has another form."""
         return _read_line(self.text)
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """Whether it moves data between devices, or may do so and cannot be read."""
+        patterns = (_COMMUNICATES, _CALLS_OUT, _GROUPED)
+        if not any(pattern.search(self.text) for pattern in patterns):
+            return False
+        op = self.instruction
+        if op is None or op.opcode == "custom-call":
+            return op is None or bool(_CALLS_OUT.search(self.text))
+        named = _COMMUNICATES.match(f" {op.opcode}(")
+        return bool(named or _GROUPED.search(op.attributes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,23 +303,6 @@ def arrays_of(kind: Type) -> list[Array]:
     return [array for part in kind for array in arrays_of(part)]
 
 
-# ------------------------------------------------------------------- communication
-
-_COMMUNICATES = re.compile(
-    r"[\s)}](?:(?:all|collective|reduce-scatter|ragged-all)(?:-[a-z]+)*|send|recv)\("
-)
-# Kernels that are called by name and, by that name, communicate.
-_CALLS_OUT = re.compile(
-    r'custom_call_target="[^"]*(?:all_?reduce|all_?gather|all_?to_?all|'
-    r'reduce_?scatter|collective_?permute|ragged|remote)[^"]*"',
-    re.IGNORECASE,
-)
-# An operation with groups or pairs of devices communicates, whatever its name.
-_GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
-# What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
-_REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
-
-
 def called_by(text: str) -> list[str]:
     """The names that an instruction refers to, other than its operands."""
     if "=%" not in text and "={%" not in text:
@@ -309,17 +318,3 @@ def called_by(text: str) -> list[str]:
 def operand_names(text: str) -> list[str]:
     """The names on a line but for its own: operands, and computations it calls."""
     return _NAME.findall(text.partition(" = ")[2])
-
-
-def may_communicate(text: str) -> bool:
-    """Whether a line may be one that moves data between devices."""
-    patterns = (_COMMUNICATES, _CALLS_OUT, _GROUPED)
-    return any(pattern.search(text) for pattern in patterns)
-
-
-def communicates(text: str, op: Instruction) -> bool:
-    """Whether a line that was read is one that moves data between devices."""
-    if op.opcode == "custom-call":
-        return bool(_CALLS_OUT.search(text))
-    named = _COMMUNICATES.match(f" {op.opcode}(")
-    return bool(named or _GROUPED.search(op.attributes))
