@@ -4,17 +4,16 @@ import functools
 import math
 import re
 
+import numpy as np
+
 from flax_layoutmap.pod._hlo_text import (
     Instruction,
-    Line,
     Module,
     called_by,
     operand_names,
 )
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_LOOP_PARTS = re.compile(r"\b(body|condition)=%?([\w.\-]+)")
-_CONSTANT = re.compile(r"[su](?:8|16|32|64)\[\]\S* constant\((-?\d+)\)")
 _INDEX = re.compile(r" get-tuple-element\(.*\bindex=(\d+)")
 _COPIES = frozenset("bitcast convert copy copy-done copy-start reshape".split())
 
@@ -36,65 +35,53 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
     known = _KNOWN.search(loop.attributes)
     if known:
         return int(known[1])
-    called = dict(_LOOP_PARTS.findall(loop.attributes))
-    lines = module.computations[called["condition"]]
+    condition, body = called_by(loop.attributes)[:2]
+    lines = module.computations[condition]
     used = {name for line in lines for name in operand_names(line.text)}
     compared = {
         int(index[1])
         for line in lines
         if line.name in used and (index := _INDEX.search(line.text))
     }
-    bounds = {bound for bound in _constants(module, called["condition"]) if bound > 0}
+    bounds = {bound for bound in _constants(module, condition) if bound > 0}
     below = any("direction=LT" in line.text for line in lines)
     if len(bounds) != 1 or len(compared) != 1 or not below:
         return None
     (at,), (end,) = compared, bounds
     initial = module.instruction(where, loop.operands[0])
-    start = _number(_operand(module, where, initial, at))
-    step = _step(module, called["body"], at)
-    if start is None or step is None:
+    start = _constant(_operand(module, where, initial, at))
+    added = _operand(module, body, module.root(body), at)
+    if start is None or added is None or added.opcode != "add":
         return None
-    return max(0, -(-(end - start) // step))
-
-
-def _step(module: Module, body: str, at: int) -> int | None:
-    """The positive constant that the body adds to an element; else None."""
-    line = _operand(module, body, module.root(body), at)
-    added = None if line is None else line.instruction
-    if added is None or added.opcode != "add":
-        return None
-    numbers = [_number(_operand(module, body, added, side)) for side in (0, 1)]
-    steps = [number for number in numbers if number is not None and number > 0]
-    return steps[0] if len(steps) == 1 else None
+    sides = [_constant(_operand(module, body, added, side)) or 0 for side in (0, 1)]
+    steps = [step for step in sides if step > 0]
+    return max(0, -(-(end - start) // steps[0])) if len(steps) == 1 else None
 
 
 def _constants(module: Module, computation: str) -> set[int]:
     """The integer constants of a computation and those that it calls."""
-    numbers: set[int] = set()
+    constants: set[int] = set()
     for line in module.computations.get(computation, []):
-        number = _number(line)
-        numbers |= set() if number is None else {number}
+        number = _constant(line.instruction)
+        constants |= set() if number is None else {number}
         for name in called_by(line.text):
-            numbers |= _constants(module, name)
-    return numbers
+            constants |= _constants(module, name)
+    return constants
+
+
+def _constant(op: Instruction | None) -> int | None:
+    return op.number if op is not None and op.opcode == "constant" else None
 
 
 def _operand(
     module: Module, where: str, op: Instruction | None, at: int
-) -> Line | None:
-    """The line of an operand of an instruction, or of what that is a copy of."""
+) -> Instruction | None:
+    """An operand of an instruction, or what that is a copy of."""
     while op is not None and at < len(op.operands):
-        line = module.by_name.get((where, op.operands[at]))
-        op, at = (None if line is None else line.instruction), 0
+        op, at = module.instruction(where, op.operands[at]), 0
         if op is None or op.opcode not in _COPIES:
-            return line
+            return op
     return None
-
-
-def _number(line: Line | None) -> int | None:
-    """The value of an integer constant; None for other lines."""
-    number = None if line is None else _CONSTANT.search(line.text)
-    return int(number[1]) if number else None
 
 
 def flops_of(module: Module) -> int:
@@ -171,9 +158,5 @@ def _hits(fields: dict[str, str], at: int, given: int, kernel: int, places: int)
     spread, end = number("rhs_dilate", 1), (given - 1) * holes
     if (stride, holes, spread, low) == (1, 1, 1, 0) and end >= places + kernel - 2:
         return places * kernel
-    count = 0
-    for place in range(places):
-        for tap in range(kernel):
-            read = place * stride + tap * spread - low
-            count += 0 <= read <= end and read % holes == 0
-    return count
+    read = np.add.outer(np.arange(places) * stride, np.arange(kernel) * spread) - low
+    return int(((read >= 0) & (read <= end) & (read % holes == 0)).sum())

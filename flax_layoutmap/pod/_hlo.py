@@ -38,6 +38,7 @@ _BETWEEN_SLICES: dict[str, Kind] = {
     **{kind.upper().replace("-", "_"): kind for kind in KINDS},
     "ONE_TO_ONE": "collective-permute",
 }
+_UNKNOWN = "how often it runs is not in the program; counted once"
 _END = re.compile(r"-(done|update)$")
 _ATTRIBUTE = '{}="?([^",}}]+)'
 _CHAIN = re.compile(_ATTRIBUTE.format("chain_id"))
@@ -127,8 +128,7 @@ class _Reader:
     seen: set[Line] = dataclasses.field(default_factory=set)
     # Of each operation the line that runs least often.
     sites: dict[object, _Site] = dataclasses.field(default_factory=dict)
-    trouble: dict[Line, str] = dataclasses.field(default_factory=dict)
-    loops: dict[str, None] = dataclasses.field(default_factory=dict)
+    trouble: dict[object, str] = dataclasses.field(default_factory=dict)
     branching: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Program:
@@ -149,8 +149,7 @@ class _Reader:
         if self.branching:
             names = ", ".join(self.branching)
             notes = (f"each device takes one branch of {names}; all are counted",)
-        unread = (*self.loops, *self.trouble.values())
-        return Program(tuple(collectives), unread, notes)
+        return Program(tuple(collectives), tuple(self.trouble.values()), notes)
 
     def fails(self, line: Line, why: str) -> None:
         text = " ".join(line.text.split())
@@ -179,7 +178,10 @@ class _Reader:
                 self.visit(_Site(line, op, home, executions, calls))
             times = executions
             if op.opcode == "while":
-                times *= self.trips_of(home, op)
+                count = trips(self.module, home, op)
+                if count is None:
+                    self.trouble[op.name] = f"loop {op.name}: {_UNKNOWN}"
+                times *= 1 if count is None else count
             elif _END.search(op.opcode):
                 continue
             called = list(filter(self.lines_of, called_by(op.attributes)))
@@ -187,13 +189,6 @@ class _Reader:
                 self.branching[op.name] = None
             for name in called:
                 self.walk(name, times, (*calls, (home, op)))
-
-    def trips_of(self, home: str, op: Instruction) -> int:
-        count = trips(self.module, home, op)
-        if count is None:
-            why = "how often it runs is not in the program; counted once"
-            self.loops[f"loop {op.name}: {why}"] = None
-        return 1 if count is None else count
 
     def visit(self, site: _Site) -> None:
         """Keep a line that communicates, unless it ends what another began."""

@@ -22,9 +22,9 @@ _COMPUTATION = re.compile(
     r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*\n((?:[^}].*\n)*)", re.MULTILINE
 )
 _RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
-_PARAMETER = re.compile(r" parameter\((\d+)\)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
+_NUMBER = re.compile(r"-?\d+")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
@@ -94,6 +94,8 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
+    # Of a parameter its place, of an integer constant its value.
+    number: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -180,11 +182,9 @@ class Module:
 
     def parameters(self) -> list[Array]:
         """The arguments of the program, in order; of a partitioned one their shards."""
-        types = {
-            int(number[1]): line.instruction.type
-            for line in self.computations.get(self.entry, [])
-            if (number := _PARAMETER.search(line.text)) and line.instruction
-        }
+        lines = self.computations.get(self.entry, ())
+        ops = [line.instruction for line in lines if " parameter(" in line.text]
+        types = {op.number or 0: op.type for op in ops if op is not None}
         return arrays_of(tuple(types[at] for at in sorted(types)))
 
     def results(self) -> list[Array]:
@@ -198,12 +198,6 @@ class Module:
             if line.text.lstrip().startswith("ROOT "):
                 return line.instruction
         return None
-
-    def parameter_number(self, computation: str, name: str) -> int | None:
-        """The number of a parameter of a computation; None for other instructions."""
-        line = self.by_name.get((computation, name))
-        number = None if line is None else _PARAMETER.search(line.text)
-        return int(number[1]) if number else None
 
 
 def rendezvous(attributes: str) -> str:
@@ -234,8 +228,8 @@ def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
     `known` has the lines of the computation before it by name; these are added.
     """
     made: list[Line] = []
-
-    def named(operand: re.Match[str]) -> str:
+    text = line.text
+    while operand := _ELEMENT.search(text):  # `%name#1#0` in two turns
         name, index = operand[1], int(operand[2])
         element = f"{name}.element.{index}"
         if element not in known:
@@ -246,11 +240,7 @@ def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
             op = Instruction(element, kind, "get-tuple-element", (name,), rest, False)
             known[element] = _written(op)
             made.append(known[element])
-        return f"%{element}"
-
-    text = line.text
-    while _ELEMENT.search(text):  # `%name#1#0` in two turns
-        text = _ELEMENT.sub(named, text)
+        text = f"{text[: operand.start()]}%{element}{text[operand.end() :]}"
     line = line if text == line.text else Line(text)
     known[line.name] = line
     return [*made, line]
@@ -270,8 +260,9 @@ def _read_line(text: str) -> Instruction | None:
     if parts is None or kind is None:
         return None
     root, name, _, opcode, operands, attributes = parts.groups()
+    number = int(operands) if _NUMBER.fullmatch(operands) else None
     names = tuple(_NAME.findall(operands))
-    return Instruction(name, kind, opcode, names, attributes, root is not None)
+    return Instruction(name, kind, opcode, names, attributes, bool(root), number)
 
 
 def _read_type(written: str) -> Type | None:

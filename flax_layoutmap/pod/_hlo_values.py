@@ -11,7 +11,13 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from flax_layoutmap.pod._hlo_text import Instruction, Module, arrays_of, rendezvous
+from flax_layoutmap.pod._hlo_text import (
+    Instruction,
+    Module,
+    arrays_of,
+    called_by,
+    rendezvous,
+)
 
 # The place of a call: the computation that it is in, and the calling instruction.
 Call = tuple[str, Instruction]
@@ -49,9 +55,6 @@ _MOVED_TO_RESULT = {
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
 _CONSTANTS = frozenset(("constant", "iota", "partition-id"))
 _CALLS = frozenset(("fusion", "call", "call-start", "async-start", "conditional"))
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|branch_computations)=(?:\{([^}]*)\}|([^\s,]+))"
-)
 _INDEX = re.compile(r"\bindex=(\d+)")
 # The parts of one array, concatenated again after they were moved separately.
 _JOINS = '"ConcatBitcast"'
@@ -83,13 +86,6 @@ class Value:
         """The instruction that it is a result of; None where that cannot be read."""
         return self.module.instruction(self.where, self.name)
 
-    @property
-    def argument(self) -> int | None:
-        """Position of the argument of the program that it is; None for others."""
-        if self.where != self.module.entry:
-            return None
-        return self.module.parameter_number(self.where, self.name)
-
     def before(self, op: Instruction, *, sums: bool) -> Iterator["Value"]:
         """The values that it is made of; `op` is its instruction.
 
@@ -112,7 +108,7 @@ class Value:
             if sums and self.calls and self.calls[-1][1].opcode == "while":
                 root = self.module.root(self.where)  # of the previous round
                 yield from self.of([root.name] if root else [])
-            yield from self._out()
+            yield from self._out(op.number or 0)
         elif opcode == "while":
             if sums or self._is_kept(op):
                 yield from self.of(operands[:1])
@@ -154,10 +150,9 @@ class Value:
             if root is not None:
                 yield Value(self.module, name, root.name, calls, self.wanted)
 
-    def _out(self) -> Iterator["Value"]:
+    def _out(self, number: int) -> Iterator["Value"]:
         """The operand of the call that a parameter of a computation is."""
-        number = self.module.parameter_number(self.where, self.name)
-        if not self.calls or number is None:
+        if not self.calls:
             return
         where, call = self.calls[-1]
         if call.opcode == "conditional":
@@ -191,8 +186,7 @@ class Value:
 
 def _called(call: Instruction) -> list[str]:
     """The computations that an instruction takes its result from."""
-    names = _CALLED.search(call.attributes)
-    return re.findall(r"[\w.\-]+", names[1] or names[2]) if names else []
+    return called_by(call.attributes)[call.opcode == "while" :]  # after its condition
 
 
 def _index(op: Instruction) -> tuple[int, ...]:
@@ -222,8 +216,8 @@ def origin(
             return [], attributes
         if not computed:
             attributes.append(op.attributes)
-        if value.argument is not None:
-            sizes[value.argument] = sum(array.bytes for array in arrays_of(op.type))
+        if op.opcode == "parameter" and value.where == value.module.entry:
+            sizes[op.number or 0] = sum(array.bytes for array in arrays_of(op.type))
             continue
         before = list(value.before(op, sums=False))
         if not before and op.opcode in _COMPUTES:
