@@ -14,7 +14,6 @@ from flax_layoutmap.pod._hlo_text import (
 )
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_INDEX = re.compile(r" get-tuple-element\(.*\bindex=(\d+)")
 _COPIES = frozenset("bitcast convert copy copy-done copy-start reshape".split())
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -38,11 +37,8 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
     condition, body = called_by(loop.attributes)[:2]
     lines = module.computations[condition]
     used = {name for line in lines for name in operand_names(line.text)}
-    compared = {
-        int(index[1])
-        for line in lines
-        if line.name in used and (index := _INDEX.search(line.text))
-    }
+    ops = [line.instruction for line in lines if " get-tuple-element(" in line.text]
+    compared = {op.number or 0 for op in ops if op is not None and op.name in used}
     bounds = {bound for bound in _constants(module, condition) if bound > 0}
     below = any("direction=LT" in line.text for line in lines)
     if len(bounds) != 1 or len(compared) != 1 or not below:

@@ -25,6 +25,7 @@ _RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
 _NUMBER = re.compile(r"-?\d+")
+_INDEX = re.compile(r", index=(\d+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
@@ -94,7 +95,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
-    # Of a parameter its place, of an integer constant its value.
+    # A parameter's place, a tuple element's index, an integer constant's value.
     number: int | None = None
 
     @property
@@ -236,8 +237,8 @@ def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
             op = known[name].instruction if name in known else None
             whole = () if op is None or isinstance(op.type, Array) else op.type
             kind = whole[index] if index < len(whole) else ()
-            rest = f", index={index}"
-            op = Instruction(element, kind, "get-tuple-element", (name,), rest, False)
+            opcode, rest = "get-tuple-element", f", index={index}"
+            op = Instruction(element, kind, opcode, (name,), rest, False, index)
             known[element] = _written(op)
             made.append(known[element])
         text = f"{text[: operand.start()]}%{element}{text[operand.end() :]}"
@@ -260,9 +261,10 @@ def _read_line(text: str) -> Instruction | None:
     if parts is None or kind is None:
         return None
     root, name, _, opcode, operands, attributes = parts.groups()
-    number = int(operands) if _NUMBER.fullmatch(operands) else None
+    number = _INDEX.match(attributes) or _NUMBER.fullmatch(operands)
+    place = int(number[number.lastindex or 0]) if number else None
     names = tuple(_NAME.findall(operands))
-    return Instruction(name, kind, opcode, names, attributes, bool(root), number)
+    return Instruction(name, kind, opcode, names, attributes, bool(root), place)
 
 
 def _read_type(written: str) -> Type | None:

@@ -55,7 +55,6 @@ _MOVED_TO_RESULT = {
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
 _CONSTANTS = frozenset(("constant", "iota", "partition-id"))
 _CALLS = frozenset(("fusion", "call", "call-start", "async-start", "conditional"))
-_INDEX = re.compile(r"\bindex=(\d+)")
 # The parts of one array, concatenated again after they were moved separately.
 _JOINS = '"ConcatBitcast"'
 _STEPS = 400
@@ -103,7 +102,7 @@ class Value:
             at = self.wanted[-1]
             yield from self.of(operands[at : at + 1], self.wanted[:-1])
         elif opcode == "get-tuple-element":
-            yield from self.of(operands[:1], (*self.wanted, *_index(op)))
+            yield from self.of(operands[:1], (*self.wanted, op.number or 0))
         elif opcode == "parameter":
             if sums and self.calls and self.calls[-1][1].opcode == "while":
                 root = self.module.root(self.where)  # of the previous round
@@ -166,12 +165,8 @@ class Value:
 
         In a lookup in a sharded table each device has zeros for rows of other devices.
         """
-        made = {name: self.module.instruction(self.where, name) for name in operands}
-        return [
-            name
-            for name in operands[1:]
-            if (op := made[name]) is None or op.opcode != "broadcast"
-        ]
+        ops = [(name, self.module.instruction(self.where, name)) for name in operands]
+        return [name for name, op in ops[1:] if op is None or op.opcode != "broadcast"]
 
     def _is_kept(self, loop: Instruction) -> bool:
         """Whether it is an element that a loop gives back as it was given."""
@@ -180,19 +175,14 @@ class Value:
             if root is not None and root.opcode == "tuple":
                 for element in result.before(root, sums=False):
                     op = element.instruction
-                    return op is not None and _index(op) == self.wanted[-1:]
+                    if op is not None and op.opcode == "get-tuple-element":
+                        return op.number == self.wanted[-1]
         return False
 
 
 def _called(call: Instruction) -> list[str]:
     """The computations that an instruction takes its result from."""
     return called_by(call.attributes)[call.opcode == "while" :]  # after its condition
-
-
-def _index(op: Instruction) -> tuple[int, ...]:
-    """The index of a get-tuple-element; empty for other instructions."""
-    index = _INDEX.search(op.attributes) if op.opcode == "get-tuple-element" else None
-    return (int(index[1]),) if index else ()
 
 
 def origin(
