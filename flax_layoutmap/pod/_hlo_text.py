@@ -35,7 +35,7 @@ _TYPE = re.compile(
 )
 
 # What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
-_REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
+_REFERENCE = re.compile(r"([\w\-]+)=(%[\w.\-]+|\{%[^{}]*\})")
 _COMMUNICATES = re.compile(
     r"[\s)}](?:(?:all|collective|reduce-scatter|ragged-all)(?:-[a-z]+)*|send|recv)\("
 )
@@ -185,7 +185,8 @@ class Module:
         """The arguments of the program, in order; of a partitioned one their shards."""
         lines = self.computations.get(self.entry, ())
         ops = [line.instruction for line in lines if " parameter(" in line.text]
-        types = {op.number or 0: op.type for op in ops if op is not None}
+        ops = [op for op in ops if op is not None and op.opcode == "parameter"]
+        types = {op.number or 0: op.type for op in ops}
         return arrays_of(tuple(types[at] for at in sorted(types)))
 
     def results(self) -> list[Array]:
@@ -303,7 +304,7 @@ def called_by(text: str) -> list[str]:
     return [
         name
         for key, written in _REFERENCE.findall(text)
-        if key != "control_predecessors"
+        if key != "control-predecessors"
         for name in _NAME.findall(written)
     ]
 
