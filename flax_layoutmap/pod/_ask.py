@@ -67,8 +67,8 @@ class Answer:
     Attributes:
         program: the partitioned or final program; None if it does not fit.
         given: the program before XLA changed it.
-        memory: bytes on one device: "arguments", "temporary", and "peak" of a finished
-            executable or "allocated" if the compiler was ended early.
+        memory: bytes on one device that libtpu allocates: "arguments", "temporary", and
+            "allocated" for all.
         too_large: bytes needed and available, if the program does not fit.
         slice_of: the slice of each place of the mesh, row by row.
         rematerialised: name and type of each array that is gathered in full to change
@@ -92,7 +92,6 @@ def compile_for(
     *,
     timeout: float,
     options: Mapping[str, Any] | None = None,
-    exact_memory: bool = False,
 ) -> Answer:
     """Compile a module, lowered for a mesh of these sizes, by libtpu.
 
@@ -112,7 +111,6 @@ def compile_for(
         "within": within,
         "between": between,
         "compiler_options": dict(options or {}),
-        "exact_memory": exact_memory,
     }
     return _Asked("libtpu", str(topology), timeout, warning).run(request, code)
 

@@ -10,8 +10,7 @@ package uses `jaxlib`: `jax.export` would lose what is donated, and needs `flatb
 
 Nearly all of a compile is code generation. XLA writes its programs to files before
 that, so the process ends when the one that is wanted is there: the partitioned program,
-or the final program of libtpu and its buffers, unless the request says
-`"exact_memory"`.
+or the final program of libtpu and its buffers.
 """
 
 import contextlib
@@ -26,12 +25,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_FIGURES = {
-    "arguments": "argument_size_in_bytes",
-    "temporary": "temp_size_in_bytes",
-    "peak": "peak_memory_in_bytes",
-}
-_ON_HOST = {"argument": 1, "output": 1, "temp": 1, "alias": -1}
 # The compiler writes these one after the other; the last one begins when the others
 # are complete.
 _GIVEN = "before_optimizations.txt"
@@ -112,24 +105,9 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     answer["stage"] = "compile"
     code = (folder / "module.mlirbc").read_bytes()
     options = request["compiler_options"] | _dump_to(folder)
-    early = contextlib.nullcontext()
-    if not request["exact_memory"]:
-        early = _answering_early(folder, answer, _assigned)
-    with early:
-        executable = _compiled(code, flat, options, request)
-    stats = executable.get_compiled_memory_stats()
-    answer["memory"] = {
-        key: int(getattr(stats, name))
-        for key, name in _FIGURES.items()
-        if hasattr(stats, name)
-    }
-    if "peak" in answer["memory"]:  # of all memories, that of the host included
-        answer["memory"]["peak"] -= sum(
-            sign * int(getattr(stats, f"host_{name}_size_in_bytes"))
-            for name, sign in _ON_HOST.items()
-        )
-    for name, text in _texts(folder / "dump").items():
-        _write(folder / f"{name}.txt", text)
+    with _answering_early(folder, answer, _assigned):
+        _compile_for(code, flat, options, request)
+    raise RuntimeError("libtpu wrote no program; is the disk full?")
 
 
 def _dump_to(folder: Path) -> dict[str, Any]:
@@ -181,11 +159,8 @@ def _assigned(dump: Path) -> dict[str, Any] | None:
     """The final program and its memory; None until buffers are assigned."""
     if not any(dump.glob(f"*.{_ASSIGNED}")):
         return None
-    return {"memory": allocated(_dumped(dump, _BUFFERS)), **_texts(dump)}
-
-
-def _texts(dump: Path) -> dict[str, str]:
-    return {"program": _dumped(dump, _PROGRAM), "given": _dumped(dump, _GIVEN)}
+    texts = {"program": _dumped(dump, _PROGRAM), "given": _dumped(dump, _GIVEN)}
+    return {"memory": allocated(_dumped(dump, _BUFFERS)), **texts}
 
 
 def _dumped(dump: Path, name: str) -> str:
@@ -249,12 +224,12 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
         return np.array(list(devices), dtype=object).reshape(shape)
 
 
-def _compiled(
+def _compile_for(
     code: bytes,
     devices: Sequence[Any],
     options: dict[str, Any],
     request: dict[str, Any],
-) -> Any:
+) -> None:
     """Compile a lowered module ahead of time, without devices."""
     import numpy as np
     from jax.interpreters import mlir
@@ -266,7 +241,7 @@ def _compiled(
     ids = np.array([[device.id for device in devices]])
     made = _options(ids, options, request)
     where = xla_client.DeviceList(tuple(devices))
-    return devices[0].client.compile(module, where, made)
+    devices[0].client.compile(module, where, made)
 
 
 def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:

@@ -147,7 +147,6 @@ def compile(
     donate_argnames: str | Iterable[str] = (),
     timeout: float = 900.0,
     compiler_options: Mapping[str, Any] | None = None,
-    exact_memory: bool = False,
     **kwargs: Any,
 ) -> PodReport:
     """Plan a step with libtpu, and with options of its compiler.
@@ -166,9 +165,6 @@ def compile(
         timeout: seconds after which the compiler is ended.
         compiler_options: options of XLA by name, such as
             `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
-        exact_memory: wait for the whole compile, minutes for a large step, and take the
-            peak of memory from the executable. Otherwise it is what the compiler
-            allocates for arguments and temporaries, gaps between them included.
         **kwargs: arguments of the step by name.
 
     Raises:
@@ -192,8 +188,7 @@ def compile(
     check_libtpu()
     rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", on)
-    options = {"options": compiler_options, "exact_memory": exact_memory}
-    made = _Plan(lowered, on, where, "tpu", timeout, options)
+    made = _Plan(lowered, on, where, "tpu", timeout, compiler_options)
     with shown_progress(f"compiling {lowered.name} for {where}"):
         report = made.by_libtpu(insists=True)
     return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
@@ -216,7 +211,7 @@ class _Plan:
     topology: Topology | None
     platform: str
     timeout: float  # seconds
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] | None = None  # of libtpu's compiler
 
     def by_partitioner(self) -> PodReport:
         """The report by XLA's partitioner."""
@@ -240,7 +235,7 @@ class _Plan:
         sizes = self.mesh.axis_sizes
         try:
             answer = compile_for(
-                code, self.topology, sizes, timeout=self.timeout, **self.options
+                code, self.topology, sizes, timeout=self.timeout, options=self.options
             )
         except LayoutError as error:
             if insists:
@@ -341,18 +336,12 @@ def _too_large(report: PodReport, answer: Answer) -> PodReport:
 
 
 def _memory(memory: Memory, answer: Answer) -> Memory:
-    peak, note = answer.memory.get("peak"), "the peak is that of the executable; "
-    if peak is None:
-        peak = answer.memory.get("allocated")
-        note = (
-            "the peak is what libtpu allocates, gaps included; flm.pod.compile(…, "
-            "exact_memory=True) waits for the executable's own; "
-        )
     return dataclasses.replace(
         memory,
         temporary_bytes=answer.memory.get("temporary"),
-        peak_bytes=peak,
-        note=f"{note}the runtime, other programs and host buffers come on top",
+        peak_bytes=answer.memory.get("allocated"),
+        note="the peak is what libtpu allocates, gaps included; the runtime, other "
+        "programs and host buffers come on top",
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 Engine = Literal["libtpu", "partitioner"]
 
@@ -13,13 +13,7 @@ Kind = Literal[
     "all-to-all",
     "collective-permute",
 ]
-KINDS: tuple[Kind, ...] = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +77,7 @@ class Memory:
             `"other"`) → bytes of their shards in the memory of the device.
         host_at_rest: the same for the shards that a `memory_kind` keeps on its host.
         temporary_bytes: what the step needs besides, by libtpu; None without it.
-        peak_bytes: the most that is in use at a time, or, where the compiler was ended
-            before it made code, all that it allocates; None without libtpu.
+        peak_bytes: all that libtpu allocates, gaps included; None without it.
         limit_bytes: what the compiler allows on the device; None without a topology.
         note: what the figures leave out.
     """

@@ -12,7 +12,6 @@ from flax_layoutmap._show.table import (
     Line,
     cut_path,
     human_bytes,
-    human_share,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import fold
@@ -261,21 +260,9 @@ def comparison(first: Report, second: Report) -> str:
     for name, (before, after) in figures.items():
         text = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
         if before or after or name in ("at rest", "all collectives"):
-            cells = (name, text(before), text(after), _change(before, after))
-            rows.append(Line(cells))
+            times = f"{after / before:.3g}×" if before else "new"
+            change = "same" if before == after else times
+            rows.append(Line((name, text(before), text(after), change)))
     names, right = ("per device", "1", "2", "change"), (False, True, True, True)
     table = Grid(names, right, tuple(rows)).text()
     return "\n".join([f"1: {title(first)}", f"2: {title(second)}", "", table])
-
-
-def _change(before: int, after: int) -> str:
-    if before == after:
-        return "same"
-    if not before:
-        return "new"
-    if not after:
-        return "gone"
-    if after >= 10 * before:
-        return f"{after / before:.3g} times"
-    share = (after - before) / before
-    return f"{'+' if share > 0 else '-'}{human_share(abs(share))}"

@@ -82,7 +82,7 @@ ENTRY %main (p: f32[16,8], q: f32[256,16]) -> f32[] {
   ROOT %n = f32[] brand-new(%r), replica_groups=[2,2]<=[4]
 }
 """
-ANSWER = f"written({PROGRAM!r})\nanswer(memory={{'peak': 7}}, slice_of=[0] * 4)\n"
+ANSWER = f"written({PROGRAM!r})\nanswer(memory={{'allocated': 7}}, slice_of=[0] * 4)\n"
 OUT_OF_MEMORY = (
     "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory "
     "required for HLO temporaries (49.73G) exceeds available HBM (15.75G)."

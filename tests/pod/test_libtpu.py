@@ -156,17 +156,6 @@ def test_a_scan_counts_as_its_layers() -> None:
     assert scan.flops_total == unrolled.flops_total == 4 * scan.flops_per_device
 
 
-@needs_libtpu
-def test_the_answer_before_code_generation_is_that_of_the_executable() -> None:
-    early, whole = (compiled(width=4096, exact_memory=exact) for exact in (False, True))
-    assert early.collectives == whole.collectives and early.collectives
-    assert early.fits is whole.fits is True
-    assert early.unread == whole.unread == {}
-    assert early.memory.peak_bytes and whole.memory.peak_bytes
-    assert "exact_memory=True" in early.memory.note
-    assert "exact_memory" not in whole.memory.note
-
-
 @pytest.mark.parametrize(
     ("width", "options", "limit"),
     [

@@ -141,6 +141,21 @@ def test_source_lines() -> None:
         assert only(entry(*given, before=lines)).source == "mod\u00e8le.py:36"
 
 
+def test_source_lines_of_a_model_that_is_installed_with_pip() -> None:
+    folder = "/usr/lib/python3/site-packages"
+    lines = (
+        f'FileNames\n1 "{folder}/flax/nnx/nn/linear.py"\n'
+        f'2 "{folder}/tunix/models/llama3/model.py"\n3 "/home/me/train.py"\n\n'
+        "FileLocations\n"
+        + "".join(f"{at} {{file_name_id={at} line={at}}}\n" for at in (1, 2, 3))
+        + "\nStackFrames\n1 {file_location_id=3}\n"
+        "2 {file_location_id=2 parent_frame_id=2}\n"
+        "3 {file_location_id=1 parent_frame_id=3}\n"
+    )
+    text = entry(f"{REDUCED}{WHOLE}, metadata={{stack_frame_id=3}}", before=lines)
+    assert only(text).source == "model.py:2"
+
+
 KERNELS = {f"layers/attn/w{name}" for name in "qkvo"}
 KERNELS |= {f"layers/mlp/{name}" for name in ("gate", "up", "down")}
 NORMS = {"layers/n1/scale", "layers/n2/scale", "norm/scale"}

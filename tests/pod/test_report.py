@@ -103,9 +103,9 @@ def test_compare() -> None:
     lines = report().compare(other).splitlines()
     cells = {line.split("  ")[0]: line.split()[-1] for line in lines[3:]}
     assert cells["at rest"] == "same"
-    assert cells["operations"] == "+100.0%"
-    assert cells["fsdp all-gather"] == "gone"
-    assert cells["all collectives"] == "-66.7%"
+    assert cells["operations"] == "2×"
+    assert cells["fsdp all-gather"] == "0×"
+    assert cells["all collectives"] == "0.333×"
     back = other.compare(report()).splitlines()
     assert [line.split()[-1] for line in back if "all-gather" in line] == ["new"]
 
