@@ -8,18 +8,15 @@ units of `up` and `down`, the heads, or the model dim. Names do not matter.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap.pod._lower import lower_step
 
-# A dim of a group of parameters (`"group"`) or of an output (`"output"`).
-Node = tuple[str, int, int]
 # The class of dims that follow the first dims of the data, and that of dims alone.
 ROWS, ALONE = -1, -2
 
@@ -30,27 +27,19 @@ _LITTLE = 1e-3
 _LAYER = re.compile(r"\d+(?=/[^/]+/)")
 _OUTPUT = re.compile(r"(activations|names)\[([^\]]*)\]")
 _OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
+_SHARDING = "sdy.sharding"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Output:
-    """What modules return, or what the model names."""
+@dataclasses.dataclass(slots=True)
+class Arrays:
+    """Parameters of equal layers in all arguments, or an output: they get one layout."""
 
-    section: str  # "activations" or "names"
-    path: str
-    shape: tuple[int, ...]  # always the same
-    classes: tuple[int, ...] = ()  # of each dim
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters of equal layers, in all arguments, which get one layout."""
-
-    paths: tuple[str, ...]  # with the name of the argument first
+    section: str  # "rules", or of outputs "activations" or "names"
+    paths: tuple[str, ...]  # of parameters with the name of the argument first
     shape: tuple[int, ...]  # of each
-    bytes: int  # of all
-    state_bytes: int  # of their optimizer state
-    is_small: bool  # whether they stay replicated
+    bytes: int = 0  # of all parameters
+    state_bytes: int = 0  # of their optimizer state
+    is_small: bool = False  # whether they stay replicated
     classes: tuple[int, ...] = ()  # of each dim
 
 
@@ -58,13 +47,12 @@ class Group:
 class StepDims:
     """The arrays of a step, with the classes of their dims."""
 
-    name: str
-    state: tuple[str, ...]  # names of the arguments that rules are for
     data: Mapping[str, int]  # path → first dim of what is split over the batch axes
-    groups: tuple[Group, ...]  # those of the most bytes first
-    outputs: tuple[Output, ...]
+    parameters: list[Arrays]  # those of the most bytes first
+    outputs: list[Arrays]
     other_bytes: int  # of state that is always replicated
     is_training: bool  # whether the step computes gradients
+    notes: list[str]
 
 
 def dims_of(
@@ -75,6 +63,8 @@ def dims_of(
     mesh: DeviceMesh,
 ) -> StepDims:
     """Lower a step, of which some arguments are `state`, and find classes of dims."""
+    from jax.extend.mlir.ir import MLIRError
+
     rules = LayoutMap(mesh, batch=(), strict=False, indivisible="replicate")
     rules[".*"] = None
     rules.names[".*"] = (...,)  # marks each output in the program
@@ -87,45 +77,40 @@ def dims_of(
         for leaf, kind in zip(lowered.leaves, kinds, strict=True)
         if leaf.role == "data" and len(kind.shape) and str(kind) not in _OLD_KEYS
     }
-    groups, other_bytes = _groups_of(state, rules)
+    parameters, other_bytes = _parameters_of(state, rules)
     outputs = _outputs_of(module)
-    positions = {leaf.path: at for at, leaf in enumerate(lowered.leaves)}
-    axes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
+    numbers = {leaf.path: number for number, leaf in enumerate(lowered.leaves)}
+    keys: dict[Any, Arrays] = {(a.section, a.paths[0]): a for a in outputs}
+    keys |= {numbers.get(a.paths[0], a.paths): a for a in parameters}
+    notes, classes = [], {}
     try:
-        classes = _classes_of(_Spread(module, axes, positions, groups, outputs), data)
-    except (ImportError, LayoutError):  # without Shardy, what has as many rows
-        rows = {*data.values()}
-        shapes = enumerate(output.shape for output in outputs)
-        classes = {("output", n, 0): ROWS for n, s in shapes if s and s[0] in rows}
-
-    def of(kind: str, arrays: Sequence[Any]) -> Iterator[Any]:
-        for number, array in enumerate(arrays):
-            nodes = [(kind, number, dim) for dim in range(len(array.shape))]
-            found = tuple(classes.get(node, ALONE) for node in nodes)
-            yield dataclasses.replace(array, classes=found)
-
-    return StepDims(
-        name=lowered.name,
-        state=tuple(state),
-        data=data,
-        groups=tuple(of("group", groups)),
-        outputs=tuple(of("output", outputs)),
-        other_bytes=other_bytes,
-        is_training=any("transpose(" in str(op.location) for op in _inside(module)),
-    )
+        classes = _classes_of(module, mesh, numbers, parameters, data)
+    except MLIRError as error:
+        notes.append(f"no dims go together, as Shardy does not propagate: {error}")
+    for key, arrays in keys.items():
+        dims = range(len(arrays.shape))
+        arrays.classes = tuple(classes.get((key, dim), ALONE) for dim in dims)
+    is_training = any("transpose(" in str(op.location) for op in _inside(module))
+    return StepDims(data, parameters, outputs, other_bytes, is_training, notes)
 
 
-def _outputs_of(module: Any) -> list[Output]:
+def _outputs_of(module: Any) -> list[Arrays]:
     """Outputs that are constrained in the program, if always of one shape."""
     shapes = defaultdict(set)
     for op in _inside(module):
         if any(key := _output(op)):
             shapes[key].add(tuple(op.results[0].type.shape))
-    return [Output(*key, *some) for key, some in shapes.items() if len(some) == 1]
+    return [
+        Arrays(section, (path,), *different)
+        for (section, path), different in shapes.items()
+        if len(different) == 1
+    ]
 
 
-def _groups_of(state: Mapping[str, Any], rules: LayoutMap) -> tuple[list[Group], int]:
-    """The groups of parameters, and the bytes of all other state."""
+def _parameters_of(
+    state: Mapping[str, Any], rules: LayoutMap
+) -> tuple[list[Arrays], int]:
+    """The parameters, and the bytes of all other state."""
     leaves = list(resolve(dict(state), rules.freeze()))
     alike, moments = defaultdict(list), defaultdict(int)
     for leaf in leaves:
@@ -134,108 +119,98 @@ def _groups_of(state: Mapping[str, Any], rules: LayoutMap) -> tuple[list[Group],
         elif leaf.shape and leaf.reason not in _NEVER_ASKED:
             inner = leaf.path.partition("/")[2] or leaf.path
             alike[_LAYER.sub("0", inner), leaf.shape].append(leaf)
-    total = sum(leaf.bytes_per_device for leaf in leaves)
-    groups = []
+    total = left = sum(leaf.bytes_per_device for leaf in leaves)
+    parameters = []
     for (_, shape), members in alike.items():
         paths = tuple(leaf.path for leaf in members)
         size = sum(leaf.bytes_per_device for leaf in members)
-        more = sum(moments.pop(end, 0) for path in paths for end in _ends(path))
-        groups.append(Group(paths, shape, size, more, size + more < _LITTLE * total))
-    groups.sort(key=lambda group: (-group.bytes, group.shape))
-    return groups, total - sum(one.bytes + one.state_bytes for one in groups)
-
-
-def _ends(path: str) -> Iterator[str]:
-    """A path and all its ends: its optimizer state names one of them."""
-    while path:
-        yield path
-        path = path.partition("/")[2]
-
-
-def _classes_of(spread: "_Spread", data: Mapping[str, int]) -> dict[Node, int]:
-    """The class of each dim, as a number."""
-    classes = dict.fromkeys(spread(dict.fromkeys(data, 0), data.values()), ROWS)
-    seeds = 0
-    for number, group in enumerate(spread.groups):
-        for dim, length in enumerate(group.shape):
-            if group.is_small or ("group", number, dim) in classes:
-                continue
-            seeds += 1
-            for node in spread(dict.fromkeys(group.paths, dim), [length]):
-                classes.setdefault(node, seeds)
-    return classes
+        # A path or an end of it is the name of its optimizer state.
+        ends = [p.split("/", n)[-1] for p in paths for n in range(p.count("/") + 1)]
+        more = sum(moments.pop(end, 0) for end in ends)
+        is_small = size + more < _LITTLE * total
+        parameters.append(Arrays("rules", paths, shape, size, more, is_small))
+        left -= size + more
+    return sorted(parameters, key=lambda p: (-p.bytes, p.shape)), left
 
 
 # ------------------------------------------------------------------------- Shardy
 
-_NAME = "sdy.sharding"
+
+def _classes_of(
+    module: Any,
+    mesh: DeviceMesh,
+    numbers: Mapping[str, int],
+    parameters: Sequence[Arrays],
+    data: Mapping[str, int],
+) -> dict[tuple[Any, int], int]:
+    """The class of each dim: keys as those of `_following`, with the number of the dim.
+
+    `numbers` are those of the arguments, by path.
+    """
+    sizes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
+    classes: dict[tuple[Any, int], int] = {}
+
+    def spread(number: int, dims: Mapping[str, int], lengths: Iterable[int]) -> None:
+        """Give a class to dims (path → dim) of some lengths, and to what follows."""
+        fits = [axis for n, axis in sizes if not any(length % n for length in lengths)]
+        seeds = {numbers[path]: dim for path, dim in dims.items() if path in numbers}
+        if fits and seeds:
+            for node in _following(module, fits[0], seeds):
+                classes.setdefault(node, number)
+
+    spread(ROWS, dict.fromkeys(data, 0), data.values())
+    for arrays in parameters:
+        for dim, length in enumerate(arrays.shape):
+            is_open = (numbers.get(arrays.paths[0]), dim) not in classes
+            if is_open and not arrays.is_small:
+                spread(len(classes), dict.fromkeys(arrays.paths, dim), [length])
+    return classes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Spread:
-    """Shards dims of arguments, and returns the dims that follow."""
+def _following(
+    module: Any, axis: str, seeds: Mapping[int, int]
+) -> Iterator[tuple[Any, int]]:
+    """The dims that an axis shards if it shards some dims of arguments.
 
-    module: Any
-    axes: list[tuple[int, str]]  # size and name
-    positions: Mapping[str, int]  # path → position among the arguments
-    groups: Sequence[Group]
-    outputs: Sequence[Output]
+    As the number of an argument, or section and path of an output, and the dim; `seeds`
+    are numbers of arguments and their dims. All else is open.
+    """
+    from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr
+    from jax.extend.mlir.passmanager import PassManager
 
-    def __call__(self, dims: Mapping[str, int], lengths: Any) -> set[Node]:
-        """The dims that follow these dims, path → dim, of some lengths."""
-        from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr, MLIRError
-        from jax.extend.mlir.passmanager import PassManager
+    def sharding(value: Any, sharded: int | None = None) -> Any:
+        dims = range(len(value.type.shape))
+        texts = [f'{{"{axis}"}}' if dim == sharded else "{?}" for dim in dims]
+        return Attribute.parse(f"#sdy.sharding<@mesh, [{', '.join(texts)}]>")
 
-        fits = [axis for n, axis in self.axes if not any(size % n for size in lengths)]
-        if not fits or not dims:
-            return set()
-        seeds = {self.positions[p]: d for p, d in dims.items() if p in self.positions}
-
-        def sharding(value: Any, sharded: int | None = None) -> Any:
-            dims = range(len(value.type.shape))
-            texts = [f'{{"{fits[0]}"}}' if d == sharded else "{?}" for d in dims]
-            return Attribute.parse(f"#sdy.sharding<@mesh, [{', '.join(texts)}]>")
-
-        module = self.module.clone()
-        with module.context:
-            main = _main(module)
-            main.attributes["arg_attrs"] = ArrayAttr.get(
-                [
-                    DictAttr.get({_NAME: sharding(value, seeds.get(at))})
-                    for at, value in enumerate(main.regions[0].blocks[0].arguments)
-                ]
-            )
-            if "res_attrs" in main.attributes:
-                del main.attributes["res_attrs"]
-            for op in _inside(module):
-                if op.name == "sdy.sharding_constraint":
-                    op.attributes["sharding"] = sharding(op.results[0])
-            try:
-                passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
-                passes.enable_verifier(False)
-                passes.run(module)
-            except (MLIRError, ValueError) as error:
-                raise LayoutError(f"Shardy does not propagate: {error}") from error
-            return set(self._read(module, f'"{fits[0]}"'))
-
-    def _read(self, module: Any, axis: str) -> Iterator[Node]:
-        """The dims of parameters and outputs that an axis shards."""
-        attributes = list(_main(module).attributes["arg_attrs"])
-        numbers = {(o.section, o.path): at for at, o in enumerate(self.outputs)}
-        found = [
-            ("group", number, attributes[self.positions[group.paths[0]]][_NAME])
-            for number, group in enumerate(self.groups)
-            if group.paths[0] in self.positions
+    module = module.clone()
+    with module.context:
+        main = _main(module)
+        arguments = enumerate(main.regions[0].blocks[0].arguments)
+        main.attributes["arg_attrs"] = ArrayAttr.get(
+            [DictAttr.get({_SHARDING: sharding(v, seeds.get(n))}) for n, v in arguments]
+        )
+        if "res_attrs" in main.attributes:
+            del main.attributes["res_attrs"]
+        for op in _inside(module):
+            if op.name == "sdy.sharding_constraint":
+                op.attributes["sharding"] = sharding(op.results[0])
+        passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        passes.enable_verifier(False)
+        passes.run(module)
+        arguments = enumerate(_main(module).attributes["arg_attrs"])
+        shardings = [
+            (number, attributes[_SHARDING]) for number, attributes in arguments
         ]
-        found += [
-            ("output", numbers[key], op.attributes["sharding"])
+        shardings += [
+            (key, op.attributes["sharding"])
             for op in _inside(module)
-            if (key := _output(op)) in numbers
+            if any(key := _output(op))
         ]
-        for kind, number, sharding in found:
-            for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(sharding))):
-                if axis in axes:
-                    yield kind, number, dim
+        for key, text in shardings:
+            for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(text))):
+                if f'"{axis}"' in axes:
+                    yield key, dim
 
 
 def _output(op: Any) -> tuple[str, str]:

@@ -1,10 +1,9 @@
 """flm.suggest: rules for a step on a mesh."""
 
 import math
-import numbers
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +23,8 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._step.arguments import signature_of, slots_of
-from flax_layoutmap._suggest.candidates import Candidate, Layouts
-from flax_layoutmap._suggest.classes import StepDims, dims_of
+from flax_layoutmap._suggest.classes import dims_of
+from flax_layoutmap._suggest.layouts import Candidate, Layouts
 from flax_layoutmap._suggest.rules import rules_of
 from flax_layoutmap._suggest.suggestion import (
     ASSUMED,
@@ -57,16 +56,15 @@ def suggest(
 
     Each axis of the mesh is for the batch alone, for the batch and parameters (FSDP),
     or for dims of parameters that belong together, which Shardy's propagation tells
-    without names. Layouts that a device cannot hold are dropped, the others ranked by a
-    formula, and `flm.pod.plan` is asked about the best six, full sharding in two ways
-    and the rules given. The fastest that fits is suggested.
+    without names. Of the layouts that fit a formula chooses six; `flm.pod.plan` is
+    asked about these, full sharding in two ways, and the rules given. The fastest that
+    fits is suggested.
 
     Args:
-        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
-        *args: its arguments, as for `flm.pod.plan`; shapes are enough.
-        mesh: as for `flm.pod.plan`; its axes are Auto. None takes that of the rules.
-        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`; None assumes links,
-            products and memory of v5p.
+        step: as for `flm.pod.plan`.
+        *args: as for `flm.pod.plan`; shapes are enough.
+        mesh: as for `flm.pod.plan`; its axes are Auto.
+        topology: as for `flm.pod.plan`; None assumes links, products and memory of v5p.
         slices: how many slices of it.
         hbm: bytes of one device that the step may use; None takes what the compiler
             allows on the topology.
@@ -74,8 +72,7 @@ def suggest(
         donate_argnames: arguments that are state, beside NNX objects and containers of
             floating-point arrays whose first dims differ. Rules are for state; other
             arguments are data, split over the batch axes.
-        engine: whom to ask, as for `flm.pod.plan`: `"libtpu"`, `"partitioner"`, or None
-            for libtpu where it is installed and a topology is given.
+        engine: whom to ask, as for `flm.pod.plan`.
         **kwargs: arguments of the step by name.
 
     Returns:
@@ -99,66 +96,66 @@ def suggest(
         ('model', None)
     """
     start = time.perf_counter()
-    is_number = isinstance(hbm, numbers.Real) and not isinstance(hbm, bool)
-    if hbm is not None and not (is_number and 0 < hbm < math.inf):
+    if hbm is not None and not (isinstance(hbm, int | float) and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
-    if topology is None and slices is not None:
-        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
-    where = None if topology is None else topology_of(topology, slices=slices)
-    rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
-    _check_mesh(own)
+    is_slice = topology is not None or slices is not None
+    where = topology_of(topology, slices=slices) if is_slice else None
+    rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    _check_mesh(on)
     chip = ASSUMED if where is None else where.generation
     limit = chip.hbm_limit_bytes if hbm is None else round(hbm)
-    notes: list[str] = []
+    name = getattr(step, "__name__", "the step")
+    tried: list[Choice] = []
 
-    def ask(name: str, layout_map: LayoutMap) -> Iterator[Choice]:
-        """The report of the step with some rules, if it goes with them."""
-        given = {"mesh": own, "topology": where, "layout_map": layout_map}
-        given |= {"donate_argnames": dims.state, "engine": engine, **kwargs}
+    def ask(name: str, layout_map: LayoutMap) -> None:
+        """Try some rules; a note where the step does not go with them."""
+        given = {"mesh": on, "topology": where, "layout_map": layout_map}
+        given |= {"donate_argnames": [*state], "engine": engine, **kwargs}
         try:
-            yield Choice(name, layout_map, pod.plan(step, *args, **given), limit)
+            plan = pod.plan(step, *args, **given)
+            tried.append(Choice(name, layout_map, plan, limit))
         except LayoutError as error:
             text = " ".join(str(error).partition("\nsee: ")[0].split())
-            notes.append(f"not tried: {name}: {text}")
+            dims.notes.append(f"not tried: {name}: {text}")
 
-    name = getattr(step, "__name__", "the step")
     with shown_progress(f"suggesting rules for {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore", LayoutWarning)
         # What is taken for state need not be returned.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         state = _state_of(step, args, kwargs, donate_argnames)
-        dims = dims_of(step, args, kwargs, state, own)
-        _check_state(dims)
+        dims = dims_of(step, args, kwargs, state, on)
+        data = ", ".join(dict.fromkeys(path.partition("/")[0] for path in dims.data))
+        if all(arrays.is_small for arrays in dims.parameters):
+            raise LayoutError(
+                f"{name} has no state to lay out; its data: {data or 'none'}; say what "
+                f'is state: donate_argnames="params"'
+            )
         slices = 1 if where is None else where.slices
-        layouts = Layouts(dims, own.axis_sizes, chip, slices)
-        full, others = layouts.fully_sharded(), layouts.candidates()
-        tried: list[Choice] = []
-        for one in full:
-            tried += ask(one.name, rules_of(dims, one, own))
-        for one in _best(layouts, full[0], others, tried[:1], limit):
-            tried += ask(one.name, rules_of(dims, one, own))
+        layouts = Layouts(dims, on.axis_sizes, chip, slices)
+        candidates = layouts.fully_sharded()
+        for candidate in candidates:
+            ask(candidate.name, rules_of(dims, candidate, on))
+        for candidate in _best(layouts, candidates[0], tried[:1], limit):
+            ask(candidate.name, rules_of(dims, candidate, on))
+            candidates.append(candidate)
         if rules is not None:
-            tried += ask(GIVEN, LayoutMap.from_rule_set(rules))
+            ask(GIVEN, LayoutMap.from_rule_set(rules))
     if not tried:
-        raise LayoutError(f"{dims.name} cannot be planned:\n{bullet_list(notes)}")
+        raise LayoutError(f"{name} cannot be planned:\n{bullet_list(dims.notes)}")
     best = best_first(tried)
     return Suggestion(
-        step=dims.name,
+        step=name,
         tried=best,
-        why=_why(best[0], [*full, *others], layouts),
-        notes=(*notes, *_roles(dims, full[0].batch)),
+        why=_why(best[0], candidates),
+        notes=(*dims.notes, f"state: {', '.join(state)}; data: {data or 'none'}"),
         took_seconds=time.perf_counter() - start,
     )
 
 
 def _best(
-    layouts: Layouts,
-    full: Candidate,
-    others: Sequence[Candidate],
-    tried: Sequence[Choice],
-    limit: int,
+    layouts: Layouts, full: Candidate, tried: Sequence[Choice], limit: int
 ) -> list[Candidate]:
-    """The layouts to ask about, by the report of full sharding."""
+    """The other layouts to ask about, by the report of full sharding."""
     flops = data = more = 0
     for choice in tried:
         memory, rows = choice.plan.memory, layouts.parts(full.batch)
@@ -168,11 +165,12 @@ def _best(
         least = layouts.device_bytes(full) + data // rows
         more = max(0, (memory.peak_bytes or 0) - least)
     held = [
-        one
-        for one in others
-        if layouts.device_bytes(one) + data // layouts.parts(one.batch) + more <= limit
+        candidate
+        for candidate in layouts.candidates()
+        if layouts.device_bytes(candidate) + data // layouts.parts(candidate.batch)
+        <= limit - more
     ]
-    return sorted(held, key=lambda one: layouts.seconds(one, flops))[:_ASKED]
+    return sorted(held, key=lambda held: layouts.seconds(held, flops))[:_ASKED]
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -185,28 +183,12 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise MeshError(f"the mesh {mesh} has one device; name one with more")
 
 
-def _check_state(dims: StepDims) -> None:
-    """Raise LayoutError if there is nothing to lay out."""
-    if any(not group.is_small for group in dims.groups):
-        return
-    names = [*dict.fromkeys(path.partition("/")[0] for path in dims.data)]
-    if not names:
-        raise LayoutError(f"{dims.name} has no array to lay out: pass its parameters")
-    raise LayoutError(
-        f"{dims.name} has no state to lay out: each of {', '.join(names)} is taken for "
-        f'data; say what is state: donate_argnames="{names[0]}"'
-    )
-
-
 def _state_of(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], donated: Any
 ) -> dict[str, Any]:
     """The arguments that rules are for, by name: those that are named, and state."""
     named = frozenset([donated] if isinstance(donated, str) else donated)
-    try:
-        slots = slots_of(signature_of(step).bind(*args, **kwargs))
-    except TypeError:
-        return {}  # which lowering the step explains
+    slots = slots_of(signature_of(step).bind(*args, **kwargs))
     return {s.name: v for s, v in slots if s.is_among(named) or _is_state(v)}
 
 
@@ -220,7 +202,7 @@ def _is_state(value: Any) -> bool:
     return all(floats) and len({np.shape(leaf)[0] for leaf in arrays} - {1}) > 1
 
 
-def _why(best: Choice, candidates: Sequence[Candidate], layouts: Layouts) -> str:
+def _why(best: Choice, candidates: Sequence[Candidate]) -> str:
     """One sentence: why the best is the best."""
     held, limit = human_bytes(best.held_bytes), human_bytes(best.limit_bytes)
     if not best.fits:
@@ -228,32 +210,12 @@ def _why(best: Choice, candidates: Sequence[Candidate], layouts: Layouts) -> str
             f"nothing that was tried fits: this needs the least, {held} of {limit} per "
             "device; take more devices, fewer rows in a batch, or nnx.remat"
         )
-    chosen = next((one for one in candidates if one.name == best.name), None)
-    if chosen is None:
+    if best.name == GIVEN:
         return "the rules given are the fastest that were tried: keep them"
-    if chosen.placed:
-        return (
-            f"to sum activations over {'+'.join(chosen.placed)} takes less time than "
-            "to gather whole parameters"
-        )
-    if not any(map(any, chosen.specs)):
+    specs = {candidate.name: candidate.specs for candidate in candidates}
+    if not any(map(any, specs[best.name])):
         return (
             f"the model is small: every device keeps a copy, {held} of {limit}; pass "
             "hbm= for rules that need less"
         )
-    copied = max(map(layouts.device_bytes, candidates))
-    if copied > best.limit_bytes:
-        return (
-            f"a copy of the state and the gradients, {human_bytes(copied)}, is more "
-            f"than the {limit} of a device"
-        )
-    return "to gather parameters takes less time than what the others send"
-
-
-def _roles(dims: StepDims, batch: tuple[str, ...]) -> Iterator[str]:
-    """What was taken for state and for data."""
-    data = [*dict.fromkeys(path.partition("/")[0] for path in dims.data)]
-    yield f"state: {', '.join(dims.state)}; data: {', '.join(data) or 'none'}"
-    if data and not batch:
-        counts = ", ".join(map(str, sorted({*dims.data.values()})))
-        yield f"not split: data of {counts} rows, which no axis divides; pad it"
+    return "of what fits, the collectives of this layout take the least time"

@@ -1,17 +1,15 @@
 """Suggestion: the rules that were found, and what was tried."""
 
 import dataclasses
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._lint.issue import numbered, quoted
 from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._show.table import Grid, Line, human_bytes
 from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._suggest.rules import as_code
 from flax_layoutmap.pod import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
 
@@ -56,16 +54,11 @@ class Choice:
         chip = ASSUMED if where is None else where.generation
         links = sum(report.seconds_bound.values())
         if where is None and chip.link_bytes_per_second is not None:
-            links = self.sent_bytes / (2 * chip.link_bytes_per_second)
-        moved = sum(one.bytes_per_step for one in report.collectives)
-        starts = sum(one.executions for one in report.collectives) * _SECONDS_EACH
+            links = report.wire_bytes() / (2 * chip.link_bytes_per_second)
+        moved = sum(sent.bytes_per_step for sent in report.collectives)
+        starts = sum(sent.executions for sent in report.collectives) * _SECONDS_EACH
         read = (report.memory.at_rest_bytes + moved) / chip.hbm_bytes_per_second
         return links + starts + max(report.flops_per_device / chip.flops, read)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What a device sends in a step."""
-        return self.plan.wire_bytes()
 
     @property
     def held_bytes(self) -> int:
@@ -78,14 +71,15 @@ class Choice:
         return self.plan.fits is not False and self.held_bytes <= self.limit_bytes
 
 
-def best_first(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+def best_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     """What fits by time, of equal times by memory; then the rest by memory."""
-    fitting, rest = [], []
-    for choice in sorted(choices, key=operator.attrgetter("held_bytes")):
-        (fitting if choice.fits else rest).append(choice)
-    least = min((choice.seconds for choice in fitting), default=0.0)
-    fitting.sort(key=lambda choice: max(choice.seconds, least * (1 + _EQUAL)))
-    return (*fitting, *rest)
+    least = min((choice.seconds for choice in choices if choice.fits), default=0.0)
+
+    def rank(choice: Choice) -> tuple[bool, float, int]:
+        seconds = max(choice.seconds, least * (1 + _EQUAL)) if choice.fits else 0.0
+        return not choice.fits, seconds, choice.held_bytes
+
+    return tuple(sorted(choices, key=rank))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,54 +112,47 @@ class Suggestion(Shown):
         return self.tried[0].plan
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh, without devices."""
-        return self.plan.mesh
-
-    @property
     def fits(self) -> bool:
         """Whether a device can hold the step, as far as that is known."""
         return self.tried[0].fits
 
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether libtpu was asked, which knows the peak of memory."""
-        return self.plan.memory.peak_bytes is not None
-
     def _lines(self, width: int | None) -> "Iterator[Text]":
-        from rich.text import Text
-
-        axes, where = self.mesh.axis_names, self.plan.topology
+        mesh, where = self.plan.mesh, self.plan.topology
         place = f" ({where})" if where is not None else ""
-        heading = f"suggestion for {self.step} on mesh {self.mesh}{place}"
-        yield from coloured_lines(
-            [*wrapped([f"{heading}: {self.mesh.size} devices", self.why], width), ""],
-            axes,
-        )
+        heading = f"suggestion for {self.step} on mesh {mesh}{place}"
+        first = [f"{heading}: {mesh.size} devices", self.why]
+        yield from coloured_lines([*wrapped(first, width), ""], mesh.axis_names)
         if self.tried[0].name != GIVEN:
-            yield from map(Text, [*as_code(self.layout_map.freeze()), ""])
-        yield from coloured_grid(self._table(), axes)
-        yield from coloured_lines(["", *wrapped([*self._notes()], width)], axes)
+            yield from coloured_lines(wrapped([*self._code(), ""], None), ())
+        yield from coloured_grid(self._table(), mesh.axis_names)
+        notes = ["", *wrapped(self._remarks(), width)]
+        yield from coloured_lines(notes, mesh.axis_names)
+
+    def _code(self) -> list[str]:
+        """The lines that make a map of these rules; they run without the devices."""
+        rules = self.layout_map.freeze()
+        mesh = quoted(str(rules.mesh))
+        return [
+            f"# on the devices: mesh = flm.DeviceMesh({mesh})",
+            f"mesh = flm.DeviceMesh.abstract({mesh})",
+            f"layout_map = flm.LayoutMap(mesh, batch={rules.batch})",
+            *(rule.with_pattern(rule.pattern) for rule in numbered(rules)),
+        ]
 
     def _table(self) -> Grid:
-        memory = ("at rest", "peak") if self._is_compiled else ("at rest",)
-        rows = []
+        lines = []
         for choice in self.tried:
-            held = human_bytes(choice.held_bytes)
-            cells = [
-                choice.name,
-                seconds_text(choice.seconds),
-                human_bytes(choice.sent_bytes),
-                human_bytes(choice.plan.memory.at_rest_bytes),
-            ]
-            cells[3 + self._is_compiled :] = [held + ", too much" * (not choice.fits)]
-            rows.append(Line(tuple(cells), mark="" if choice.fits else "warning"))
-        names = ("layout", "a step", "sends", *memory)
-        return Grid(names, (False, *[True] * (len(names) - 1)), tuple(rows))
+            held = human_bytes(choice.held_bytes) + ", too much" * (not choice.fits)
+            sent = human_bytes(choice.plan.wire_bytes())
+            cells = (choice.name, seconds_text(choice.seconds), sent, held)
+            lines.append(Line(cells, mark="" if choice.fits else "warning"))
+        names = ("layout", "a step", "sends", "holds")
+        return Grid(names, (False, True, True, True), tuple(lines))
 
-    def _notes(self) -> Iterator[str]:
+    def _remarks(self) -> Iterator[str]:
         yield from self.notes
-        yield f"limit of memory: {human_bytes(self.tried[0].limit_bytes)} per device"
+        limit = human_bytes(self.tried[0].limit_bytes)
+        yield f"limit of memory: {limit} per device"
         if self.plan.topology is None:
             yield (
                 f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
@@ -175,32 +162,32 @@ class Suggestion(Shown):
             "how sure: nothing was timed; a time is that of the collectives, one after "
             "the other, and of the matrix products at the peak of the device"
         )
-        asked = "libtpu" if self._is_compiled else "XLA's partitioner"
-        yield f"asked: {asked}; took {self.took_seconds:.1f} s"
+        yield f"asked: {self.plan.engine}; took {self.took_seconds:.1f} s"
 
     def to_json(self) -> dict[str, Any]:
         """Return the rules and what was tried as plain JSON values, schema 2."""
         where = self.plan.topology
+        tried = [
+            {
+                "name": choice.name,
+                "fits": choice.fits,
+                "seconds": choice.seconds,
+                "sent_bytes": choice.plan.wire_bytes(),
+                "at_rest_bytes": choice.plan.memory.at_rest_bytes,
+                "peak_bytes": choice.plan.memory.peak_bytes,
+                "limit_bytes": choice.limit_bytes,
+                "rules": choice.layout_map.to_json(),
+            }
+            for choice in self.tried
+        ]
         return {
             "schema": 2,
             "step": self.step,
-            "mesh": mesh_to_json(self.mesh),
+            "mesh": mesh_to_json(self.plan.mesh),
             "topology": None if where is None else str(where),
             "fits": self.fits,
             "why": self.why,
-            "tried": [
-                {
-                    "name": choice.name,
-                    "fits": choice.fits,
-                    "seconds": choice.seconds,
-                    "sent_bytes": choice.sent_bytes,
-                    "at_rest_bytes": choice.plan.memory.at_rest_bytes,
-                    "peak_bytes": choice.plan.memory.peak_bytes,
-                    "limit_bytes": choice.limit_bytes,
-                    "rules": choice.layout_map.to_json(),
-                }
-                for choice in self.tried
-            ],
+            "tried": tried,
             "notes": list(self.notes),
             "took_seconds": self.took_seconds,
         }
@@ -210,4 +197,4 @@ class Suggestion(Shown):
 
     def __repr__(self) -> str:
         seconds = seconds_text(self.tried[0].seconds)
-        return f"<Suggestion for {self.step} on {self.mesh}: {seconds} a step>"
+        return f"<Suggestion for {self.step} on {self.plan.mesh}: {seconds} a step>"

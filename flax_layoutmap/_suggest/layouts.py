@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from flax_layoutmap._core.topologies import Generation
-from flax_layoutmap._suggest.classes import ALONE, ROWS, Group, Output, StepDims
+from flax_layoutmap._suggest.classes import ALONE, ROWS, Arrays, StepDims
 
-# The axes of each dim of an array.
-Spec = tuple[tuple[str, ...], ...]
+Axes = tuple[str, ...]
+Spec = tuple[Axes, ...]  # the axes of each dim of an array
 
 _FSDP, _DATA = "data + parameters", "data"
 # The most choices of dims for an axis.
@@ -33,10 +33,10 @@ class Candidate:
     """One layout of everything."""
 
     name: str  # what each axis does
-    batch: tuple[str, ...]  # the axes that shard the batch
-    placed: tuple[str, ...]  # those that shard classes of dims
-    specs: tuple[Spec, ...]  # of each group of parameters
-    outputs: tuple[Spec, ...]  # of each output
+    batch: Axes  # those that shard the batch
+    placed: Axes  # those that shard classes of dims
+    specs: tuple[Spec, ...]  # of the parameters
+    outputs: tuple[Spec, ...]
 
 
 class Layouts:
@@ -52,20 +52,20 @@ class Layouts:
         for axis in self.sizes:
             if self.parts(self.between) < slices:
                 self.between.append(axis)
-        self.groups_of = {
-            number: {at for at, g in enumerate(dims.groups) if number in g.classes}
-            for group in dims.groups
-            for number in group.classes
-            if number not in (ALONE, ROWS)
+        numbers = {n: None for arrays in dims.parameters for n in arrays.classes}
+        self.members = {  # class → positions of the parameters that have it
+            n: {at for at, p in enumerate(dims.parameters) if n in p.classes}
+            for n in numbers
+            if n not in (ALONE, ROWS)
         }
         # The class of most parameters.
         self.model_dim = max(
-            self.groups_of, key=lambda c: len(self.groups_of[c]), default=ALONE
+            self.members, key=lambda n: len(self.members[n]), default=ALONE
         )
 
     def is_shared(self, number: int) -> bool:
-        """Whether a class has dims of several groups."""
-        return len(self.groups_of.get(number, ())) > 1
+        """Whether several parameters have a class."""
+        return len(self.members.get(number, ())) > 1
 
     def parts(self, axes: Iterable[str]) -> int:
         """The number of parts that axes cut an array into."""
@@ -79,39 +79,39 @@ class Layouts:
         A class with all others that share no parameter with it: heads, hidden units
         and the vocabulary are one bundle, as in Megatron.
         """
-        groups = self.dims.groups
-        others = {c: own for c, own in self.groups_of.items() if c != self.model_dim}
+        parameters, members = self.dims.parameters, self.members
+        others = {n: at for n, at in members.items() if n != self.model_dim}
         useful = [
             number
-            for number, own in others.items()
+            for number, positions in others.items()
             # A dim of one parameter and no output is indexed, by a loop or a lookup.
             if self.is_shared(number)
             or any(number in output.classes for output in self.dims.outputs)
             # Parts of heads, where the heads themselves are a class.
-            if not any(own < theirs for theirs in others.values())
+            if not any(positions < wider for wider in others.values())
         ]
-        useful.sort(key=lambda c: -sum(groups[at].bytes for at in others[c]))
+        useful.sort(key=lambda n: -sum(parameters[at].bytes for at in others[n]))
         useful += [self.model_dim] if self.model_dim != ALONE else []
         named: dict[frozenset[int], str] = {}
         for first in useful:
-            some, taken = {first}, {*self.groups_of[first]}
+            bundle, taken = {first}, {*members[first]}
             for other in useful:
-                if not taken & self.groups_of[other]:
-                    some, taken = some | {other}, taken | self.groups_of[other]
-            group = groups[min(self.groups_of[first])]
-            path = "/".join(group.paths[0].split("/")[-2:])
-            name = f"dim {group.classes.index(first)} of {path}"
-            named.setdefault(frozenset(some), name)
-        return {name: {*some} for some, name in [*named.items()][:_MOST]}
+                if not taken & members[other]:
+                    bundle, taken = bundle | {other}, taken | members[other]
+            arrays = parameters[min(members[first])]
+            path = "/".join(arrays.paths[0].split("/")[-2:])
+            name = f"dim {arrays.classes.index(first)} of {path}"
+            named.setdefault(frozenset(bundle), name)
+        return {name: {*bundle} for bundle, name in [*named.items()][:_MOST]}
 
     def fully_sharded(self) -> list[Candidate]:
         """Each parameter over all axes, along the model dim, and along its longest."""
         jobs = dict.fromkeys(self.sizes, _FSDP)
-        by_length = self._candidate(jobs, {}, by_length=True)
         full = self._candidate(jobs, {})
-        name = f"{by_length.name}, longest dims"
-        other = dataclasses.replace(by_length, name=name)
-        return [full] if by_length == full else [full, other]
+        other = self._candidate(jobs, {}, by_length=True)
+        name = f"{full.name}, longest dims"
+        is_same = other == full
+        return [full] if is_same else [full, dataclasses.replace(other, name=name)]
 
     def candidates(self) -> list[Candidate]:
         """Every layout but full sharding, once.
@@ -120,23 +120,19 @@ class Layouts:
         exchange them one is returned.
         """
         bundles = self.bundles()
+        alike: dict[object, Candidate] = {}
         jobs = [_FSDP, _DATA, *bundles]
-        made: dict[object, Candidate] = {}
         for chosen in itertools.product(jobs, repeat=len(self.sizes)):
-            of_axis = dict(zip(self.sizes, chosen, strict=True))
-            alike = tuple(
-                sorted(
-                    (axis in self.between, self.sizes[axis], job)
-                    for axis, job in of_axis.items()
-                )
-            )
-            if alike not in made:
-                made[alike] = self._candidate(of_axis, bundles)
+            job_of = dict(zip(self.sizes, chosen, strict=True))
+            kinds = [(a in self.between, self.sizes[a], job_of[a]) for a in job_of]
+            key = tuple(sorted(kinds))
+            if key not in alike:
+                alike[key] = self._candidate(job_of, bundles)
         different: dict[object, Candidate] = {}
-        for one in made.values():
-            different.setdefault((one.batch, one.specs), one)
+        for candidate in alike.values():
+            different.setdefault((candidate.batch, candidate.specs), candidate)
         _, *others = different.values()
-        return [one for one in others if _axes_of(one) >= {*self.sizes}]
+        return [c for c in others if _axes_of(*c.specs, [c.batch]) >= {*self.sizes}]
 
     def _candidate(
         self,
@@ -147,74 +143,65 @@ class Layouts:
         placed = {axis: bundles[job] for axis, job in jobs.items() if job in bundles}
         wanted = [axis for axis in jobs if axis not in placed]
         batch = self._divisible(wanted, self.dims.data.values())
-        stored = [axis for axis in wanted if jobs[axis] == _FSDP]
         axes_of: dict[str, list[str]] = {}
         for axis, job in jobs.items():
             is_batch = axis in batch or axis in placed
             axes_of.setdefault(job if is_batch else "parameters", []).append(axis)
+        name = ", ".join(f"{job} over {'+'.join(a)}" for job, a in axes_of.items())
         specs = []
-        for group in self.dims.groups:
-            spec = self._placed(group, batch, placed)
-            if group.is_small:
+        for arrays in self.dims.parameters:
+            spec = self._placed(arrays, batch, placed)
+            if arrays.is_small:
                 spec = ((),) * len(spec)
-            elif ROWS not in group.classes:
-                for axis in stored:
-                    spec = self._stored(group, spec, axis, stored, by_length)
+            elif ROWS not in arrays.classes:
+                stored = [axis for axis in wanted if jobs[axis] == _FSDP]
+                spec = self._stored(arrays, spec, stored, by_length)
             specs.append(spec)
         outputs = [self._placed(output, batch, placed) for output in self.dims.outputs]
-        name = ", ".join(f"{job} over {'+'.join(own)}" for job, own in axes_of.items())
         return Candidate(name, batch, tuple(placed), tuple(specs), tuple(outputs))
 
-    def _divisible(
-        self, axes: Iterable[str], lengths: Iterable[int]
-    ) -> tuple[str, ...]:
+    def _divisible(self, axes: Iterable[str], lengths: Iterable[int]) -> Axes:
         """The axes, from the first on, that dims can be split over together."""
-        some: tuple[str, ...] = ()
+        chosen: Axes = ()
         for axis in axes:
-            parts = self.parts((*some, axis))
+            parts = self.parts((*chosen, axis))
             if lengths and not any(length % parts for length in lengths):
-                some = (*some, axis)
-        return some
+                chosen = (*chosen, axis)
+        return chosen
 
     def _placed(
-        self,
-        array: Group | Output,
-        batch: tuple[str, ...],
-        placed: Mapping[str, set[int]],
+        self, arrays: Arrays, batch: Axes, placed: Mapping[str, set[int]]
     ) -> Spec:
         """The axes of the batch and of classes on the dims that have them."""
-        spec: list[tuple[str, ...]] = []
-        for size, number in zip(array.shape, array.classes, strict=True):
+        spec: list[Axes] = []
+        for size, number in zip(arrays.shape, arrays.classes, strict=True):
             axes = [axis for axis, classes in placed.items() if number in classes]
             wanted = batch if number == ROWS else axes
-            used = {axis for dim in spec for axis in dim}  # an axis shards one dim
-            spec.append(self._divisible([a for a in wanted if a not in used], [size]))
+            free = [a for a in wanted if a not in _axes_of(spec)]  # one dim per axis
+            spec.append(self._divisible(free, [size]))
         return tuple(spec)
 
     def _stored(
-        self,
-        group: Group,
-        spec: Spec,
-        axis: str,
-        stored: Sequence[str],
-        by_length: bool,
+        self, arrays: Arrays, spec: Spec, stored: Sequence[str], by_length: bool
     ) -> Spec:
-        """The spec with one more axis that stores parameters.
+        """The spec with the axes that store parameters.
 
-        On a dim without a class; if possible the model dim (the sums of gradients then
+        On dims without a class; if possible the model dim (the sums of gradients then
         send the least), else the longest, of equal ones the last.
         """
-        shape = group.shape
+        shape = arrays.shape
 
         def rank(dim: int) -> tuple[bool, bool, int, int]:
             is_free = set(spec[dim]) <= set(stored)
-            is_best = not by_length and group.classes[dim] == self.model_dim
+            is_best = not by_length and arrays.classes[dim] == self.model_dim
             return is_free, is_best, shape[dim], dim
 
-        for dim in sorted(range(len(spec)), key=rank, reverse=True):
-            axes = (*spec[dim], axis)
-            if shape[dim] % self.parts(axes) == 0:
-                return (*spec[:dim], axes, *spec[dim + 1 :])
+        for axis in stored:
+            for dim in sorted(range(len(spec)), key=rank, reverse=True):
+                axes = (*spec[dim], axis)
+                if shape[dim] % self.parts(axes) == 0:
+                    spec = (*spec[:dim], axes, *spec[dim + 1 :])
+                    break
         return spec
 
     # ------------------------------------------------------------ bytes and seconds
@@ -222,8 +209,8 @@ class Layouts:
     def device_bytes(self, candidate: Candidate) -> int:
         """Bytes of the state and, in training, of the gradients on one device."""
         total = self.dims.other_bytes
-        for group, spec in zip(self.dims.groups, candidate.specs, strict=True):
-            size = group.bytes * (1 + self.dims.is_training) + group.state_bytes
+        for arrays, spec in zip(self.dims.parameters, candidate.specs, strict=True):
+            size = arrays.bytes * (1 + self.dims.is_training) + arrays.state_bytes
             total += size // self.parts(itertools.chain(*spec))
         return total
 
@@ -235,45 +222,45 @@ class Layouts:
         """
         trains = self.dims.is_training
         counts = [
-            math.prod(g.shape) * len(g.paths) * (ROWS not in g.classes)
-            for g in self.dims.groups
+            math.prod(p.shape) * len(p.paths) * (ROWS not in p.classes)
+            for p in self.dims.parameters
         ]
         total = max(sum(counts), 1)
         rows = self.parts(candidate.batch)
         tokens = flops / (_TRAINING if trains else _FORWARD) / total / rows
         work = seconds = 0.0
-        each = zip(self.dims.groups, counts, candidate.specs, strict=True)
-        for group, count, spec in each:
+        each = zip(self.dims.parameters, counts, candidate.specs, strict=True)
+        for arrays, count, spec in each:
             if not count:
                 continue
             axes = [axis for dim in spec for axis in dim]
             along = [axis for axis in axes if axis in candidate.placed]
             stored = [axis for axis in axes if axis not in along]
             copied = [axis for axis in candidate.batch if axis not in stored]
-            local = group.bytes / self.parts(along)
+            local = arrays.bytes / self.parts(along)
             work += count / self.parts(along)
             seconds += self._sending(local * (_GATHERS if trains else 1), stored)
             seconds += self._sending(2 * local / self.parts(stored), copied) * trains
             for axis in along:
-                sums = tokens * self._summed(group, spec, axis)
+                sums = tokens * self._summed(arrays, spec, axis)
                 seconds += self._sending(sums, [axis])
         read = self.device_bytes(candidate) / self.chip.hbm_bytes_per_second
         return seconds + max(flops * work / total / rows / self.chip.flops, read)
 
-    def _summed(self, group: Group, spec: Spec, axis: str) -> float:
+    def _summed(self, arrays: Arrays, spec: Spec, axis: str) -> float:
         """Bytes for a token of the activations that are summed along an axis.
 
         Those of a matrix, divided by its dims on the side of the axis: by the hidden
         units, or by the model dim. Stacked layers count for themselves.
         """
-        dims = [*zip(spec, group.classes, group.shape, strict=True)]
+        dims = [*zip(spec, arrays.classes, arrays.shape, strict=True)]
         on_model = any(axis in axes and c == self.model_dim for axes, c, _ in dims)
         inner = math.prod(
             size
             for axes, c, size in dims
             if (axes or self.is_shared(c)) and (c == self.model_dim) == on_model
         )
-        return _SUMS * group.bytes / inner / (1 if self.dims.is_training else 2)
+        return _SUMS * arrays.bytes / inner / (1 if self.dims.is_training else 2)
 
     def _sending(self, size: float, axes: Sequence[str]) -> float:
         """Seconds to gather or to reduce an array of some bytes over axes."""
@@ -287,7 +274,5 @@ class Layouts:
         return size * (1 - 1 / parts) / links / self.chip.link_bytes_per_second
 
 
-def _axes_of(candidate: Candidate) -> set[str]:
-    """The axes that shard parameters or the batch."""
-    specs = (*candidate.specs, (candidate.batch,))
+def _axes_of(*specs: Iterable[Axes]) -> set[str]:
     return {axis for spec in specs for axes in spec for axis in axes}
