@@ -15,24 +15,25 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lower import lower_step
 
+# The number of an argument, or section and path of an output; and that of a dim.
+Node = tuple[Any, int]
 # The class of dims that follow the first dims of the data, and that of dims alone.
 ROWS, ALONE = -1, -2
 
-_NEVER_ASKED = ("scalar", "random state", "not an array")
 # Parameters of a smaller share of the bytes stay replicated.
 _LITTLE = 1e-3
 # The index of a layer that has parts: `layers/3/up/kernel`, not `layers/3/kernel`.
 _LAYER = re.compile(r"\d+(?=/[^/]+/)")
 _OUTPUT = re.compile(r"(activations|names)\[([^\]]*)\]")
 _OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
-_SHARDING = "sdy.sharding"
 
 
 @dataclasses.dataclass(slots=True)
 class Arrays:
-    """Parameters of equal layers in all arguments, or an output: they get one layout."""
+    """Parameters of equal layers in all arguments, or one output: of one layout."""
 
     section: str  # "rules", or of outputs "activations" or "names"
     paths: tuple[str, ...]  # of parameters with the name of the argument first
@@ -50,7 +51,6 @@ class StepDims:
     data: Mapping[str, int]  # path → first dim of what is split over the batch axes
     parameters: list[Arrays]  # those of the most bytes first
     outputs: list[Arrays]
-    other_bytes: int  # of state that is always replicated
     is_training: bool  # whether the step computes gradients
     notes: list[str]
 
@@ -77,7 +77,7 @@ def dims_of(
         for leaf, kind in zip(lowered.leaves, kinds, strict=True)
         if leaf.role == "data" and len(kind.shape) and str(kind) not in _OLD_KEYS
     }
-    parameters, other_bytes = _parameters_of(state, rules)
+    parameters = _parameters_of(state, rules)
     outputs = _outputs_of(module)
     numbers = {leaf.path: number for number, leaf in enumerate(lowered.leaves)}
     keys: dict[Any, Arrays] = {(a.section, a.paths[0]): a for a in outputs}
@@ -91,15 +91,14 @@ def dims_of(
         dims = range(len(arrays.shape))
         arrays.classes = tuple(classes.get((key, dim), ALONE) for dim in dims)
     is_training = any("transpose(" in str(op.location) for op in _inside(module))
-    return StepDims(data, parameters, outputs, other_bytes, is_training, notes)
+    return StepDims(data, parameters, outputs, is_training, notes)
 
 
 def _outputs_of(module: Any) -> list[Arrays]:
     """Outputs that are constrained in the program, if always of one shape."""
     shapes = defaultdict(set)
-    for op in _inside(module):
-        if any(key := _output(op)):
-            shapes[key].add(tuple(op.results[0].type.shape))
+    for key, op in _constraints(module):
+        shapes[key].add(tuple(op.results[0].type.shape))
     return [
         Arrays(section, (path,), *different)
         for (section, path), different in shapes.items()
@@ -107,19 +106,16 @@ def _outputs_of(module: Any) -> list[Arrays]:
     ]
 
 
-def _parameters_of(
-    state: Mapping[str, Any], rules: LayoutMap
-) -> tuple[list[Arrays], int]:
-    """The parameters, and the bytes of all other state."""
+def _parameters_of(state: Mapping[str, Any], rules: LayoutMap) -> list[Arrays]:
     leaves = list(resolve(dict(state), rules.freeze()))
     alike, moments = defaultdict(list), defaultdict(int)
     for leaf in leaves:
         if leaf.role == "optimizer":
             moments[leaf.owner] += leaf.bytes_per_device
-        elif leaf.shape and leaf.reason not in _NEVER_ASKED:
+        elif leaf.shape and leaf.reason not in NEVER_ASKED:
             inner = leaf.path.partition("/")[2] or leaf.path
             alike[_LAYER.sub("0", inner), leaf.shape].append(leaf)
-    total = left = sum(leaf.bytes_per_device for leaf in leaves)
+    total = sum(leaf.bytes_per_device for leaf in leaves)
     parameters = []
     for (_, shape), members in alike.items():
         paths = tuple(leaf.path for leaf in members)
@@ -129,11 +125,7 @@ def _parameters_of(
         more = sum(moments.pop(end, 0) for end in ends)
         is_small = size + more < _LITTLE * total
         parameters.append(Arrays("rules", paths, shape, size, more, is_small))
-        left -= size + more
-    return sorted(parameters, key=lambda p: (-p.bytes, p.shape)), left
-
-
-# ------------------------------------------------------------------------- Shardy
+    return sorted(parameters, key=lambda p: (-p.bytes, p.shape))
 
 
 def _classes_of(
@@ -142,13 +134,10 @@ def _classes_of(
     numbers: Mapping[str, int],
     parameters: Sequence[Arrays],
     data: Mapping[str, int],
-) -> dict[tuple[Any, int], int]:
-    """The class of each dim: keys as those of `_following`, with the number of the dim.
-
-    `numbers` are those of the arguments, by path.
-    """
+) -> dict[Node, int]:
+    """The class of each dim; `numbers` are those of the arguments, by path."""
     sizes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
-    classes: dict[tuple[Any, int], int] = {}
+    classes: dict[Node, int] = {}
 
     def spread(number: int, dims: Mapping[str, int], lengths: Iterable[int]) -> None:
         """Give a class to dims (path → dim) of some lengths, and to what follows."""
@@ -167,14 +156,8 @@ def _classes_of(
     return classes
 
 
-def _following(
-    module: Any, axis: str, seeds: Mapping[int, int]
-) -> Iterator[tuple[Any, int]]:
-    """The dims that an axis shards if it shards some dims of arguments.
-
-    As the number of an argument, or section and path of an output, and the dim; `seeds`
-    are numbers of arguments and their dims. All else is open.
-    """
+def _following(module: Any, axis: str, seeds: Mapping[int, int]) -> Iterator[Node]:
+    """The dims that an axis shards if it shards the `seeds`, and all else is open."""
     from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr
     from jax.extend.mlir.passmanager import PassManager
 
@@ -187,9 +170,8 @@ def _following(
     with module.context:
         main = _main(module)
         arguments = enumerate(main.regions[0].blocks[0].arguments)
-        main.attributes["arg_attrs"] = ArrayAttr.get(
-            [DictAttr.get({_SHARDING: sharding(v, seeds.get(n))}) for n, v in arguments]
-        )
+        given = [{"sdy.sharding": sharding(v, seeds.get(n))} for n, v in arguments]
+        main.attributes["arg_attrs"] = ArrayAttr.get([*map(DictAttr.get, given)])
         if "res_attrs" in main.attributes:
             del main.attributes["res_attrs"]
         for op in _inside(module):
@@ -199,13 +181,9 @@ def _following(
         passes.enable_verifier(False)
         passes.run(module)
         arguments = enumerate(_main(module).attributes["arg_attrs"])
-        shardings = [
-            (number, attributes[_SHARDING]) for number, attributes in arguments
-        ]
+        shardings = [(number, given["sdy.sharding"]) for number, given in arguments]
         shardings += [
-            (key, op.attributes["sharding"])
-            for op in _inside(module)
-            if any(key := _output(op))
+            (key, op.attributes["sharding"]) for key, op in _constraints(module)
         ]
         for key, text in shardings:
             for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(text))):
@@ -213,12 +191,13 @@ def _following(
                     yield key, dim
 
 
-def _output(op: Any) -> tuple[str, str]:
-    """Section and path of the output that an operation constrains; else empty."""
-    if op.name not in ("sdy.sharding_constraint", "sdy.reshard"):
-        return ("", "")
-    name = str(op.location).partition('"')[2].partition('"')[0]
-    return next(reversed(_OUTPUT.findall(name)), ("", ""))
+def _constraints(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Section and path of each output that a program constrains, and the operation."""
+    for op in _inside(module):
+        if op.name in ("sdy.sharding_constraint", "sdy.reshard"):
+            name = str(op.location).partition('"')[2].partition('"')[0]
+            for key in _OUTPUT.findall(name)[-1:]:
+                yield key, op
 
 
 def _main(module: Any) -> Any:

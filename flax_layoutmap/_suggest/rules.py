@@ -7,8 +7,8 @@ from typing import Any
 
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._suggest.candidates import Axes, Candidate, Spec
 from flax_layoutmap._suggest.classes import StepDims
-from flax_layoutmap._suggest.layouts import Axes, Candidate, Spec
 from flax_layoutmap.convert._compress import compress
 
 
@@ -36,18 +36,18 @@ def _specs_of_paths(dims: StepDims, candidate: Candidate) -> dict[str, Spec]:
     Without the name of the argument, which neither `flm.create` nor optimizer state
     knows, unless two parameters with the same path within theirs differ.
     """
-    full = {
+    specs: dict[str, Spec] = {
         path: () if arrays.is_small else spec
         for arrays, spec in zip(dims.parameters, candidate.specs, strict=True)
         for path in arrays.paths
     }
     inner = collections.defaultdict(set)
-    for path, spec in full.items():
+    for path, spec in specs.items():
         inner[path.partition("/")[2]].add(spec)
-    is_alike = {path: path and len(specs) == 1 for path, specs in inner.items()}
+    inner[""] = set()  # of an argument that is an array
     return {
-        end if is_alike[end := path.partition("/")[2]] else path: spec
-        for path, spec in full.items()
+        end if len(inner[end := path.partition("/")[2]]) == 1 else path: spec
+        for path, spec in specs.items()
     }
 
 

@@ -1,7 +1,6 @@
 """flm.suggest: rules for a step on a mesh."""
 
 import math
-import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,14 +16,13 @@ from flax_layoutmap._core.errors import (
     MeshError,
     bullet_list,
 )
-from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._step.arguments import signature_of, slots_of
+from flax_layoutmap._suggest.candidates import Candidate, Layouts
 from flax_layoutmap._suggest.classes import dims_of
-from flax_layoutmap._suggest.layouts import Candidate, Layouts
 from flax_layoutmap._suggest.rules import rules_of
 from flax_layoutmap._suggest.suggestion import (
     ASSUMED,
@@ -95,13 +93,13 @@ def suggest(
         >>> suggestion.layout_map["down"].axes
         ('model', None)
     """
-    start = time.perf_counter()
     if hbm is not None and not (isinstance(hbm, int | float) and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
-    is_slice = topology is not None or slices is not None
-    where = topology_of(topology, slices=slices) if is_slice else None
+    is_slice = bool(topology or slices)
+    where = topology_of(topology or "", slices=slices) if is_slice else None
     rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
-    _check_mesh(on)
+    if AxisType.Explicit in on.axis_types or on.size == 1:
+        raise MeshError(f"suggest needs auto axes and several devices, and got {on!r}")
     chip = ASSUMED if where is None else where.generation
     limit = chip.hbm_limit_bytes if hbm is None else round(hbm)
     name = getattr(step, "__name__", "the step")
@@ -128,7 +126,7 @@ def suggest(
         if all(arrays.is_small for arrays in dims.parameters):
             raise LayoutError(
                 f"{name} has no state to lay out; its data: {data or 'none'}; say what "
-                f'is state: donate_argnames="params"'
+                'is state: donate_argnames="params"'
             )
         slices = 1 if where is None else where.slices
         layouts = Layouts(dims, on.axis_sizes, chip, slices)
@@ -148,7 +146,6 @@ def suggest(
         tried=best,
         why=_why(best[0], candidates),
         notes=(*dims.notes, f"state: {', '.join(state)}; data: {data or 'none'}"),
-        took_seconds=time.perf_counter() - start,
     )
 
 
@@ -171,16 +168,6 @@ def _best(
         <= limit - more
     ]
     return sorted(held, key=lambda held: layouts.seconds(held, flops))[:_ASKED]
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if AxisType.Explicit in mesh.axis_types:
-        raise LayoutError(
-            f"the axes of {mesh} are explicit: layouts are part of the types that the "
-            f'step is traced with; suggest rules for a mesh of auto axes: mesh="{mesh}"'
-        )
-    if mesh.size == 1:
-        raise MeshError(f"the mesh {mesh} has one device; name one with more")
 
 
 def _state_of(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._lint.issue import numbered, quoted
-from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._show.table import Grid, Line, human_bytes
 from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
 from flax_layoutmap.pod import PodReport
@@ -91,7 +90,6 @@ class Suggestion(Shown):
         tried: the layouts that were tried, the best first.
         why: one sentence.
         notes: what else to know.
-        took_seconds: wall-clock seconds of the whole call.
     """
 
     __module__ = "flax_layoutmap"
@@ -99,7 +97,6 @@ class Suggestion(Shown):
     tried: tuple[Choice, ...]
     why: str
     notes: tuple[str, ...] = ()
-    took_seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def layout_map(self) -> LayoutMap:
@@ -118,15 +115,15 @@ class Suggestion(Shown):
 
     def _lines(self, width: int | None) -> "Iterator[Text]":
         mesh, where = self.plan.mesh, self.plan.topology
+        axes = mesh.axis_names
         place = f" ({where})" if where is not None else ""
         heading = f"suggestion for {self.step} on mesh {mesh}{place}"
         first = [f"{heading}: {mesh.size} devices", self.why]
-        yield from coloured_lines([*wrapped(first, width), ""], mesh.axis_names)
+        yield from coloured_lines([*wrapped(first, width), ""], axes)
         if self.tried[0].name != GIVEN:
-            yield from coloured_lines(wrapped([*self._code(), ""], None), ())
-        yield from coloured_grid(self._table(), mesh.axis_names)
-        notes = ["", *wrapped(self._remarks(), width)]
-        yield from coloured_lines(notes, mesh.axis_names)
+            yield from coloured_lines([*wrapped(self._code(), None), ""], axes)
+        yield from coloured_grid(self._table(), axes)
+        yield from coloured_lines(["", *wrapped(self._remarks(), width)], axes)
 
     def _code(self) -> list[str]:
         """The lines that make a map of these rules; they run without the devices."""
@@ -153,44 +150,23 @@ class Suggestion(Shown):
         yield from self.notes
         limit = human_bytes(self.tried[0].limit_bytes)
         yield f"limit of memory: {limit} per device"
+        yield f"asked: {self.plan.engine}; nothing was timed"
         if self.plan.topology is None:
             yield (
                 f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
                 'for each axis; for others, topology="v5e:4x4"'
             )
-        yield (
-            "how sure: nothing was timed; a time is that of the collectives, one after "
-            "the other, and of the matrix products at the peak of the device"
-        )
-        yield f"asked: {self.plan.engine}; took {self.took_seconds:.1f} s"
 
     def to_json(self) -> dict[str, Any]:
         """Return the rules and what was tried as plain JSON values, schema 2."""
-        where = self.plan.topology
+        figures = ("name", "fits", "seconds", "held_bytes", "limit_bytes")
         tried = [
-            {
-                "name": choice.name,
-                "fits": choice.fits,
-                "seconds": choice.seconds,
-                "sent_bytes": choice.plan.wire_bytes(),
-                "at_rest_bytes": choice.plan.memory.at_rest_bytes,
-                "peak_bytes": choice.plan.memory.peak_bytes,
-                "limit_bytes": choice.limit_bytes,
-                "rules": choice.layout_map.to_json(),
-            }
+            {name: getattr(choice, name) for name in figures}
+            | {"rules": choice.layout_map.to_json(), "plan": choice.plan.to_json()}
             for choice in self.tried
         ]
-        return {
-            "schema": 2,
-            "step": self.step,
-            "mesh": mesh_to_json(self.plan.mesh),
-            "topology": None if where is None else str(where),
-            "fits": self.fits,
-            "why": self.why,
-            "tried": tried,
-            "notes": list(self.notes),
-            "took_seconds": self.took_seconds,
-        }
+        words = {"step": self.step, "why": self.why, "notes": list(self.notes)}
+        return {"schema": 2, **words, "fits": self.fits, "tried": tried}
 
     def __str__(self) -> str:
         return self.report(width=80)

@@ -5,6 +5,7 @@ batch and parameters (FSDP), or dims of parameters (tensor and expert parallelis
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,26 +53,20 @@ class Layouts:
         for axis in self.sizes:
             if self.parts(self.between) < slices:
                 self.between.append(axis)
-        numbers = {n: None for arrays in dims.parameters for n in arrays.classes}
-        self.members = {  # class → positions of the parameters that have it
-            n: {at for at, p in enumerate(dims.parameters) if n in p.classes}
-            for n in numbers
-            if n not in (ALONE, ROWS)
-        }
+        # Class → positions of the parameters that have it.
+        self.members: dict[int, set[int]] = {}
+        for position, arrays in enumerate(dims.parameters):
+            for number in arrays.classes:
+                if number not in (ALONE, ROWS):
+                    self.members.setdefault(number, set()).add(position)
         # The class of most parameters.
         self.model_dim = max(
             self.members, key=lambda n: len(self.members[n]), default=ALONE
         )
 
-    def is_shared(self, number: int) -> bool:
-        """Whether several parameters have a class."""
-        return len(self.members.get(number, ())) > 1
-
     def parts(self, axes: Iterable[str]) -> int:
         """The number of parts that axes cut an array into."""
         return math.prod(self.sizes[axis] for axis in axes)
-
-    # ------------------------------------------------------------------ candidates
 
     def bundles(self) -> dict[str, set[int]]:
         """Name → classes that an axis may shard at a time: no two of one parameter.
@@ -85,7 +80,7 @@ class Layouts:
             number
             for number, positions in others.items()
             # A dim of one parameter and no output is indexed, by a loop or a lookup.
-            if self.is_shared(number)
+            if len(positions) > 1
             or any(number in output.classes for output in self.dims.outputs)
             # Parts of heads, where the heads themselves are a class.
             if not any(positions < wider for wider in others.values())
@@ -120,19 +115,23 @@ class Layouts:
         exchange them one is returned.
         """
         bundles = self.bundles()
-        alike: dict[object, Candidate] = {}
-        jobs = [_FSDP, _DATA, *bundles]
-        for chosen in itertools.product(jobs, repeat=len(self.sizes)):
-            job_of = dict(zip(self.sizes, chosen, strict=True))
-            kinds = [(a in self.between, self.sizes[a], job_of[a]) for a in job_of]
-            key = tuple(sorted(kinds))
-            if key not in alike:
-                alike[key] = self._candidate(job_of, bundles)
+        alike: set[object] = set()
         different: dict[object, Candidate] = {}
-        for candidate in alike.values():
-            different.setdefault((candidate.batch, candidate.specs), candidate)
+        choices = [_FSDP, _DATA, *bundles]
+        for chosen in itertools.product(choices, repeat=len(self.sizes)):
+            jobs = dict(zip(self.sizes, chosen, strict=True))
+            kinds = [(a in self.between, self.sizes[a], job) for a, job in jobs.items()]
+            if (key := tuple(sorted(kinds))) not in alike:
+                alike.add(key)
+                candidate = self._candidate(jobs, bundles)
+                different.setdefault((candidate.batch, candidate.specs), candidate)
         _, *others = different.values()
-        return [c for c in others if _axes_of(*c.specs, [c.batch]) >= {*self.sizes}]
+        return [candidate for candidate in others if self._uses_all(candidate)]
+
+    def _uses_all(self, candidate: Candidate) -> bool:
+        """Whether each axis shards parameters or the batch."""
+        used = itertools.chain(candidate.batch, *itertools.chain(*candidate.specs))
+        return {*used} >= {*self.sizes}
 
     def _candidate(
         self,
@@ -140,75 +139,58 @@ class Layouts:
         bundles: Mapping[str, set[int]],
         by_length: bool = False,
     ) -> Candidate:
-        placed = {axis: bundles[job] for axis, job in jobs.items() if job in bundles}
-        wanted = [axis for axis in jobs if axis not in placed]
-        batch = self._divisible(wanted, self.dims.data.values())
+        lengths, batch = self.dims.data.values(), ()
+        for axis, job in jobs.items():
+            parts = self.parts((*batch, axis))
+            if job not in bundles and lengths and not any(n % parts for n in lengths):
+                batch = (*batch, axis)
+        placed = tuple(axis for axis, job in jobs.items() if job in bundles)
         axes_of: dict[str, list[str]] = {}
         for axis, job in jobs.items():
-            is_batch = axis in batch or axis in placed
-            axes_of.setdefault(job if is_batch else "parameters", []).append(axis)
+            is_used = axis in batch or axis in placed
+            axes_of.setdefault(job if is_used else "parameters", []).append(axis)
         name = ", ".join(f"{job} over {'+'.join(a)}" for job, a in axes_of.items())
-        specs = []
-        for arrays in self.dims.parameters:
-            spec = self._placed(arrays, batch, placed)
-            if arrays.is_small:
-                spec = ((),) * len(spec)
-            elif ROWS not in arrays.classes:
-                stored = [axis for axis in wanted if jobs[axis] == _FSDP]
-                spec = self._stored(arrays, spec, stored, by_length)
-            specs.append(spec)
-        outputs = [self._placed(output, batch, placed) for output in self.dims.outputs]
-        return Candidate(name, batch, tuple(placed), tuple(specs), tuple(outputs))
+        spec_of = functools.partial(self._spec, jobs, bundles, batch, by_length)
+        specs = tuple(map(spec_of, self.dims.parameters))
+        outputs = tuple(map(spec_of, self.dims.outputs))
+        return Candidate(name, batch, placed, specs, outputs)
 
-    def _divisible(self, axes: Iterable[str], lengths: Iterable[int]) -> Axes:
-        """The axes, from the first on, that dims can be split over together."""
-        chosen: Axes = ()
-        for axis in axes:
-            parts = self.parts((*chosen, axis))
-            if lengths and not any(length % parts for length in lengths):
-                chosen = (*chosen, axis)
-        return chosen
-
-    def _placed(
-        self, arrays: Arrays, batch: Axes, placed: Mapping[str, set[int]]
+    def _spec(
+        self,
+        jobs: Mapping[str, str],
+        bundles: Mapping[str, set[int]],
+        batch: Axes,
+        by_length: bool,
+        arrays: Arrays,
     ) -> Spec:
-        """The axes of the batch and of classes on the dims that have them."""
-        spec: list[Axes] = []
-        for size, number in zip(arrays.shape, arrays.classes, strict=True):
-            axes = [axis for axis, classes in placed.items() if number in classes]
-            wanted = batch if number == ROWS else axes
-            free = [a for a in wanted if a not in _axes_of(spec)]  # one dim per axis
-            spec.append(self._divisible(free, [size]))
-        return tuple(spec)
+        """The axes of each dim: first those of classes, then those that store.
 
-    def _stored(
-        self, arrays: Arrays, spec: Spec, stored: Sequence[str], by_length: bool
-    ) -> Spec:
-        """The spec with the axes that store parameters.
-
-        On dims without a class; if possible the model dim (the sums of gradients then
-        send the least), else the longest, of equal ones the last.
+        These are on dims without a class; if possible on the model dim (the sums of
+        gradients then send the least), else on the longest, of equal ones the last.
         """
-        shape = arrays.shape
+        shape, classes = arrays.shape, arrays.classes
+        spec: list[Axes] = [()] * len(shape)
 
         def rank(dim: int) -> tuple[bool, bool, int, int]:
-            is_free = set(spec[dim]) <= set(stored)
-            is_best = not by_length and arrays.classes[dim] == self.model_dim
+            is_free = all(jobs[axis] == _FSDP for axis in spec[dim])
+            is_best = not by_length and classes[dim] == self.model_dim
             return is_free, is_best, shape[dim], dim
 
-        for axis in stored:
-            for dim in sorted(range(len(spec)), key=rank, reverse=True):
-                axes = (*spec[dim], axis)
-                if shape[dim] % self.parts(axes) == 0:
-                    spec = (*spec[:dim], axes, *spec[dim + 1 :])
+        for axis in sorted(jobs, key=lambda axis: jobs[axis] not in bundles):
+            wanted = bundles.get(jobs[axis], {ROWS} if axis in batch else ())
+            dims = [dim for dim, number in enumerate(classes) if number in wanted]
+            is_parameter = arrays.section == "rules" and ROWS not in classes
+            if is_parameter and jobs[axis] == _FSDP:
+                dims = sorted(range(len(shape)), key=rank, reverse=True)
+            for dim in dims if not arrays.is_small else ():
+                if shape[dim] % self.parts((*spec[dim], axis)) == 0:
+                    spec[dim] = (*spec[dim], axis)
                     break
-        return spec
-
-    # ------------------------------------------------------------ bytes and seconds
+        return tuple(spec)
 
     def device_bytes(self, candidate: Candidate) -> int:
         """Bytes of the state and, in training, of the gradients on one device."""
-        total = self.dims.other_bytes
+        total = 0
         for arrays, spec in zip(self.dims.parameters, candidate.specs, strict=True):
             size = arrays.bytes * (1 + self.dims.is_training) + arrays.state_bytes
             total += size // self.parts(itertools.chain(*spec))
@@ -221,18 +203,16 @@ class Layouts:
         the bytes of activations.
         """
         trains = self.dims.is_training
-        counts = [
-            math.prod(p.shape) * len(p.paths) * (ROWS not in p.classes)
-            for p in self.dims.parameters
+        each = [
+            (arrays, math.prod(arrays.shape) * len(arrays.paths), spec)
+            for arrays, spec in zip(self.dims.parameters, candidate.specs, strict=True)
+            if arrays.bytes and ROWS not in arrays.classes
         ]
-        total = max(sum(counts), 1)
+        total = max(sum(count for _, count, _ in each), 1)
         rows = self.parts(candidate.batch)
         tokens = flops / (_TRAINING if trains else _FORWARD) / total / rows
         work = seconds = 0.0
-        each = zip(self.dims.parameters, counts, candidate.specs, strict=True)
         for arrays, count, spec in each:
-            if not count:
-                continue
             axes = [axis for dim in spec for axis in dim]
             along = [axis for axis in axes if axis in candidate.placed]
             stored = [axis for axis in axes if axis not in along]
@@ -255,10 +235,11 @@ class Layouts:
         """
         dims = [*zip(spec, arrays.classes, arrays.shape, strict=True)]
         on_model = any(axis in axes and c == self.model_dim for axes, c, _ in dims)
+        shared = {number for number, at in self.members.items() if len(at) > 1}
         inner = math.prod(
             size
             for axes, c, size in dims
-            if (axes or self.is_shared(c)) and (c == self.model_dim) == on_model
+            if (axes or c in shared) and (c == self.model_dim) == on_model
         )
         return _SUMS * arrays.bytes / inner / (1 if self.dims.is_training else 2)
 
@@ -272,7 +253,3 @@ class Layouts:
         share = math.log(parts) / math.log(self.parts(self.sizes))
         links = 2 * max(1, round(share * self.chip.dims))
         return size * (1 - 1 / parts) / links / self.chip.link_bytes_per_second
-
-
-def _axes_of(*specs: Iterable[Axes]) -> set[str]:
-    return {axis for spec in specs for axes in spec for axis in axes}
