@@ -18,8 +18,8 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lower import lower_step
 
-# The number of an argument, or section and path of an output; and that of a dim.
-Node = tuple[Any, int]
+# A dim: section and path of its array, and its number.
+Node = tuple[str, str, int]
 # The class of dims that follow the first dims of the data, and that of dims alone.
 ROWS, ALONE = -1, -2
 
@@ -79,17 +79,15 @@ def dims_of(
     }
     parameters = _parameters_of(state, rules)
     outputs = _outputs_of(module)
-    numbers = {leaf.path: number for number, leaf in enumerate(lowered.leaves)}
-    keys: dict[Any, Arrays] = {(a.section, a.paths[0]): a for a in outputs}
-    keys |= {numbers.get(a.paths[0], a.paths): a for a in parameters}
+    paths = [leaf.path for leaf in lowered.leaves]
     notes, classes = [], {}
     try:
-        classes = _classes_of(module, mesh, numbers, parameters, data)
+        classes = _classes_of(module, mesh, paths, parameters, data)
     except MLIRError as error:
         notes.append(f"no dims go together, as Shardy does not propagate: {error}")
-    for key, arrays in keys.items():
-        dims = range(len(arrays.shape))
-        arrays.classes = tuple(classes.get((key, dim), ALONE) for dim in dims)
+    for arrays in (*parameters, *outputs):
+        nodes = [(arrays.section, arrays.paths[0], n) for n in range(len(arrays.shape))]
+        arrays.classes = tuple(classes.get(node, ALONE) for node in nodes)
     is_training = any("transpose(" in str(op.location) for op in _inside(module))
     return StepDims(data, parameters, outputs, is_training, notes)
 
@@ -97,8 +95,8 @@ def dims_of(
 def _outputs_of(module: Any) -> list[Arrays]:
     """Outputs that are constrained in the program, if always of one shape."""
     shapes = defaultdict(set)
-    for key, op in _constraints(module):
-        shapes[key].add(tuple(op.results[0].type.shape))
+    for section, path, op in _constraints(module):
+        shapes[section, path].add(tuple(op.results[0].type.shape))
     return [
         Arrays(section, (path,), *different)
         for (section, path), different in shapes.items()
@@ -131,32 +129,33 @@ def _parameters_of(state: Mapping[str, Any], rules: LayoutMap) -> list[Arrays]:
 def _classes_of(
     module: Any,
     mesh: DeviceMesh,
-    numbers: Mapping[str, int],
+    paths: Sequence[str],
     parameters: Sequence[Arrays],
     data: Mapping[str, int],
 ) -> dict[Node, int]:
-    """The class of each dim; `numbers` are those of the arguments, by path."""
+    """The class of each dim; `paths` are those of the arguments, in order."""
     sizes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
     classes: dict[Node, int] = {}
 
     def spread(number: int, dims: Mapping[str, int], lengths: Iterable[int]) -> None:
         """Give a class to dims (path → dim) of some lengths, and to what follows."""
         fits = [axis for n, axis in sizes if not any(length % n for length in lengths)]
-        seeds = {numbers[path]: dim for path, dim in dims.items() if path in numbers}
-        if fits and seeds:
-            for node in _following(module, fits[0], seeds):
+        if fits and dims:
+            for node in _following(module, fits[0], paths, dims):
                 classes.setdefault(node, number)
 
     spread(ROWS, dict.fromkeys(data, 0), data.values())
     for arrays in parameters:
         for dim, length in enumerate(arrays.shape):
-            is_open = (numbers.get(arrays.paths[0]), dim) not in classes
-            if is_open and not arrays.is_small:
+            is_known = ("rules", arrays.paths[0], dim) in classes
+            if not is_known and not arrays.is_small:
                 spread(len(classes), dict.fromkeys(arrays.paths, dim), [length])
     return classes
 
 
-def _following(module: Any, axis: str, seeds: Mapping[int, int]) -> Iterator[Node]:
+def _following(
+    module: Any, axis: str, paths: Sequence[str], seeds: Mapping[str, int]
+) -> Iterator[Node]:
     """The dims that an axis shards if it shards the `seeds`, and all else is open."""
     from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr
     from jax.extend.mlir.passmanager import PassManager
@@ -169,8 +168,8 @@ def _following(module: Any, axis: str, seeds: Mapping[int, int]) -> Iterator[Nod
     module = module.clone()
     with module.context:
         main = _main(module)
-        arguments = enumerate(main.regions[0].blocks[0].arguments)
-        given = [{"sdy.sharding": sharding(v, seeds.get(n))} for n, v in arguments]
+        arguments = zip(paths, main.regions[0].blocks[0].arguments, strict=True)
+        given = [{"sdy.sharding": sharding(v, seeds.get(p))} for p, v in arguments]
         main.attributes["arg_attrs"] = ArrayAttr.get([*map(DictAttr.get, given)])
         if "res_attrs" in main.attributes:
             del main.attributes["res_attrs"]
@@ -180,24 +179,23 @@ def _following(module: Any, axis: str, seeds: Mapping[int, int]) -> Iterator[Nod
         passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
         passes.enable_verifier(False)
         passes.run(module)
-        arguments = enumerate(_main(module).attributes["arg_attrs"])
-        shardings = [(number, given["sdy.sharding"]) for number, given in arguments]
-        shardings += [
-            (key, op.attributes["sharding"]) for key, op in _constraints(module)
-        ]
-        for key, text in shardings:
+        arguments = zip(paths, _main(module).attributes["arg_attrs"], strict=True)
+        shardings = [("rules", path, a["sdy.sharding"]) for path, a in arguments]
+        for section, path, op in _constraints(module):
+            shardings.append((section, path, op.attributes["sharding"]))
+        for section, path, text in shardings:
             for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", str(text))):
                 if f'"{axis}"' in axes:
-                    yield key, dim
+                    yield section, path, dim
 
 
-def _constraints(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+def _constraints(module: Any) -> Iterator[tuple[str, str, Any]]:
     """Section and path of each output that a program constrains, and the operation."""
     for op in _inside(module):
         if op.name in ("sdy.sharding_constraint", "sdy.reshard"):
             name = str(op.location).partition('"')[2].partition('"')[0]
-            for key in _OUTPUT.findall(name)[-1:]:
-                yield key, op
+            for section, path in _OUTPUT.findall(name)[-1:]:
+                yield section, path, op
 
 
 def _main(module: Any) -> Any:

@@ -10,12 +10,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from flax_layoutmap import pod
-from flax_layoutmap._core.errors import (
-    LayoutError,
-    LayoutWarning,
-    MeshError,
-    bullet_list,
-)
+from flax_layoutmap._core.errors import LayoutError, LayoutWarning, MeshError
 from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
@@ -139,7 +134,7 @@ def suggest(
         if rules is not None:
             ask(GIVEN, LayoutMap.from_rule_set(rules))
     if not tried:
-        raise LayoutError(f"{name} cannot be planned:\n{bullet_list(dims.notes)}")
+        raise LayoutError(f"{name} cannot be planned; {'; '.join(dims.notes)}")
     best = best_first(tried)
     return Suggestion(
         step=name,
@@ -205,4 +200,4 @@ def _why(best: Choice, candidates: Sequence[Candidate]) -> str:
             f"the model is small: every device keeps a copy, {held} of {limit}; pass "
             "hbm= for rules that need less"
         )
-    return "of what fits, the collectives of this layout take the least time"
+    return "of what fits, this takes the least time to send and to compute"
