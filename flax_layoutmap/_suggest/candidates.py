@@ -15,8 +15,10 @@ from flax_layoutmap._suggest.classes import ALONE, ROWS, Arrays, StepDims
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]  # the axes of each dim of an array
+Job = tuple[str, frozenset[int]]  # of an axis: a name, and the classes that it shards
+Jobs = Mapping[str, Job]  # axis → its job
 
-_FSDP, _DATA = "data + parameters", "data"
+_FSDP, _DATA = ("data + parameters", frozenset[int]()), ("data", frozenset[int]())
 # The most choices of dims for an axis.
 _MOST = 4
 # A parameter is gathered forward and backward, and its gradient summed, for about its
@@ -68,8 +70,8 @@ class Layouts:
         """The number of parts that axes cut an array into."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def bundles(self) -> dict[str, set[int]]:
-        """Name → classes that an axis may shard at a time: no two of one parameter.
+    def bundles(self) -> list[Job]:
+        """The classes that an axis may shard at a time: no two of one parameter.
 
         A class with all others that share no parameter with it: heads, hidden units
         and the vocabulary are one bundle, as in Megatron.
@@ -97,13 +99,13 @@ class Layouts:
             path = "/".join(arrays.paths[0].split("/")[-2:])
             name = f"dim {arrays.classes.index(first)} of {path}"
             named.setdefault(frozenset(bundle), name)
-        return {name: {*bundle} for bundle, name in [*named.items()][:_MOST]}
+        return [(name, bundle) for bundle, name in named.items()][:_MOST]
 
     def fully_sharded(self) -> list[Candidate]:
         """Each parameter over all axes, along the model dim, and along its longest."""
         jobs = dict.fromkeys(self.sizes, _FSDP)
-        full = self._candidate(jobs, {})
-        other = self._candidate(jobs, {}, by_length=True)
+        full = self._candidate(jobs)
+        other = self._candidate(jobs, by_length=True)
         name = f"{full.name}, longest dims"
         is_same = other == full
         return [full] if is_same else [full, dataclasses.replace(other, name=name)]
@@ -114,16 +116,15 @@ class Layouts:
         Axes of equal sizes are alike, within slices and between them: of layouts that
         exchange them one is returned.
         """
-        bundles = self.bundles()
         alike: set[object] = set()
         different: dict[object, Candidate] = {}
-        choices = [_FSDP, _DATA, *bundles]
+        choices = [_FSDP, _DATA, *self.bundles()]
         for chosen in itertools.product(choices, repeat=len(self.sizes)):
             jobs = dict(zip(self.sizes, chosen, strict=True))
-            kinds = [(a in self.between, self.sizes[a], job) for a, job in jobs.items()]
+            kinds = [(a in self.between, self.sizes[a], jobs[a][0]) for a in jobs]
             if (key := tuple(sorted(kinds))) not in alike:
                 alike.add(key)
-                candidate = self._candidate(jobs, bundles)
+                candidate = self._candidate(jobs)
                 different.setdefault((candidate.batch, candidate.specs), candidate)
         _, *others = different.values()
         return [candidate for candidate in others if self._uses_all(candidate)]
@@ -133,36 +134,24 @@ class Layouts:
         used = itertools.chain(candidate.batch, *itertools.chain(*candidate.specs))
         return {*used} >= {*self.sizes}
 
-    def _candidate(
-        self,
-        jobs: Mapping[str, str],
-        bundles: Mapping[str, set[int]],
-        by_length: bool = False,
-    ) -> Candidate:
+    def _candidate(self, jobs: Jobs, by_length: bool = False) -> Candidate:
         lengths, batch = self.dims.data.values(), ()
-        for axis, job in jobs.items():
+        placed = tuple(axis for axis, (_, classes) in jobs.items() if classes)
+        for axis in jobs:
             parts = self.parts((*batch, axis))
-            if job not in bundles and lengths and not any(n % parts for n in lengths):
+            if axis not in placed and lengths and not any(n % parts for n in lengths):
                 batch = (*batch, axis)
-        placed = tuple(axis for axis, job in jobs.items() if job in bundles)
         axes_of: dict[str, list[str]] = {}
-        for axis, job in jobs.items():
+        for axis, (job, _) in jobs.items():
             is_used = axis in batch or axis in placed
             axes_of.setdefault(job if is_used else "parameters", []).append(axis)
         name = ", ".join(f"{job} over {'+'.join(a)}" for job, a in axes_of.items())
-        spec_of = functools.partial(self._spec, jobs, bundles, batch, by_length)
+        spec_of = functools.partial(self._spec, jobs, batch, by_length)
         specs = tuple(map(spec_of, self.dims.parameters))
         outputs = tuple(map(spec_of, self.dims.outputs))
         return Candidate(name, batch, placed, specs, outputs)
 
-    def _spec(
-        self,
-        jobs: Mapping[str, str],
-        bundles: Mapping[str, set[int]],
-        batch: Axes,
-        by_length: bool,
-        arrays: Arrays,
-    ) -> Spec:
+    def _spec(self, jobs: Jobs, batch: Axes, by_length: bool, arrays: Arrays) -> Spec:
         """The axes of each dim: first those of classes, then those that store.
 
         These are on dims without a class; if possible on the model dim (the sums of
@@ -176,8 +165,8 @@ class Layouts:
             is_best = not by_length and classes[dim] == self.model_dim
             return is_free, is_best, shape[dim], dim
 
-        for axis in sorted(jobs, key=lambda axis: jobs[axis] not in bundles):
-            wanted = bundles.get(jobs[axis], {ROWS} if axis in batch else ())
+        for axis in sorted(jobs, key=lambda axis: not jobs[axis][1]):
+            wanted = {ROWS} if axis in batch else jobs[axis][1]
             dims = [dim for dim, number in enumerate(classes) if number in wanted]
             is_parameter = arrays.section == "rules" and ROWS not in classes
             if is_parameter and jobs[axis] == _FSDP:

@@ -90,8 +90,7 @@ def suggest(
     """
     if hbm is not None and not (isinstance(hbm, int | float) and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
-    is_slice = bool(topology or slices)
-    where = topology_of(topology or "", slices=slices) if is_slice else None
+    where = topology_of(topology or "", slices=slices) if topology or slices else None
     rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     if AxisType.Explicit in on.axis_types or on.size == 1:
         raise MeshError(f"suggest needs auto axes and several devices, and got {on!r}")
@@ -123,8 +122,7 @@ def suggest(
                 f"{name} has no state to lay out; its data: {data or 'none'}; say what "
                 'is state: donate_argnames="params"'
             )
-        slices = 1 if where is None else where.slices
-        layouts = Layouts(dims, on.axis_sizes, chip, slices)
+        layouts = Layouts(dims, on.axis_sizes, chip, where.slices if where else 1)
         candidates = layouts.fully_sharded()
         for candidate in candidates:
             ask(candidate.name, rules_of(dims, candidate, on))

@@ -29,8 +29,7 @@ class Choice:
     """Rules that were tried, and the report of a step with them.
 
     Attributes:
-        name: what each axis does, such as `"data over fsdp+tensor"`, or `"the rules
-            given"`.
+        name: what each axis does (`"data over fsdp"`), or `"the rules given"`.
         layout_map: the rules.
         plan: the report of `flm.pod.plan`.
         limit_bytes: what a device may hold.
