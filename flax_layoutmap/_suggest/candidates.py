@@ -104,11 +104,9 @@ class Layouts:
     def fully_sharded(self) -> list[Candidate]:
         """Each parameter over all axes, along the model dim, and along its longest."""
         jobs = dict.fromkeys(self.sizes, _FSDP)
-        full = self._candidate(jobs)
-        other = self._candidate(jobs, by_length=True)
-        name = f"{full.name}, longest dims"
-        is_same = other == full
-        return [full] if is_same else [full, dataclasses.replace(other, name=name)]
+        full, other = self._candidate(jobs), self._candidate(jobs, by_length=True)
+        other = dataclasses.replace(other, name=f"{full.name}, longest dims")
+        return [full] if other.specs == full.specs else [full, other]
 
     def candidates(self) -> list[Candidate]:
         """Every layout but full sharding, once.
@@ -127,12 +125,9 @@ class Layouts:
                 candidate = self._candidate(jobs)
                 different.setdefault((candidate.batch, candidate.specs), candidate)
         _, *others = different.values()
-        return [candidate for candidate in others if self._uses_all(candidate)]
-
-    def _uses_all(self, candidate: Candidate) -> bool:
-        """Whether each axis shards parameters or the batch."""
-        used = itertools.chain(candidate.batch, *itertools.chain(*candidate.specs))
-        return {*used} >= {*self.sizes}
+        flat = itertools.chain.from_iterable
+        # Those in which each axis shards the batch or parameters.
+        return [c for c in others if {*self.sizes} <= {*c.batch, *flat(flat(c.specs))}]
 
     def _candidate(self, jobs: Jobs, by_length: bool = False) -> Candidate:
         lengths, batch = self.dims.data.values(), ()

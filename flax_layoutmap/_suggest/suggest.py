@@ -19,18 +19,14 @@ from flax_layoutmap._step.arguments import signature_of, slots_of
 from flax_layoutmap._suggest.candidates import Candidate, Layouts
 from flax_layoutmap._suggest.classes import dims_of
 from flax_layoutmap._suggest.rules import rules_of
-from flax_layoutmap._suggest.suggestion import (
-    ASSUMED,
-    GIVEN,
-    Choice,
-    Suggestion,
-    best_first,
-)
+from flax_layoutmap._suggest.suggestion import ASSUMED, GIVEN, Choice, Suggestion
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
 
 # How many layouts are asked about beside full sharding and the rules given.
 _ASKED = 6
+# Times that differ by a smaller share count as equal.
+_EQUAL = 1e-3
 
 
 def suggest(
@@ -126,14 +122,14 @@ def suggest(
         candidates = layouts.fully_sharded()
         for candidate in candidates:
             ask(candidate.name, rules_of(dims, candidate, on))
-        for candidate in _best(layouts, candidates[0], tried[:1], limit):
+        for candidate in _to_ask(layouts, candidates[0], tried[:1], limit):
             ask(candidate.name, rules_of(dims, candidate, on))
             candidates.append(candidate)
         if rules is not None:
             ask(GIVEN, LayoutMap.from_rule_set(rules))
     if not tried:
         raise LayoutError(f"{name} cannot be planned; {'; '.join(dims.notes)}")
-    best = best_first(tried)
+    best = _best_first(tried)
     return Suggestion(
         step=name,
         tried=best,
@@ -142,7 +138,7 @@ def suggest(
     )
 
 
-def _best(
+def _to_ask(
     layouts: Layouts, full: Candidate, tried: Sequence[Choice], limit: int
 ) -> list[Candidate]:
     """The other layouts to ask about, by the report of full sharding."""
@@ -161,6 +157,17 @@ def _best(
         <= limit - more
     ]
     return sorted(held, key=lambda held: layouts.seconds(held, flops))[:_ASKED]
+
+
+def _best_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """What fits by time, of equal times by memory; then the rest by memory."""
+    least = min((choice.seconds for choice in choices if choice.fits), default=0.0)
+
+    def rank(choice: Choice) -> tuple[bool, float, int]:
+        seconds = max(choice.seconds, least * (1 + _EQUAL)) if choice.fits else 0.0
+        return not choice.fits, seconds, choice.held_bytes
+
+    return tuple(sorted(choices, key=rank))
 
 
 def _state_of(

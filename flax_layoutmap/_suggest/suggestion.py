@@ -1,7 +1,7 @@
 """Suggestion: the rules that were found, and what was tried."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.topologies import GENERATIONS
@@ -20,8 +20,6 @@ ASSUMED = GENERATIONS["v5p"]
 GIVEN = "the rules given"
 # Of each collective, whatever its size.
 _SECONDS_EACH = 2e-6
-# Times that differ by a smaller share count as equal.
-_EQUAL = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,17 +65,6 @@ class Choice:
     def fits(self) -> bool:
         """Whether a device can hold it, as far as that is known."""
         return self.plan.fits is not False and self.held_bytes <= self.limit_bytes
-
-
-def best_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """What fits by time, of equal times by memory; then the rest by memory."""
-    least = min((choice.seconds for choice in choices if choice.fits), default=0.0)
-
-    def rank(choice: Choice) -> tuple[bool, float, int]:
-        seconds = max(choice.seconds, least * (1 + _EQUAL)) if choice.fits else 0.0
-        return not choice.fits, seconds, choice.held_bytes
-
-    return tuple(sorted(choices, key=rank))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +134,7 @@ class Suggestion(Shown):
 
     def _remarks(self) -> Iterator[str]:
         yield from self.notes
-        limit = human_bytes(self.tried[0].limit_bytes)
-        yield f"limit of memory: {limit} per device"
+        yield f"limit of memory: {human_bytes(self.tried[0].limit_bytes)} per device"
         yield f"asked: {self.plan.engine}; nothing was timed"
         if self.plan.topology is None:
             yield (
