@@ -9,16 +9,24 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from flax_layoutmap._core.topologies import Generation
 from flax_layoutmap._suggest.classes import ALONE, ROWS, Arrays, StepDims
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]  # the axes of each dim of an array
-Job = tuple[str, frozenset[int]]  # of an axis: a name, and the classes that it shards
-Jobs = Mapping[str, Job]  # axis → its job
 
-_FSDP, _DATA = ("data + parameters", frozenset[int]()), ("data", frozenset[int]())
+
+class Job(NamedTuple):
+    """What an axis does."""
+
+    name: str
+    classes: frozenset[int] = frozenset()  # those that it shards
+
+
+Jobs = Mapping[str, Job]  # axis → its job
+_FSDP, _DATA = Job("data + parameters"), Job("data")
 # The most choices of dims for an axis.
 _MOST = 4
 # A parameter is gathered forward and backward, and its gradient summed, for about its
@@ -99,7 +107,7 @@ class Layouts:
             path = "/".join(arrays.paths[0].split("/")[-2:])
             name = f"dim {arrays.classes.index(first)} of {path}"
             named.setdefault(frozenset(bundle), name)
-        return [(name, bundle) for bundle, name in named.items()][:_MOST]
+        return [Job(name, bundle) for bundle, name in named.items()][:_MOST]
 
     def fully_sharded(self) -> list[Candidate]:
         """Each parameter over all axes, along the model dim, and along its longest."""
@@ -119,7 +127,7 @@ class Layouts:
         choices = [_FSDP, _DATA, *self.bundles()]
         for chosen in itertools.product(choices, repeat=len(self.sizes)):
             jobs = dict(zip(self.sizes, chosen, strict=True))
-            kinds = [(a in self.between, self.sizes[a], jobs[a][0]) for a in jobs]
+            kinds = [(a in self.between, self.sizes[a], jobs[a].name) for a in jobs]
             if (key := tuple(sorted(kinds))) not in alike:
                 alike.add(key)
                 candidate = self._candidate(jobs)
@@ -131,15 +139,15 @@ class Layouts:
 
     def _candidate(self, jobs: Jobs, by_length: bool = False) -> Candidate:
         lengths, batch = self.dims.data.values(), ()
-        placed = tuple(axis for axis, (_, classes) in jobs.items() if classes)
+        placed = tuple(axis for axis, job in jobs.items() if job.classes)
         for axis in jobs:
             parts = self.parts((*batch, axis))
             if axis not in placed and lengths and not any(n % parts for n in lengths):
                 batch = (*batch, axis)
         axes_of: dict[str, list[str]] = {}
-        for axis, (job, _) in jobs.items():
+        for axis, job in jobs.items():
             is_used = axis in batch or axis in placed
-            axes_of.setdefault(job if is_used else "parameters", []).append(axis)
+            axes_of.setdefault(job.name if is_used else "parameters", []).append(axis)
         name = ", ".join(f"{job} over {'+'.join(a)}" for job, a in axes_of.items())
         spec_of = functools.partial(self._spec, jobs, batch, by_length)
         specs = tuple(map(spec_of, self.dims.parameters))
@@ -160,8 +168,8 @@ class Layouts:
             is_best = not by_length and classes[dim] == self.model_dim
             return is_free, is_best, shape[dim], dim
 
-        for axis in sorted(jobs, key=lambda axis: not jobs[axis][1]):
-            wanted = {ROWS} if axis in batch else jobs[axis][1]
+        for axis in sorted(jobs, key=lambda axis: not jobs[axis].classes):
+            wanted = {ROWS} if axis in batch else jobs[axis].classes
             dims = [dim for dim, number in enumerate(classes) if number in wanted]
             is_parameter = arrays.section == "rules" and ROWS not in classes
             if is_parameter and jobs[axis] == _FSDP:

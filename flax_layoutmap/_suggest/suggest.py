@@ -47,7 +47,7 @@ def suggest(
     or for dims of parameters that belong together, which Shardy's propagation tells
     without names. Of the layouts that fit a formula chooses six; `flm.pod.plan` is
     asked about these, full sharding in two ways, and the rules given. The fastest that
-    fits is suggested.
+    fits is suggested: print the result.
 
     Args:
         step: as for `flm.pod.plan`.
@@ -64,12 +64,10 @@ def suggest(
         engine: whom to ask, as for `flm.pod.plan`.
         **kwargs: arguments of the step by name.
 
-    Returns:
-        The suggestion: print it.
-
     Raises:
-        LayoutError: the step cannot be lowered; it has no state; the axes are Explicit.
-        MeshError: there is no mesh, or it does not fill the topology.
+        LayoutError: the step cannot be lowered, or has no state.
+        MeshError: there is no mesh, it has one device or Explicit axes, or it does not
+            fill the topology.
 
     Example:
         >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
@@ -194,8 +192,8 @@ def _why(best: Choice, candidates: Sequence[Candidate]) -> str:
     held, limit = human_bytes(best.held_bytes), human_bytes(best.limit_bytes)
     if not best.fits:
         return (
-            f"nothing that was tried fits: this needs the least, {held} of {limit} per "
-            "device; take more devices, fewer rows in a batch, or nnx.remat"
+            f"nothing that was tried fits: this needs the least, {held} of {limit}; "
+            "take more devices, fewer rows in a batch, or nnx.remat"
         )
     if best.name == GIVEN:
         return "the rules given are the fastest that were tried: keep them"

@@ -137,10 +137,7 @@ class Suggestion(Shown):
         yield f"limit of memory: {human_bytes(self.tried[0].limit_bytes)} per device"
         yield f"asked: {self.plan.engine}; nothing was timed"
         if self.plan.topology is None:
-            yield (
-                f"assumed: speed and memory of {ASSUMED.name}, and links of its own "
-                'for each axis; for others, topology="v5e:4x4"'
-            )
+            yield f"assumed: {ASSUMED.name}, with links for each axis; or topology=…"
 
     def to_json(self) -> dict[str, Any]:
         """Return the rules and what was tried as plain JSON values, schema 2."""
