@@ -27,8 +27,7 @@ class Job(NamedTuple):
 
 Jobs = Mapping[str, Job]  # axis → its job
 _FSDP, _DATA = Job("data + parameters"), Job("data")
-# The most choices of dims for an axis.
-_MOST = 4
+_MOST = 4  # choices of classes for an axis
 # A parameter is gathered forward and backward, and its gradient summed, for about its
 # bytes each.
 _GATHERS = 3

@@ -23,10 +23,8 @@ from flax_layoutmap._suggest.suggestion import ASSUMED, GIVEN, Choice, Suggestio
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
 
-# How many layouts are asked about beside full sharding and the rules given.
-_ASKED = 6
-# Times that differ by a smaller share count as equal.
-_EQUAL = 1e-3
+_ASKED = 6  # the layouts asked about beside full sharding and the rules given
+_EQUAL = 1e-3  # times that differ by a smaller share count as equal
 
 
 def suggest(

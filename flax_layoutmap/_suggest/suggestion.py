@@ -15,11 +15,9 @@ from flax_layoutmap.pod._report_text import seconds_text
 if TYPE_CHECKING:
     from rich.text import Text
 
-# What is assumed without a topology.
-ASSUMED = GENERATIONS["v5p"]
+ASSUMED = GENERATIONS["v5p"]  # without a topology
 GIVEN = "the rules given"
-# Of each collective, whatever its size.
-_SECONDS_EACH = 2e-6
+_SECONDS_EACH = 2e-6  # of each collective, whatever its size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
