@@ -4,7 +4,6 @@ A name comes from a checkpoint, a file of rules, or a tree of the user's: a key,
 of the mesh, a pattern. Each name is hostile here; each public text is one case.
 """
 
-import dataclasses
 import functools
 import io
 import json
