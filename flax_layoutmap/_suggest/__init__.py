@@ -1,1 +1,1 @@
-"""Rules that are found by search: `flm.suggest`."""
+"""Suggested rules: `flm.suggest`."""

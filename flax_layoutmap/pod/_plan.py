@@ -10,6 +10,7 @@ from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._core.topologies import topology as topology_of
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.pod._ask import (
@@ -29,10 +30,11 @@ from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._records import Drift, Engine, Memory
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._rewrite import code_of, code_to_partition
-from flax_layoutmap.pod._warnings import warnings_of
 
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 _ENGINES = ("libtpu", "partitioner")
+# Constants, and state that is not donated, of fewer bytes are not worth a warning.
+_MANY_BYTES = 1 << 20
 
 
 def plan(
@@ -130,10 +132,10 @@ def plan(
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, on)
     made = _Plan(lowered, on, where, platform, timeout)
     with shown_progress(f"planning {lowered.name}"):
-        if where is None or engine == "partitioner" or not (engine or has_libtpu()):
-            report = made.by_partitioner()
-        else:
+        if engine == "libtpu" or (where and not engine and has_libtpu()):
             report = made.by_libtpu(insists=engine is not None)
+        else:
+            report = made.by_partitioner()
     return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
 
 
@@ -151,21 +153,14 @@ def compile(
 ) -> PodReport:
     """Plan a step with libtpu, and with options of its compiler.
 
-    As `flm.pod.plan(…, engine="libtpu")`, which documents the arguments, results and
-    errors, with these besides:
+    As `flm.pod.plan(…, engine="libtpu")`, whose arguments, results and errors it has,
+    with these differences:
 
     Args:
-        step: as for `flm.pod.plan`.
-        *args: as for `flm.pod.plan`.
-        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`.
-        slices: how many slices of it. The first axes of the mesh go over them.
-        mesh: as for `flm.pod.plan`.
-        layout_map: as for `flm.pod.plan`.
-        donate_argnames: as for `flm.pod.plan`.
+        topology: required.
         timeout: seconds after which the compiler is ended.
         compiler_options: options of XLA by name, such as
             `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
-        **kwargs: arguments of the step by name.
 
     Raises:
         LayoutError: libtpu is missing, refuses the step, dies, or does not finish in
@@ -267,7 +262,7 @@ class _Plan:
             compute = flops / where.generation.flops
             bound = seconds_bound(program.collectives, sizes, where)
         whole = before.parameters()
-        warnings = warnings_of(lowered, whole, shards, self.mesh)
+        warnings = _warnings_of(lowered, whole, shards, self.mesh)
         return PodReport(
             engine=engine,
             step=lowered.name,
@@ -302,6 +297,36 @@ class _Plan:
             results={r: lowered.leaves[at].path for r, at in lowered.state()},
             parameters=parameters,
             new_parameters=[r for r, at in lowered.updates.items() if at in parameters],
+        )
+
+
+def _warnings_of(
+    lowered: Lowered, whole: Sequence[Array], shards: Sequence[Array], mesh: DeviceMesh
+) -> Iterator[str]:
+    """The warnings about arguments: `whole`, and their shards on a device."""
+    yield from lowered.notes
+    if mesh.size > 1 and whole and list(whole) == list(shards):
+        yield (
+            f"no argument is sharded over {mesh}: every device does the whole step; "
+            "pass layout_map=layout_map, or arguments with shardings"
+        )
+    large = [each for each in lowered.constants if each[1] >= _MANY_BYTES]
+    if large:
+        shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
+        size = human_bytes(sum(size for _, size in large))
+        yield (
+            f"{lowered.name} closes over arrays ({shapes}; {size}): constants of the "
+            "program, which every device holds in full; pass them as arguments"
+        )
+    leaves = lowered.leaves
+    kept = [at for at in lowered.updates.values() if not leaves[at].is_donated]
+    kept = [at for at in kept if leaves[at].role != "data"]
+    held = sum(shards[at].bytes for at in kept)
+    if held >= _MANY_BYTES:
+        yield (
+            f"state that is not donated, such as {leaves[kept[0]].path}: where the "
+            "results are its new values, old and new are held at the same time, "
+            f"{human_bytes(held)} more per device; use donate_argnames"
         )
 
 

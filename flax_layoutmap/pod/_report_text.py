@@ -1,10 +1,9 @@
 """The lines of a PodReport."""
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._show.table import (
@@ -87,7 +86,14 @@ def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
     shown = [
-        (row.path, row.axes, row.kind, row.source, str(row.times), row.sent_text)
+        (
+            row.path,
+            row.axes,
+            row.kind,
+            row.source,
+            str(row.times),
+            human_bytes(row.sent),
+        )
         for row in rows[:_ROWS]
     ]
     grid = Grid(names, right, tuple(map(Line, shown)))
@@ -104,8 +110,7 @@ def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
     return Grid(names, right, tuple(map(Line, fitted))), more
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Equal collectives of all layers."""
 
     path: str
@@ -114,10 +119,6 @@ class Row:
     source: str
     times: int
     sent: int
-
-    @property
-    def sent_text(self) -> str:
-        return human_bytes(self.sent)
 
 
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
@@ -146,7 +147,7 @@ def lines_of(collectives: Sequence[Collective]) -> list[str]:
     return [
         f"{row.kind} over {row.axes} of {row.path}"
         + (f" at {row.source}" if row.source else "")
-        + f": {row.times} times, {row.sent_text} sent per device in a step"
+        + f": {row.times} times, {human_bytes(row.sent)} sent per device in a step"
         for row in grouped(collectives)
     ]
 

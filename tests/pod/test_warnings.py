@@ -16,9 +16,9 @@ def test_state_that_is_not_donated() -> None:
     layout = rules(**MEGATRON)
     (warning,) = plan(sgd, *given, layout_map=layout).warnings
     assert warning == (
-        "2 leaves of state, such as params/down, are not donated: where the results "
-        "are their new values, old and new are held at the same time, 8.0 MiB more per "
-        "device; use donate_argnames"
+        "state that is not donated, such as params/down: where the results are its new "
+        "values, old and new are held at the same time, 8.0 MiB more per device; use "
+        "donate_argnames"
     )
     donated = plan(sgd, *given, layout_map=layout, donate_argnames="params")
     jitted = plan(jax.jit(sgd, donate_argnums=0), *given, layout_map=layout)
@@ -37,7 +37,7 @@ def test_a_step_that_closes_over_arrays(wrap: Any) -> None:
         wrap(closes_over), PARAMS, X, layout_map=rules(**MEGATRON)
     ).warnings
     assert warning == (
-        "closes_over closes over 1 array ((1024,512); 2.0 MiB): constants of the "
+        "closes_over closes over arrays ((1024,512); 2.0 MiB): constants of the "
         "program, which every device holds in full; pass them as arguments"
     )
 

@@ -1005,7 +1005,8 @@ CASES: dict[str, Case] = {
     "snapshot: dims": Case(
         lambda: snapshot_of(with_spec([])),
         flm.LayoutError,
-        "the layouts are damaged: ValueError(\"'w' of shape (8,) has a spec of 0 dims\")",
+        "the layouts are damaged: "
+        "ValueError(\"'w' of shape (8,) has a spec of 0 dims\")",
     ),
     # --------------------------------------------------------------- JSON
     "json: schema": Case(
