@@ -227,8 +227,8 @@ def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
     return None if left != 1 else between + [1] * (len(sizes) - len(between))
 
 
-def hybrid_call(
-    sizes: Sequence[int], names: Sequence[str], between: Sequence[int], more: str = ""
+def _hybrid_call(
+    sizes: Sequence[int], names: Sequence[str], between: Sequence[int]
 ) -> str:
     """`flm.DeviceMesh.hybrid(ici={"fsdp": 16}, dcn={"data": 2})`."""
     last = max((at for at, n in enumerate(between) if n > 1), default=0)
@@ -239,7 +239,7 @@ def hybrid_call(
     ici = {name: n for name, n in inside.items() if n > 1 or name not in dcn}
     ici = ici or {names[-1]: 1}
     inner, outer = (str(some).replace("'", '"') for some in (ici, dcn))
-    return f"flm.DeviceMesh.hybrid(ici={inner}, dcn={outer}{more})"
+    return f"flm.DeviceMesh.hybrid(ici={inner}, dcn={outer})"
 
 
 def _how_over_slices(
@@ -248,7 +248,7 @@ def _how_over_slices(
     between = over_slices(sizes, len(granules))
     if between is None:
         return f"put an axis of size {len(granules)} first, and use DeviceMesh.hybrid"
-    return f"write {hybrid_call(sizes, names, between)}"
+    return f"write {_hybrid_call(sizes, names, between)}"
 
 
 def hybrid_grid(

@@ -165,7 +165,8 @@ class Shown:
 
         Args:
             format: `"text"` or `"json"`.
-            width: wrap at that many characters; None: lines as long as they get.
+            width: wrap at that many characters, and cut cells of tables as far as that
+                goes; None: lines as long as they get.
 
         Raises:
             LayoutError: there is no such format.

@@ -14,6 +14,7 @@ or the final program of libtpu and its buffers.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -75,14 +76,16 @@ def _partition(folder: Path, request: dict[str, Any], answer: dict[str, Any]) ->
     build = made.executable_build_options
     build.device_assignment = made.device_assignment
     code = (folder / "module.mlirbc").read_bytes()
-    with _answering_early(folder, dict(answer), _partitioned):
+    partitioned = functools.partial(_partitioned, devices=len(devices))
+    with _answering_early(folder, dict(answer), partitioned):
         client.compile_and_load(code, xla_client.DeviceList(tuple(devices)), made)
     raise RuntimeError("XLA wrote no partitioned program; is the disk full?")
 
 
-def _partitioned(dump: Path) -> dict[str, str] | None:
+def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
     """The partitioned program; None until all of it is there, the entry last."""
-    for path in dump.glob(f"*{_PARTITIONED}*"):
+    # XLA does not partition for one device.
+    for path in dump.glob(f"*{_GIVEN if devices == 1 else _PARTITIONED}*"):
         text = path.read_text(encoding="utf-8")
         if "\nENTRY " in text and text.endswith("}\n\n"):
             return {"program": text, "given": _dumped(dump, _GIVEN)}

@@ -2,7 +2,7 @@
 
 Every line that communicates is handled in one of three ways: it is read, it repeats an
 operation that was read (the TPU compiler writes one asynchronous gather into several
-fusions), or it is listed as not recognised. None is dropped.
+fusions), or it is listed as unread. None is dropped.
 """
 
 import collections

@@ -14,7 +14,7 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 # Frames of these libraries are skipped; a model may be installed with pip, too.
 _LIBRARIES = re.compile(
-    r"[/\\](?:jax|jaxlib|flax|optax|chex|contextlib\.py)(?:[/\\]|$)"
+    r"-packages[/\\](?:jax|jaxlib|flax|optax|chex)[/\\]|[/\\]contextlib\.py$"
 )
 _STEPS = 400
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"

@@ -228,7 +228,7 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
         return call()
 
 
-_MESH = re.compile(r'"([^"]+)"=(\d+)')
+_MESH = re.compile(r'"((?:[^"\\]|\\.)+)"=(\d+)')
 
 
 def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
@@ -237,7 +237,7 @@ def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
         if op.operation.name != "sdy.mesh":
             continue
         axes = _MESH.findall(str(op.attributes["mesh"]))
-        sizes = [(name, int(size)) for name, size in axes]
+        sizes = [(_plain(name), int(size)) for name, size in axes]
         if sizes and sizes != list(mesh.axis_sizes.items()):
             other = ",".join(f"{name}={size}" for name, size in sizes)
             raise MeshError(
@@ -479,16 +479,17 @@ def _arguments_of(lowered: Any) -> list[str]:
     operations = lowered.compiler_ir("stablehlo").body.operations
     (main,) = (op for op in operations if str(op.name) == '"main"')
     texts = [str(argument.location)[5:-2] for argument in main.arguments]
-    return [_ESCAPED.sub(_unescaped, text.encode()).decode() for text in texts]
+    return [_plain(text) for text in texts]
 
 
-# As MLIR writes strings.
-_ESCAPED = re.compile(rb'\\([\\"]|[0-9A-F]{2})')
+def _plain(text: str) -> str:
+    """A string as MLIR writes it, without its escapes."""
 
+    def byte(escaped: re.Match[bytes]) -> bytes:
+        code = escaped[1]
+        return bytes.fromhex(code.decode()) if len(code) == 2 else code
 
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    byte = found[1]
-    return bytes.fromhex(byte.decode()) if len(byte) == 2 else byte
+    return re.sub(rb'\\([\\"]|[0-9A-F]{2})', byte, text.encode()).decode()
 
 
 def _constants(traced: Any) -> list[tuple[tuple[int, ...], int]]:

@@ -210,9 +210,6 @@ class _Plan:
 
     def by_partitioner(self) -> PodReport:
         """The report by XLA's partitioner."""
-        if self.mesh.size == 1:
-            text = self.lowered.program.as_text("hlo")
-            return self.report("partitioner", text, split(text))
         normal = code_to_partition if self.platform == "tpu" else code_of
         code = normal(self.lowered.program)
         answer = partition_for(code, self.mesh.size, timeout=self.timeout)
@@ -236,7 +233,7 @@ class _Plan:
             if insists:
                 raise
             report = self.by_partitioner()
-            text = f"libtpu was not of use, so XLA's partitioner was asked: {error}"
+            text = f"libtpu failed, and XLA's partitioner was asked instead: {error}"
             return dataclasses.replace(report, warnings=(text, *report.warnings))
         if answer.program is None:
             return _too_large(self.by_partitioner(), answer)
@@ -292,7 +289,7 @@ class _Plan:
             sizes.keys(),
             sizes.values(),
             slice_of=slice_of,
-            crossing=dcn_axes(sizes, self.topology),
+            crossing=() if slice_of else dcn_axes(sizes, self.topology),
             paths=[leaf.path for leaf in lowered.leaves],
             results={r: lowered.leaves[at].path for r, at in lowered.state()},
             parameters=parameters,

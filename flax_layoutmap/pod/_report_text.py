@@ -45,9 +45,10 @@ def title(report: Report) -> str:
     where = "" if report.platform == "tpu" else f" ({report.platform})"
     if report.topology is not None:
         where = f" ({report.topology})"
+    devices = "1 device" if report.mesh.size == 1 else f"{report.mesh.size} devices"
     return visible(
-        f"plan of {report.step} on mesh {report.mesh}{where}: {report.mesh.size} "
-        f"devices, by {report.engine}"
+        f"plan of {report.step} on mesh {report.mesh}{where}: {devices}, by "
+        f"{report.engine}"
     )
 
 
@@ -191,8 +192,8 @@ def _accuracy(report: Report) -> str:
             "split collectives afterwards"
         )
     return (
-        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; install "
-        "libtpu and pass a topology for exact figures"
+        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; libtpu, "
+        "where it is installed and has a topology, gives exact figures"
     )
 
 

@@ -148,7 +148,7 @@ def test_a_libtpu_that_fails_is_not_insisted_on(child: Put) -> None:
     """)
     report = planned(**V5E)
     assert report.engine == "partitioner" and report.warnings[0] == (
-        "libtpu was not of use, so XLA's partitioner was asked: libtpu died for "
+        "libtpu failed, and XLA's partitioner was asked instead: libtpu died for "
         "v5e:2x2, by SIGSEGV"
     )
     assert refused(planned, **V5E, engine="libtpu").startswith("libtpu died for v5e")

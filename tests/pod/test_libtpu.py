@@ -104,6 +104,23 @@ def test_the_partitioner_agrees(name: str, slices: int, mesh: str) -> None:
 
 
 @needs_libtpu
+def test_what_stays_inside_of_a_slice_is_not_over_dcn() -> None:
+    report = flm.pod.compile(
+        step,
+        {"up": bfloat(1024, 2048), "down": bfloat(2048, 1024)},
+        bfloat(512, 1024),
+        topology="v5e:2x2",
+        slices=2,
+        mesh="data=4,model=2",
+        layout_map=rules(up=("data", "model"), down=("model", "data")),
+        donate_argnames="params",
+    )
+    over = {each.over_dcn for each in report.collectives if "data" in each.axes}
+    assert over == {False, True}
+    assert {"data", "data (DCN)"} <= report.seconds_bound.keys()
+
+
+@needs_libtpu
 def test_plan_asks_libtpu() -> None:
     report = flm.pod.plan(
         step,

@@ -213,6 +213,14 @@ def test_fully_sharded_parameters_are_gathered_and_their_gradients_scattered() -
     assert (gather.shape, gather.bytes, gather.wire_bytes) == ((16, 8), 512, 256)
 
 
+def test_one_device() -> None:
+    report = plan(sgd, PARAMS, X, layout_map=rules(**FULLY), mesh="data=1,model=1")
+    assert report.collectives == () and report.unread == {}
+    assert report.memory.at_rest == {"parameter": 2 * 16 * 32 * 4, "data": 512 * 16 * 4}
+    assert report.flops_per_device == report.flops_total == 5 * 2 * 512 * 16 * 32
+    assert ": 1 device, by partitioner" in report.report()
+
+
 def test_scanned_and_unrolled_layers_agree() -> None:
     scan, loose = (
         plan(jax.grad(loss, (0, 1)), STACK, X, layout_map=rules(**STACKED))

@@ -124,6 +124,9 @@ def test_expect_and_forbid_pass() -> None:
     given.expect(axis="tensor", kinds={"all-reduce"})
     given.expect(axis="fsdp", kinds="all-gather")
     given.forbid(path="embed", kind="all-gather")
+    given.forbid(source="attention.py")
+    with pytest.raises(AssertionError, match=r"source='model.py:36'"):
+        given.forbid(source="model.py:36")
     given.forbid(axis="tensor", kind="all-gather")
     given.forbid(axis="tensor", kind="all-reduce", small_bytes=7 * MIB)
     idle = report(once("all-reduce", "fsdp", size=64))
@@ -278,8 +281,8 @@ def test_the_remarks() -> None:
         "matrix products: 6.4e+04 operations per device, at least 250 ms; 2.00 times "
         "an even share: devices duplicate work",
         "at least: by bandwidth alone; no latency, no overlap",
-        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; install "
-        "libtpu and pass a topology for exact figures",
+        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; libtpu, "
+        "where it is installed and has a topology, gives exact figures",
         "drift: layers/0/w comes in shards of [4,8] and leaves in shards of [16,8]; "
         "each step moves it back: give jit out_shardings, or use flm.jit, which keeps "
         "it",
