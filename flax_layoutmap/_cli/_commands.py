@@ -19,6 +19,8 @@ from flax_layoutmap._core.errors import visible
 
 def report(args: Namespace) -> None:
     """Shows every leaf with its layout, the rule that chose it, and the totals."""
+    if args.markdown and args.json:
+        raise UsageError("give one of --markdown and --json")
     resolution = _sources.resolution_of(args)
     if args.markdown:
         print(resolution.report("markdown"))
@@ -72,15 +74,17 @@ def _paths(resolution: "flm.Resolution", text: str) -> list[str]:
     paths = [path for path in resolution.paths if path.endswith(f"/{text}")]
     paths = paths or [path for path in resolution.paths if pattern.search(path)]
     if not paths:
-        raise UsageError(unknown)
+        raise UsageError(
+            f"{text!r} is neither a path, an end of one nor a pattern that matches: "
+            f"{unknown}"
+        )
     return paths
 
 
 def diff(args: Namespace) -> bool:
     """Shows what changes, and what it costs, with other rules, meshes or models."""
-    difference = _sources.resolution_of(args).diff(
-        _sources.resolution_of(_sources.after(args))
-    )
+    after = _sources.resolution_of(_sources.after(args))
+    difference = _sources.resolution_of(args).diff(after)
     _show(difference, args)
     return not difference.is_empty
 
@@ -135,6 +139,8 @@ def preset(args: Namespace) -> None:
     mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
     options: Any = {"variant": args.variant, "axes": dict(args.axis)}
     if args.family is not None:
+        if args.model or args.checkpoint or args.arg or args.item:
+            raise UsageError("give a family, or the --model or --checkpoint of one")
         if mesh is None:
             raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
         rules = flm.presets.load(args.family, mesh, **options)

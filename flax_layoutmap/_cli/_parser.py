@@ -167,28 +167,25 @@ _SHARED = {
     "rules": "--rules --mesh --variant",
     "function": "function --args --arg --topology --slices --engine",
 }
-_MY_MODEL = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
-_MY_STEP = "my_model:step --args my_model:arguments"
+_MODEL = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
+_STEP = "my_model:step --args my_model:arguments"
 _AFTER = "--model-after --checkpoint-after --rules-after --mesh-after"
 
 # Command → the arguments of an example, and its options.
 _COMMANDS = {
-    _commands.report: (_MY_MODEL, "model rules --json --markdown"),
-    _commands.lint: (
-        _MY_MODEL,
-        "model rules --json --max-replicated --ignore --strict",
-    ),
-    _commands.explain: (f"up/kernel {_MY_MODEL}", "path model rules"),
+    _commands.report: (_MODEL, "model rules --json --markdown"),
+    _commands.lint: (_MODEL, "model rules --json --max-replicated --ignore --strict"),
+    _commands.explain: (f"up/kernel {_MODEL}", "path model rules"),
     _commands.diff: (
-        f"{_MY_MODEL} --mesh-after data=4,model=2",
+        f"{_MODEL} --mesh-after data=4,model=2",
         f"model rules {_AFTER} --json",
     ),
     _commands.plan: (
-        f"{_MY_STEP} --rules rules.toml --mesh data=16,model=16",
+        f"{_STEP} --rules rules.toml --mesh data=16,model=16",
         "function rules --json",
     ),
     _commands.suggest: (
-        f"{_MY_STEP} --mesh data=4,model=2",
+        f"{_STEP} --mesh data=4,model=2",
         "function rules --hbm -o|--output --json",
     ),
     _commands.inspect: ("runs/7", "checkpoint --item"),

@@ -69,9 +69,7 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(arguments, tuple | list):
         arguments = (arguments,)
     names = ("mesh", "topology", "slices", "engine")
-    given = {
-        name: value for name in names if (value := getattr(args, name)) is not None
-    }
+    given = {n: value for n in names if (value := getattr(args, n)) is not None}
     return step, tuple(arguments), {"layout_map": rules_of(args), **given}
 
 
@@ -79,12 +77,12 @@ def rules_of(
     args: Namespace, mesh: "flm.DeviceMesh | None" = None
 ) -> "flm.LayoutMap | None":
     """The rules of a file or a module, on a mesh; None without --rules."""
-    if args.rules is None:
-        return None
-    if args.rules.endswith((".toml", ".json")):
+    if args.rules is not None and args.rules.endswith((".toml", ".json")):
         return flm.LayoutMap.from_file(args.rules, mesh=mesh, variant=args.variant)
     if args.variant is not None:
-        raise UsageError("--variant is for rules in a file (.toml, .json)")
+        raise UsageError("--variant is for --rules FILE (.toml, .json)")
+    if args.rules is None:
+        return None
     rules = named(args.rules, "--rules")
     if not isinstance(rules, flm.LayoutMap) and callable(rules):
         rules = rules()

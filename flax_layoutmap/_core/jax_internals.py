@@ -21,7 +21,7 @@ Seen in jax 0.10.2, 0.11.2 and 0.12.0:
   Fallback: the time of a trace grows with the square of its length.
 
 `tests/core/test_jax_internals.py` fails when one of them moves. `jaxlib.xla_client` is
-used by `pod/_child.py` alone, in a process of its own that does not import JAX.
+used by `pod/_child.py` alone, in a process of its own; only for libtpu it imports JAX.
 """
 
 import contextlib

@@ -128,7 +128,7 @@ def lint(
         `.raise_if_any(level="error")` stops a program.
 
     Raises:
-        RuleError: `x` is none of these; `ignore` has an unknown code, or an invalid
+        RuleError: `x` is something else; `ignore` has an unknown code, or an invalid
             pattern; `max_replicated` is not a share, or needs a Resolution.
 
     Example:

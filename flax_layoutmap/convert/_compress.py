@@ -85,9 +85,8 @@ def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
         starts = ("", "(^|/)") if length < count else ("", "(^|/)", "^")
         for end, start in itertools.product(("", "$"), starts):
             pattern = _Pattern(parts, start, end)
-            if any(_matches_some(str(pattern), other) for other in others):
-                continue
-            if start or re.search(f"(^|/){pattern}", kind.paths[0]):
+            is_apart = not any(_matches_some(str(pattern), other) for other in others)
+            if is_apart and (start or re.search(f"(^|/){pattern}", kind.paths[0])):
                 return pattern
     return _Pattern(tuple((part,) for part in kind.parts), "^", "$")
 

@@ -159,6 +159,8 @@ def rules_for(
         for leaf in leaves
         if leaf.role != "optimizer" and leaf.reason not in NEVER_ASKED
     }
+    if not leaves:
+        raise RuleError("the tree is empty: there is nothing to make rules for")
     if not asked:
         raise RuleError(
             "the tree has no parameters, and rules are about these: convert optimizer "

@@ -31,9 +31,7 @@ _LAYOUTS: dict[tuple[Any, Any, Any], str] = {
         "moe_identity_expert ep_dispatch_experts"
     ),
 }
-_STYLES = {
-    style: layouts for layouts, styles in _LAYOUTS.items() for style in styles.split()
-}
+_STYLES = {name: dims for dims, names in _LAYOUTS.items() for name in names.split()}
 # Names that are joined by ".", and "*" by itself, the number of a layer.
 _KEY = re.compile(r"(\*|[^.*]+)(\.(\*|[^.*]+))*")
 

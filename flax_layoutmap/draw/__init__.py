@@ -137,7 +137,7 @@ def model(resolution: ResolvedTable) -> Drawing:
             "optimizer": …}` it has the optimizer's state too.
 
     Raises:
-        LayoutError: the Resolution has no leaves.
+        LayoutError: it is not a Resolution, or has no leaves.
 
     Example:
         >>> import jax, flax_layoutmap as flm

@@ -140,8 +140,7 @@ def array_grids(x: Any, given: Sequence[int] | None) -> Grids:
     spec = show_spec(layout.spec(len(shape)))
     title = f"array {show_shape(shape)}{kind} as {spec} on {mesh}"
     shard, dims = layout.shard_shape(shape), layout.dims(len(shape))
-    lines = _lines(mesh, shard, dims, dtype)
-    return Grids(title, lines, _groups(mesh, shard, dims))
+    return Grids(title, _lines(mesh, shard, dims, dtype), _groups(mesh, shard, dims))
 
 
 def _array(x: Any, given: Sequence[int] | None) -> tuple[TensorLayout, Shape, Any]:

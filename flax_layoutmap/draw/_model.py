@@ -48,9 +48,11 @@ class Tree(NamedTuple):
 
 def tree(table: ResolvedTable) -> Tree:
     """The picture of `flm.draw.model`."""
-    if not len(table):
+    known = isinstance(table, ResolvedTable)
+    if not (known and len(table)):
+        why = "no leaves" if known else f"a {type(table).__name__} is not a Resolution"
         raise LayoutError(
-            "there is nothing to draw: the Resolution has no leaves; resolve a model: "
+            f"there is nothing to draw: {why}; resolve a model: "
             "flm.draw.model(layout_map.resolve(model))"
         )
     columns = table.columns()

@@ -68,8 +68,7 @@ def detect(
     """
     parameters = _parameters(model, step, item)
     name = family_of(parameters)
-    if variant is None:
-        variant = _variant_of(name, parameters, mesh, axes)
+    variant = variant or _variant_of(name, parameters, mesh, axes)
     _LOG.info("preset %s%s", name, f", variant {variant}" if variant else "")
     return load(name, mesh, variant=variant, axes=axes)
 
@@ -118,7 +117,8 @@ def _fit(
         problems.append(f"no path matches {sign!r}")
     count = len({leaf.rule_number for leaf in matrices} - {None})
     if count < _LEAST_RULES:
-        problems.append(f"it has rules for {count} kinds of matrices of the model")
+        few = f"only {count} of the at least {_LEAST_RULES} kinds of matrices"
+        problems.append(f"it has rules for {few} that tell a family")
     rules = {leaf.rule_number for leaf in resolution} - {None}
     # Of two orders of dims, that by which `fsdp` shards dims of one size, the model's.
     score = (sign is not None, len(rules), -len(model_dims), -len(layout_map))

@@ -63,8 +63,7 @@ def fsdp(
         if leaf.role != "optimizer" and leaf.reason not in NEVER_ASKED
     }
     if batch is None:
-        both = dict.fromkeys(("data", axis))
-        batch = [name for name in both if name in target.axis_names]
+        batch = [n for n in dict.fromkeys(("data", axis)) if n in target.axis_names]
     return with_whole_model(
         rules_for(leaves, wanted, target, lambda rules: resolve(model, rules), batch)
     )

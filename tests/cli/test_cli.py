@@ -195,6 +195,7 @@ def test_explain(run: Any) -> None:
     assert heads == [f"{{0..2}}/{p} ×3" for p in ("down/bias", "up/bias", "up/kernel")]
     code, out, err = run(f"explain up/kernle {SOURCES}")
     assert (code, out) == (2, "") and "up/kernel" in err
+    assert "is neither a path, an end of one nor a pattern that matches: " in err
     assert "is not a path or a pattern: " in run(f"explain '(' {SOURCES}")[2]
 
 
@@ -282,6 +283,10 @@ WRONG = {
     f"{MAKE} escaped.toml": r"in single quotes: 'layers/\d+/up' = …",
     f"{MAKE} none.toml": """a dim that is not sharded is "-", not None""",
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
+    "preset llama --mesh fsdp=2 --checkpoint runs/7": "give a family, or the --model",
+    "report --checkpoint runs/7 --variant serve": "--variant is for --rules FILE",
+    f"{MAKE} my_model:layout_map --variant serve": "--variant is for --rules FILE",
+    f"{MAKE} rules.toml --json --markdown": "give one of --markdown and --json",
     "preset llama": "a preset needs a mesh: --mesh",
 }
 

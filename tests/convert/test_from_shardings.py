@@ -163,6 +163,7 @@ STATE = (optax.ScaleByAdamState(count=jax.numpy.zeros(()), **MOMENTS), (), ())
         ({"a": sharded(), "b": struct(8, 8)}, r"b \(8,8\) has no sharding"),
         ({"a": jax.numpy.ones(8)}, r"a \(8,\) has a SingleDeviceSharding"),
         ({"a": sharded(), **OTHER}, "a is on .*\n.*b is on"),
+        ({}, "the tree is empty"),
         ({"step": struct()}, "convert optimizer state together with"),
         (
             {"params": {"w": sharded()}, "opt_state": STATE},

@@ -289,7 +289,11 @@ def test_names_are_words(name: str) -> None:
         ),
         (lambda: draw.array(np.zeros(8)), "of a ndarray that is not on a mesh; pass a"),
         (lambda: draw.array(struct(8)), "of a ShapeDtypeStruct that is not on a mesh"),
-        (lambda: draw.model(rules().resolve({})), "there is nothing to draw"),
+        (lambda: draw.model(rules().resolve({})), "there is nothing to draw: no"),
+        (
+            lambda: draw.model(lambda: {}),  # pyright: ignore
+            "is not a Resolution; resolve a model: flm.draw.model(layout_map.resolve(",
+        ),
         (lambda: draw.mesh(MESH).save("a.png"), "saved as .svg or .html, got 'a.png'"),
     ],
 )
