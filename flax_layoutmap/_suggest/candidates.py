@@ -28,11 +28,9 @@ class Job(NamedTuple):
 Jobs = Mapping[str, Job]  # axis → its job
 _FSDP, _DATA = Job("data + parameters"), Job("data")
 _MOST = 4  # choices of classes for an axis
-# A parameter is gathered forward and backward, and its gradient summed, for about its
-# bytes each.
+# A parameter is gathered twice, and its gradient summed, for about its bytes each.
 _GATHERS = 3
-# The sum of an activation sends twice its bytes; about 4 of 7 products have one of
-# their own, as gate and up share theirs.
+# A sum sends twice an activation; 4 of 7 products have one, as gate and up share it.
 _SUMS = 2 * 4 / 7
 # Operations for a parameter and a token: 2 forward, 4 backward.
 _FORWARD, _TRAINING = 2, 6
@@ -62,12 +60,10 @@ class Layouts:
         for axis in self.sizes:
             if self.parts(self.between) < slices:
                 self.between.append(axis)
-        # Class → positions of the parameters that have it.
-        self.members: dict[int, set[int]] = {}
+        self.members: dict[int, set[int]] = {}  # class → positions of its parameters
         for position, arrays in enumerate(dims.parameters):
-            for number in arrays.classes:
-                if number not in (ALONE, ROWS):
-                    self.members.setdefault(number, set()).add(position)
+            for number in sorted({*arrays.classes} - {ALONE, ROWS}):
+                self.members.setdefault(number, set()).add(position)
         # The class of most parameters.
         self.model_dim = max(
             self.members, key=lambda n: len(self.members[n]), default=ALONE
@@ -112,15 +108,10 @@ class Layouts:
         """Each parameter over all axes, along the model dim, and along its longest."""
         jobs = dict.fromkeys(self.sizes, _FSDP)
         full, other = self._candidate(jobs), self._candidate(jobs, by_length=True)
-        other = dataclasses.replace(other, name=f"{full.name}, longest dims")
-        return [full] if other.specs == full.specs else [full, other]
+        return [full, dataclasses.replace(other, name=f"{full.name}, longest dims")]
 
     def candidates(self) -> list[Candidate]:
-        """Every layout but full sharding, once.
-
-        Axes of equal sizes are alike, within slices and between them: of layouts that
-        exchange them one is returned.
-        """
+        """Every layout but full sharding; of those that exchange equal axes, one."""
         alike: set[object] = set()
         different: dict[object, Candidate] = {}
         choices = [_FSDP, _DATA, *self.bundles()]
@@ -188,11 +179,7 @@ class Layouts:
         return total
 
     def seconds(self, candidate: Candidate, flops: float) -> float:
-        """About how long a step takes: its collectives, and its products or one read.
-
-        `flops` are those of all devices. They tell how many tokens there are, and so
-        the bytes of activations.
-        """
+        """About how long a step takes; the `flops` of all devices tell its tokens."""
         trains = self.dims.is_training
         each = [
             (arrays, math.prod(arrays.shape) * len(arrays.paths), spec)
@@ -221,8 +208,7 @@ class Layouts:
     def _summed(self, arrays: Arrays, spec: Spec, axis: str) -> float:
         """Bytes for a token of the activations that are summed along an axis.
 
-        Those of a matrix, divided by its dims on the side of the axis: by the hidden
-        units, or by the model dim. Stacked layers count for themselves.
+        Those of a matrix by its dims on the side of the axis; of stacked layers, each.
         """
         dims = [*zip(spec, arrays.classes, arrays.shape, strict=True)]
         on_model = any(axis in axes and c == self.model_dim for axes, c, _ in dims)

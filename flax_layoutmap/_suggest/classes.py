@@ -18,13 +18,11 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lower import lower_step
 
-# A dim: section and path of its array, and its number.
-Node = tuple[str, str, int]
+Node = tuple[str, str, int]  # section and path of an array, and number of its dim
 # The class of dims that follow the first dims of the data, and that of dims alone.
 ROWS, ALONE = -1, -2
 
-# Parameters of a smaller share of the bytes stay replicated.
-_LITTLE = 1e-3
+_LITTLE = 1e-3  # parameters of a smaller share of the bytes stay replicated
 # The index of a layer that has parts: `layers/3/up/kernel`, not `layers/3/kernel`.
 _LAYER = re.compile(r"\d+(?=/[^/]+/)")
 _OUTPUT = re.compile(r"(activations|names)\[([^\]]*)\]")

@@ -52,19 +52,12 @@ def _specs_of_paths(dims: StepDims, candidate: Candidate) -> dict[str, Spec]:
 
 
 def _activations(modules: Mapping[str, Spec], batch: Axes) -> dict[str, Any]:
-    """Pattern → layout for the outputs of modules.
-
-    One rule for all where all are split by rows alone; else rules for layers, and for
-    what stands beside layers.
-    """
+    """Pattern → layout of outputs: one where rows alone are split, else for layers."""
     if not modules or not batch:
         return {}
     if all(spec and spec[0] and not any(spec[1:]) for spec in modules.values()):
         return {".*": (batch, ...)}
-    entries = {
-        path: _entries(spec) if _is_layer(path) else None
-        for path, spec in modules.items()
-    }
+    entries = {p: _entries(s) if _is_layer(p) else None for p, s in modules.items()}
     return {p: value for p, value in compress(entries).items() if value is not None}
 
 

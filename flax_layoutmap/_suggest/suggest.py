@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
@@ -80,9 +81,12 @@ def suggest(
         >>> suggestion.layout_map["down"].axes
         ('model', None)
     """
-    if hbm is not None and not (isinstance(hbm, int | float) and 0 < hbm < math.inf):
+    is_number = isinstance(hbm, Real) and not isinstance(hbm, bool)
+    if hbm is not None and not (is_number and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
-    where = topology_of(topology or "", slices=slices) if topology or slices else None
+    if topology is None and slices is not None:
+        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
+    where = None if topology is None else topology_of(topology, slices=slices)
     rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     if AxisType.Explicit in on.axis_types or on.size == 1:
         raise MeshError(f"suggest needs auto axes and several devices, and got {on!r}")
@@ -90,9 +94,13 @@ def suggest(
     limit = chip.hbm_limit_bytes if hbm is None else round(hbm)
     name = getattr(step, "__name__", "the step")
     tried: list[Choice] = []
+    refused: dict[str, LayoutError] = {}  # by text
 
     def ask(name: str, layout_map: LayoutMap) -> None:
-        """Try some rules; a note where the step does not go with them."""
+        """Try rules, once; a note where the step does not go with them."""
+        asked = [choice.layout_map.freeze() for choice in tried]
+        if name != GIVEN and layout_map.freeze() in asked:
+            return
         given = {"mesh": on, "topology": where, "layout_map": layout_map}
         given |= {"donate_argnames": [*state], "engine": engine, **kwargs}
         try:
@@ -100,6 +108,7 @@ def suggest(
             tried.append(Choice(name, layout_map, plan, limit))
         except LayoutError as error:
             text = " ".join(str(error).partition("\nsee: ")[0].split())
+            refused[text] = error
             dims.notes.append(f"not tried: {name}: {text}")
 
     with shown_progress(f"suggesting rules for {name}"), warnings.catch_warnings():
@@ -118,18 +127,22 @@ def suggest(
         candidates = layouts.fully_sharded()
         for candidate in candidates:
             ask(candidate.name, rules_of(dims, candidate, on))
-        for candidate in _to_ask(layouts, candidates[0], tried[:1], limit):
-            ask(candidate.name, rules_of(dims, candidate, on))
-            candidates.append(candidate)
+        others = _to_ask(layouts, candidates[0], tried[:1], limit)
         if rules is not None:
             ask(GIVEN, LayoutMap.from_rule_set(rules))
+        for candidate in others:
+            ask(candidate.name, rules_of(dims, candidate, on))
     if not tried:
-        raise LayoutError(f"{name} cannot be planned; {'; '.join(dims.notes)}")
+        every = LayoutError(f"{name} cannot be planned; {'; '.join(dims.notes)}")
+        raise every if len(refused) > 1 else refused.popitem()[1]
+    if dims.data and not candidates[0].batch:
+        n = ", ".join(map(str, sorted({*dims.data.values()})))
+        dims.notes.append(f"not split: data of {n} rows, which no axis divides; pad it")
     best = _best_first(tried)
     return Suggestion(
         step=name,
         tried=best,
-        why=_why(best[0], candidates),
+        why=_why(best, [*candidates, *others], layouts),
         notes=(*dims.notes, f"state: {', '.join(state)}; data: {data or 'none'}"),
     )
 
@@ -139,19 +152,17 @@ def _to_ask(
 ) -> list[Candidate]:
     """The other layouts to ask about, by the report of full sharding."""
     flops = data = more = 0
+
+    def least(of: Candidate) -> int:
+        return layouts.device_bytes(of) + data // layouts.parts(of.batch)
+
     for choice in tried:
         memory, rows = choice.plan.memory, layouts.parts(full.batch)
         flops = choice.plan.flops_per_device * rows
         data = memory.at_rest.get("data", 0) * rows
         # What full sharding needs besides, any layout needs.
-        least = layouts.device_bytes(full) + data // rows
-        more = max(0, (memory.peak_bytes or 0) - least)
-    held = [
-        candidate
-        for candidate in layouts.candidates()
-        if layouts.device_bytes(candidate) + data // layouts.parts(candidate.batch)
-        <= limit - more
-    ]
+        more = max(0, (memory.peak_bytes or 0) - least(full))
+    held = [other for other in layouts.candidates() if least(other) <= limit - more]
     return sorted(held, key=lambda held: layouts.seconds(held, flops))[:_ASKED]
 
 
@@ -185,8 +196,9 @@ def _is_state(value: Any) -> bool:
     return all(floats) and len({np.shape(leaf)[0] for leaf in arrays} - {1}) > 1
 
 
-def _why(best: Choice, candidates: Sequence[Candidate]) -> str:
-    """One sentence: why the best is the best."""
+def _why(tried: Sequence[Choice], among: Sequence[Candidate], layouts: Layouts) -> str:
+    """One sentence: why the best, which is the first, is the best."""
+    best = tried[0]
     held, limit = human_bytes(best.held_bytes), human_bytes(best.limit_bytes)
     if not best.fits:
         return (
@@ -195,10 +207,21 @@ def _why(best: Choice, candidates: Sequence[Candidate]) -> str:
         )
     if best.name == GIVEN:
         return "the rules given are the fastest that were tried: keep them"
-    specs = {candidate.name: candidate.specs for candidate in candidates}
-    if not any(map(any, specs[best.name])):
+    chosen = next(one for one in among if one.name == best.name)
+    if not any(map(any, chosen.specs)):
         return (
             f"the model is small: every device keeps a copy, {held} of {limit}; pass "
             "hbm= for rules that need less"
+        )
+    over = "+".join(chosen.placed)
+    if over and any(one.fits and one.name == among[0].name for one in tried):
+        return (
+            f"to sum activations over {over} takes less time than to gather parameters"
+        )
+    copy = Candidate("", (), (), ((),) * len(chosen.specs), ())
+    if (size := layouts.device_bytes(copy)) > best.limit_bytes:
+        what = "state and gradients" if layouts.dims.is_training else "the state"
+        return (
+            f"a copy of {what}, {human_bytes(size)}, is more than {limit}: it is split"
         )
     return "of what fits, this takes the least time to send and to compute"

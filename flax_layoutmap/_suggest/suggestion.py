@@ -38,12 +38,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """The time of a step, for comparing: nothing overlaps, and nothing was timed.
-
-        The collectives at the speed of the links, 2 µs for each, and the matrix
-        products at the peak of the device or, if that takes longer, one read of the
-        arguments and of what the collectives move.
-        """
+        """The time of a step, for comparing: nothing overlaps, nothing was timed."""
         report, where = self.plan, self.plan.topology
         chip = ASSUMED if where is None else where.generation
         links = sum(report.seconds_bound.values())
@@ -116,8 +111,12 @@ class Suggestion(Shown):
         return [
             f"# on the devices: mesh = flm.DeviceMesh({mesh})",
             f"mesh = flm.DeviceMesh.abstract({mesh})",
-            f"layout_map = flm.LayoutMap(mesh, batch={rules.batch})",
-            *(rule.with_pattern(rule.pattern) for rule in numbered(rules)),
+            f"layout_map = flm.LayoutMap(mesh, batch={rules.batch})".replace("'", '"'),
+            *(
+                line if {*rule.pattern} & {*"\"'"} else line.replace("'", '"')
+                for rule in numbered(rules)
+                for line in [rule.with_pattern(rule.pattern)]
+            ),
         ]
 
     def _table(self) -> Grid:
@@ -135,7 +134,8 @@ class Suggestion(Shown):
         yield f"limit of memory: {human_bytes(self.tried[0].limit_bytes)} per device"
         yield f"asked: {self.plan.engine}; nothing was timed"
         if self.plan.topology is None:
-            yield f"assumed: {ASSUMED.name}, with links for each axis; or topology=…"
+            links = f"a {ASSUMED.name} whose axes each have links"
+            yield f"assumed: {links}; pass topology= for another"
 
     def to_json(self) -> dict[str, Any]:
         """Return the rules and what was tried as plain JSON values, schema 2."""

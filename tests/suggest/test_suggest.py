@@ -124,7 +124,9 @@ def test_a_small_model_is_copied_and_a_large_one_is_not() -> None:
     assert "every device keeps a copy, " in copied.why and "pass hbm=" in copied.why
     stored = flm.suggest(mlp_step, mlp(), rows(1 << 15), **options, hbm=64 << 20)
     assert stored.fits and stored.plan.memory.at_rest_bytes <= 64 << 20
-    nothing = flm.suggest(mlp_step, mlp(), rows(1 << 15), **options, hbm=1024)
+    assert stored.why.startswith("a copy of state and gradients, 128.0 MiB, is more")
+    few: Any = {**options, "hbm": np.int64(1024)}
+    nothing = flm.suggest(mlp_step, mlp(), rows(1 << 15), **few)
     assert not nothing.fits and nothing.why.startswith("nothing that was tried fits")
 
 
@@ -166,6 +168,10 @@ def test_a_batch_that_does_not_divide_by_all_axes() -> None:
         step(params, jnp.ones((4, 16)))
     odd = flm.suggest(mlp_step, params, jnp.ones((3, 16)), **options)
     assert "parameters over data+tensor" in [choice.name for choice in odd.tried]
+    note = "not split: data of 3 rows, which no axis divides; pad it"
+    assert note in odd.notes and "not split" not in str(found.notes)
+    rules = [choice.layout_map.freeze() for choice in odd.tried]
+    assert all(one not in rules[:n] for n, one in enumerate(rules))
 
 
 def test_a_cache_is_split_by_rows_and_other_dims() -> None:
@@ -208,7 +214,9 @@ def test_the_report(wide: flm.Suggestion) -> None:
     text = str(wide)
     assert text.startswith(f"suggestion for layer_step on mesh {WIDE}: 64 devices")
     assert wide.why.split(",")[0] in text and FULL in text and ": 900.0 MiB per" in text
+    assert "to sum activations over tensor takes less time than to gather" in wide.why
     code = text.partition("\n# on")[2].partition("\n")[2].partition("\n\n")[0]
+    assert "'" not in code
     made: dict[str, Any] = {"flm": flm}
     exec(code, made)
     assert made["layout_map"].freeze() == wide.layout_map.freeze()
@@ -225,7 +233,8 @@ def test_the_report(wide: flm.Suggestion) -> None:
     ("options", "error"),
     [
         ({"hbm": "16GB"}, "hbm='16GB' is not a number of bytes"),
-        ({"slices": 2}, "not a topology: ''; write"),
+        ({"hbm": True}, "hbm=True is not a number of bytes"),
+        ({"slices": 2}, "slices of which topology. pass topology="),
         ({"mesh": "data=1"}, "needs auto axes and several devices"),
         ({"mesh": EXPLICIT}, "needs auto axes and several devices"),
         ({}, "no state to lay out; its data: x; say what is state: donate_argnames="),
@@ -234,6 +243,16 @@ def test_the_report(wide: flm.Suggestion) -> None:
 def test_options_that_are_refused(options: Any, error: str) -> None:
     with pytest.raises(flm.errors.LayoutError, match=error):
         flm.suggest(lambda x: jnp.sin(x), rows(8), **{"mesh": "data=8", **options})
+
+
+@pytest.mark.parametrize(
+    ("engine", "error"),
+    [("x", "^there is no engine 'x'"), ("libtpu", '^engine="libtpu" needs the slice')],
+)
+def test_an_error_of_all_layouts_is_raised_once(engine: Any, error: str) -> None:
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    with pytest.raises(flm.errors.LayoutError, match=error):
+        flm.suggest(mlp_step, params, jnp.ones((8, 16)), mesh=MESH, engine=engine)
 
 
 @needs_libtpu
