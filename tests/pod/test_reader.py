@@ -141,11 +141,13 @@ def test_source_lines() -> None:
         assert only(entry(*given, before=lines)).source == "mod\u00e8le.py:36"
 
 
-def test_source_lines_of_a_model_that_is_installed_with_pip() -> None:
+@pytest.mark.parametrize("model", ["/usr/lib/python3/site-packages/tunix", "/me/flax"])
+def test_source_lines_of_any_model(model: str) -> None:
+    """Of one that is installed with pip, and of one in a folder called as a library."""
     folder = "/usr/lib/python3/site-packages"
     lines = (
         f'FileNames\n1 "{folder}/flax/nnx/nn/linear.py"\n'
-        f'2 "{folder}/tunix/models/llama3/model.py"\n3 "/home/me/train.py"\n\n'
+        f'2 "{model}/llama3/model.py"\n3 "/home/me/train.py"\n\n'
         "FileLocations\n"
         + "".join(f"{at} {{file_name_id={at} line={at}}}\n" for at in (1, 2, 3))
         + "\nStackFrames\n1 {file_location_id=3}\n"
