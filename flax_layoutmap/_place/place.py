@@ -136,19 +136,21 @@ def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> N
             )
 
 
-def with_leaves(tree: Any, leaves: list[Any]) -> Any:
-    """The tree with new leaves; NNX objects are updated in place."""
-    plain = plain_tree(tree)
-    new = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    if not is_nnx_object(tree) and plain is tree:
-        return new
-    objects, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
-    parts = treedef.flatten_up_to(new)
+def with_leaves(tree: Any, leaves: list[Any], treedef: Any = None) -> Any:
+    """The tree with new leaves; NNX objects are updated in place.
+
+    `treedef` is the structure of `plain_tree(tree)`, if it is known.
+    """
+    if treedef is None:
+        treedef = jax.tree.structure(plain_tree(tree))
+    new = jax.tree.unflatten(treedef, leaves)
+    objects, outer = jax.tree.flatten(tree, is_leaf=is_nnx_object)
+    parts = outer.flatten_up_to(new)
     for at, node in enumerate(objects):
         if is_nnx_object(node):
             update(node, parts[at])
             parts[at] = node
-    return jax.tree.unflatten(treedef, parts)
+    return jax.tree.unflatten(outer, parts)
 
 
 def need_devices(rules: RuleSet | Resolution, what: str) -> None:

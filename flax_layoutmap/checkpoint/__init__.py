@@ -22,13 +22,11 @@ Example:
 """
 
 from flax_layoutmap.checkpoint import mappings as mappings
-from flax_layoutmap.checkpoint._descriptions import CheckpointInfo as CheckpointInfo
-from flax_layoutmap.checkpoint._descriptions import LeafInfo as LeafInfo
-from flax_layoutmap.checkpoint._descriptions import LeafPlan as LeafPlan
-from flax_layoutmap.checkpoint._descriptions import RestorePlan as RestorePlan
-from flax_layoutmap.checkpoint._descriptions import inspect as inspect
-from flax_layoutmap.checkpoint._read import Verified as Verified
-from flax_layoutmap.checkpoint._read import verify as verify
+from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
+from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
+from flax_layoutmap.checkpoint._inspect import LeafPlan as LeafPlan
+from flax_layoutmap.checkpoint._inspect import RestorePlan as RestorePlan
+from flax_layoutmap.checkpoint._inspect import inspect as inspect
 from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
 from flax_layoutmap.checkpoint._safetensors_restore import (
@@ -41,3 +39,5 @@ from flax_layoutmap.checkpoint._save import reshard as reshard
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._stored import resolve as resolve
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer
+from flax_layoutmap.checkpoint._verify import Verified as Verified
+from flax_layoutmap.checkpoint._verify import verify as verify

@@ -1,6 +1,7 @@
 """Plan a restore: join the leaves of a checkpoint with those of the target."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +14,15 @@ from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._core.errors import ResolveError
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import with_leaves
+from flax_layoutmap._resolve.leaves import leaves_of
+from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._tree.paths import Flat, is_train_state, unescape
+from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
 from flax_layoutmap._tree.trace import Traced, trace
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, nested, result_of
 from flax_layoutmap.checkpoint._options import Options
@@ -35,10 +39,30 @@ class Target:
     flat: Flat
     traced: Traced | None
 
-    @property
+    @functools.cached_property
     def leaves(self) -> dict[str, Any]:
         """Path → leaf, concrete or abstract."""
         return dict(zip(self.flat.full_paths(), self.flat.leaves, strict=True))
+
+    def resolve(self, rules: Any, saved: Mapping[str, Origin]) -> Resolution:
+        """Resolve its leaves.
+
+        `saved` has the origins of the checkpoint's optimizer state. Where it knows all
+        of the target's, they are taken, which needs no trace of the optimizer.
+        """
+        leaves = leaves_of(self.flat, self.tree)
+        origins = [saved.get(path) for path in self.leaves]
+        owners = {None, *parameter_keys(self.flat).values()}
+        for section in self.flat.sections:
+            for at in range(section.start, section.stop):
+                origin = origins[at]
+                if section.role != "optimizer":
+                    origins[at] = None
+                elif origin is None or origin.owner not in owners:
+                    return resolve_origins(find_origins(leaves), rules)
+                elif origin.owner is None and leaves.shapes[at] != ():
+                    return resolve_origins(find_origins(leaves), rules)
+        return resolve_origins(known_origins(leaves, origins), rules)
 
     def filled(
         self,
@@ -56,16 +80,26 @@ class Target:
         if self.traced is not None:
             result = self.traced.rebuild([*new.values()])
         else:
-            result = with_leaves(_with_new_objects(self.tree), [*new.values()])
-        return result if resolution is None else settle_metadata(result, resolution)
+            kinds = set(map(type, self.flat.leaves))
+            is_abstract = jax.ShapeDtypeStruct in kinds
+            tree = _with_new_objects(self.tree) if is_abstract else self.tree
+            result = with_leaves(tree, [*new.values()], self.flat.treedef)
+        if resolution is None or not (
+            self.flat.annotations or resolution.rules.optimizer
+        ):
+            return result
+        return settle_metadata(result, resolution)
 
 
-def opened(target: Any) -> Target:
-    """Flatten a tree, or trace a function that makes one."""
+def opened(target: Any, rules: RuleSet | None = None) -> Target:
+    """Flatten a tree, or trace a function that makes one; for these rules, if any."""
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
-    return Target(tree, flatten(tree), traced)
+    flat = flatten(tree) if rules is None else flatten(tree, rules.matcher.fold_part)
+    if flat.treedef is None:
+        flat.treedef = jax.tree.structure(plain_tree(tree))
+    return Target(tree, flat, traced)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,21 +169,28 @@ def join(
     """Plan which leaves of a checkpoint to restore.
 
     Without rules, the target's own shardings are used; without a target, every selected
-    leaf is restored.
+    leaf is restored. Rules need to fit only the leaves that are restored.
     """
     wanted = {} if target is None else target.leaves
-    problems, resolution = options.selection.useless([*held.leaves, *wanted]), None
+    selection = options.selection
+    problems, resolution = selection.useless([*held.leaves, *wanted]), None
     if rules is not None:
         try:
             resolution = resolve()
         except ResolveError as error:
-            problems += error.problems or [str(error)]
-    draft = _Draft(held, problems, rules, resolution, options)
+            left_out = {
+                path for path in (*held.leaves, *wanted) if path not in selection
+            }
+            misfits = error.problems or [str(error)]
+            misfits = [p for p in misfits if p.split(" ")[0].strip(":") not in left_out]
+            problems += misfits
+            resolution = None if misfits else error.resolution
+    draft = _Draft(held, [*problems, *held.problems], rules, resolution, options)
     if target is None:
-        for path in filter(options.selection.__contains__, held.leaves):
+        for path in filter(selection.__contains__, held.leaves):
             draft.read(path, None, draft.shardings.get(path))
     for path, value in wanted.items():
-        if path not in options.selection:
+        if path not in selection:
             draft.keep(path, value, "include or exclude leaves it out")
         elif path in held.leaves:
             draft.join(path, value)
@@ -182,7 +223,7 @@ class _Draft:
         self.reads: dict[str, Read] = {}
         self.kept: list[str] = []
         self.made: dict[str, Any] = {}
-        self.problems = [*problems, *held.problems]
+        self.problems = problems
         self.shardings: dict[str, Any] = {}
         if resolution is not None:
             pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
@@ -194,7 +235,7 @@ class _Draft:
         leaf = leaf_of(path, value)
         if leaf is None:
             kind = type(value).__qualname__
-            self.problems.append(f"{path}: the {kind} in the target is no array")
+            self.problems.append(f"{path}: the {kind} in the target is not an array")
             return
         sharding, problem = self.shardings.get(path), None
         if self._rules is None:

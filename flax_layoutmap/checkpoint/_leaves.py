@@ -1,6 +1,7 @@
 """Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +15,9 @@ from flax_layoutmap._core.errors import CheckpointError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.table import path_cell
 from flax_layoutmap._tree.flatten import plain_tree
+from flax_layoutmap._tree.paths import fold, relation
 
 T = TypeVar("T")
 
@@ -166,11 +169,9 @@ def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
 
 
 def _other_shape(stored: Leaf, target: Leaf) -> str:
-    have, want = show_shape(stored.shape), show_shape(target.shape)
-    what = "shape" if len(stored.shape) == len(target.shape) else "rank"
     return (
-        f"another {what}: the checkpoint has {have}, the target {want}; nothing is "
-        "padded, cut or reshaped: build the target with the saved sizes, or exclude it"
+        f"shape mismatch: checkpoint {stored.shape}, target {target.shape}. Build the "
+        "target with the saved sizes, or pass exclude="
     )
 
 
@@ -269,6 +270,40 @@ def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
 
 
 def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
-    """An error that lists all problems."""
+    """An error with all problems, in which layers with the same problem share a line.
+
+    A problem begins with the path of its leaf and a space or colon.
+    """
     count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    return CheckpointError(f"{failing}: {count}\n{bullet_list(problems)}", problems)
+    return CheckpointError(
+        f"{failing}: {count}\n{bullet_list(_fold(problems))}", problems
+    )
+
+
+def _fold(problems: Sequence[str]) -> list[str]:
+    """The problems, folded over the indices of paths, as a report folds leaves."""
+    paths, rests = [], []
+    for problem in problems:
+        path = re.match(r"[^\s:]*", problem)[0]  # pyright: ignore[reportOptionalSubscript]
+        paths.append(path)
+        rests.append(problem[len(path) :].split(" "))
+    # Other names with the same indices, such as that of a tensor, fold with the path.
+    alike = [
+        tuple(relation(path, word.replace(".", "/")) for word in words)
+        for path, words in zip(paths, rests, strict=True)
+    ]
+    lines = []
+    for group in fold(paths, alike):
+        first = group.members[0]
+        words = rests[first]
+        if len(group.members) > 1:
+            words = map(_spelled, words, map(group.spell, alike[first]))
+        lines.append(path_cell(group) + " ".join(words))
+    return lines
+
+
+def _spelled(word: str, folded: str) -> str:
+    """A folded word, with the dots that it had for slashes."""
+    if folded == word.replace(".", "/"):
+        return word
+    return folded if "/" in word else folded.replace("/", ".")

@@ -17,7 +17,6 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating, mesh_of
@@ -25,28 +24,28 @@ from flax_layoutmap.checkpoint._places import absolute
 
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
-Rename = Sequence[tuple[str, str]]
+Rename = Sequence[tuple[re.Pattern[str], str]]
 
 
 class LayoutOptions(TypedDict, total=False):
-    """The options of `restore` that choose leaves and their layouts."""
+    """The options of `restore` that choose a checkpoint and its layouts."""
 
     layout_map: Any
     mesh: Any
     step: int | str | None
     item: str | None
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
 
 
 class RestoreOptions(LayoutOptions, total=False):
     """The options of `restore` and `plan`; the docstring of `restore` explains them."""
 
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
     rename: Any
     dtype: Any
     missing: Missing
     unexpected: Unexpected
-    strategy: str
+    broadcast: str | None
     host_memory: int | None
 
 
@@ -58,11 +57,7 @@ def check_names(function: str, options: Mapping[str, Any], known: type) -> None:
             raise TypeError(f"{function}() has no argument {name!r}{near}")
 
 
-_CHOICES = {
-    "missing": ("error", "keep", "init"),
-    "unexpected": ("error", "ignore"),
-    "strategy": ("auto", "direct", "aligned", "broadcast"),
-}
+_CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignore")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +102,8 @@ class Selection:
         """A problem for each pattern of `include` that finds none of the paths."""
         paths = list(paths)
         return [
-            f"include={pattern.pattern!r} finds no leaf; the closest paths are "
-            f"{closest(pattern.pattern, paths[:2000], count=3) or paths[:3]}"
+            f"include={pattern.pattern!r} finds no leaf; "
+            f"{_closest_paths(pattern, paths)}"
             for pattern in self.include or ()
             if not any(self.finds_any([pattern], path) for path in paths)
         ]
@@ -116,7 +111,7 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The checked options of `restore`, `plan`, `resolve` or `restore_safetensors`.
+    """The checked options of a function that restores.
 
     `path` is absolute, `rules` are on `mesh` if one is given, and the first pattern of
     `dtypes` that is found in a path sets the dtype of a floating-point array.
@@ -133,9 +128,8 @@ class Options:
     rename: Rename = ()
     missing: Missing = "error"
     unexpected: Unexpected = "error"
-    strategy: str = "auto"
+    broadcast: str | None = None
     host_memory: int | None = None
-    devices_per_process: int | None = None
     verify: bool | None = None
 
     @property
@@ -239,12 +233,15 @@ def _patterns(name: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
     if given is None:
         return None
     several = [given] if isinstance(given, str | re.Pattern) else list(given)
+    return tuple(_compiled(pattern, f"{name}={given!r}") for pattern in several)
+
+
+def _compiled(pattern: Any, what: str) -> re.Pattern[str]:
     try:
-        return tuple(re.compile(pattern) for pattern in several)
+        return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise CheckpointError(
-            f"{name}={given!r} is neither a regular expression nor a list of some: "
-            f"{error}"
+            f"{what}: {pattern!r} is not a regular expression: {error}"
         ) from error
 
 
@@ -259,23 +256,16 @@ def _no_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
 def _dtypes(given: Any, target: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
     if given is None:
         return ()
-    several = isinstance(given, Mapping) or (
-        isinstance(given, list | tuple)
-        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in given)
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, list | tuple):
+        pairs = [("", given)]
+    return tuple(
+        (
+            _compiled(pattern, f"dtype={given!r}"),
+            None if dtype is None else _dtype(dtype, target),
+        )
+        for pattern, dtype in pairs
     )
-    if not several:
-        return ((re.compile(""), _dtype(given, target)),)
-    pairs = given.items() if isinstance(given, Mapping) else given
-    found = []
-    for pattern, dtype in pairs:
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise CheckpointError(
-                f"dtype={{{pattern!r}: …}}: not a regular expression: {error}"
-            ) from error
-        found.append((compiled, None if dtype is None else _dtype(dtype, target)))
-    return tuple(found)
 
 
 def _dtype(dtype: Any, target: Any) -> Any:
@@ -294,52 +284,31 @@ def _dtype(dtype: Any, target: Any) -> Any:
 def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     """Check a floating-point dtype; `what` names it in messages."""
     try:
-        found = np.dtype(dtype)
+        wanted = np.dtype(dtype)
     except TypeError as error:
-        raise CheckpointError(f"{what} is no dtype: {error}") from error
-    if not is_floating(found):
+        raise CheckpointError(f"{what} is not a dtype: {error}") from error
+    if not is_floating(wanted):
         raise CheckpointError(
-            f"dtype={found} is not floating-point; only floating-point arrays are "
+            f"dtype={wanted} is not floating-point; only floating-point arrays are "
             "converted, and only to floating-point"
         )
-    return found
+    return wanted
 
 
 # -------------------- Rename the leaves of a checkpoint
 
 
 def checked_rename(given: Any) -> Rename:
-    """Check `rename=`: pairs of a pattern and a template, or a dict.
-
-    Patterns that `re` may need very long to match are refused.
-    """
+    """Check `rename=`: pairs of a pattern and a replacement, or a dict."""
     if given is None:
         return ()
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
-    for pair in pairs:
-        try:
-            if not isinstance(pair, list | tuple):
-                raise TypeError(f"it is a {type(pair).__name__}")
-            pattern, template = pair
-            _check_template(re.compile(pattern), template)
-        except (re.error, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"rename={pair!r} is no pair of a regular expression and its "
-                rf"replacement (with \1 for a group): {error}"
-            ) from error
-        slow = slow_because(str(pattern))
-        if slow is not None:
-            raise CheckpointError(
-                f"rename={pattern!r} may take very long: {slow}; {QUICKER}"
-            )
-    return tuple((str(pattern), template) for pattern, template in pairs)
-
-
-def _check_template(pattern: re.Pattern[str], template: str) -> None:
-    """Raise `re`'s error for a template with groups that the pattern lacks."""
-    groups = "".join(f"(?P<{name}>)" for name in pattern.groupindex)
-    more = "()" * (pattern.groups - len(pattern.groupindex))
-    re.sub(groups + more, template, "", count=1)
+    pairs = list(given.items() if isinstance(given, Mapping) else given)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise CheckpointError(
+            f"rename={given!r} is not a list of pairs of a regular expression and its "
+            r"replacement (with \1 for a group)"
+        )
+    return tuple((_compiled(pattern, "rename="), new) for pattern, new in pairs)
 
 
 def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
@@ -349,37 +318,46 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
     be found in some path.
     """
     names: dict[str, str] = {}  # new name → path
-    used: set[str] = set()
+    used: set[re.Pattern[str]] = set()
     for path in paths:
         new = path
         for pattern, template in rules:
-            new, count = re.subn(pattern, template, path, count=1)
-            if count:
+            if pattern.search(path):
                 used.add(pattern)
+                new = _replaced(pattern, template, path)
                 break
         if new in names:
             raise CheckpointError(
-                f"rename gives {names[new]} and {path} the same name {new!r}"
+                f"rename maps both {names[new]} and {path} to {new!r}"
             )
-        if not new or new.startswith("/") or new.endswith("/") or "//" in new:
-            raise CheckpointError(
-                f"rename gives {path} the name {new!r}, which is no path"
-            )
+        if "" in new.split("/"):
+            raise CheckpointError(f"rename maps {path} to {new!r}, which is not a path")
         names[new] = path
     for pattern, _ in rules:
         if pattern not in used:
-            near = closest(pattern, list(paths)[:2000], count=3) or list(paths)[:3]
             raise CheckpointError(
-                f"rename={pattern!r} finds no leaf that an earlier pattern left; the "
-                f"closest paths are {near}"
+                f"rename={pattern.pattern!r} finds no leaf that an earlier pattern "
+                f"left; {_closest_paths(pattern, paths)}"
             )
-    for new, path in names.items():
-        parent = new.rpartition("/")[0]
-        while parent:
-            if parent in names:
-                raise CheckpointError(
-                    f"rename gives {names[parent]} the name {parent!r}, below which "
-                    f"{path} has {new!r}; a leaf has nothing below it"
-                )
-            parent = parent.rpartition("/")[0]
+    folders = {new[: end.start()] for new in names for end in re.finditer("/", new)}
+    for new in sorted(folders & names.keys()):
+        raise CheckpointError(
+            f"rename maps {names[new]} to {new!r}, and other leaves to paths below it, "
+            f"but {new!r} is a leaf"
+        )
     return list(names)
+
+
+def _replaced(pattern: re.Pattern[str], template: str, path: str) -> str:
+    try:
+        return pattern.sub(template, path, count=1)
+    except (re.error, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"rename={(pattern.pattern, template)!r}: the replacement does not fit the "
+            f"expression: {error}"
+        ) from error
+
+
+def _closest_paths(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
+    near = closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])
+    return f"the closest paths are {near}"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from flax_layoutmap._rules.serialise import (
     rules_to_json,
 )
 from flax_layoutmap._tree.flax_internals import without_eager_sharding
-from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
+from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 
@@ -180,48 +180,15 @@ class Record:
         dtype = np.dtype(entry["dtype"] if held is None else held.dtype)
         return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
 
-    def resolve(
-        self,
-        leaves: Mapping[str, Leaf],
-        rules: RuleSet,
-        selected: Collection[str] | None = None,
-    ) -> Resolution:
-        """Resolve the saved tree, or `selected` paths of it, as the live tree would be.
-
-        The parameters that selected optimizer state follows are resolved as well.
-        """
-        flat = self.flat if selected is None else self._part(selected)
-        paths = flat.full_paths()
+    def resolve(self, leaves: Mapping[str, Leaf], rules: RuleSet) -> Resolution:
+        """Resolve the saved tree, as the live tree would be."""
+        paths = self.flat.full_paths()
         shapes = [leaves[path].shape for path in paths]
         dtypes = [_resolving_dtype(leaves[path]) for path in paths]
-        found = [self.origins.get(path) for path in paths]
+        origins = [self.origins.get(path) for path in paths]
         treedef = jax.tree.structure(paths)
-        read = Leaves(without_arrays(flat), shapes, dtypes, treedef)
-        return resolve_origins(known_origins(read, found), rules)
-
-    def _part(self, selected: Collection[str]) -> Flat:
-        """The flattened tree cut down to some paths and the owners of their state."""
-        whole = self.flat
-        keep = set(selected)
-        owners = {self.origins[path].owner for path in keep if path in self.origins}
-        keys = parameter_keys(whole)
-        # All parameters of that name, as the key identifies the model.
-        wanted = {whole.paths[at] for at, key in keys.items() if key in owners}
-        part = Flat()
-        for section in whole.sections:
-            start = len(part.paths)
-            for at in range(section.start, section.stop):
-                is_owner = at in keys and whole.paths[at] in wanted
-                if self.paths[at] in keep or is_owner:
-                    if at in whole.annotations:
-                        part.annotations[len(part.paths)] = whole.annotations[at]
-                    if at in whole.fixed:
-                        part.fixed.add(len(part.paths))
-                    part.paths.append(whole.paths[at])
-            stop = len(part.paths)
-            if stop > start:
-                part.sections.append(Section(start, stop, section.prefix, section.role))
-        return part
+        read = Leaves(without_arrays(self.flat), shapes, dtypes, treedef)
+        return resolve_origins(known_origins(read, origins), rules)
 
 
 def from_json(data: Any, where: str) -> Record:

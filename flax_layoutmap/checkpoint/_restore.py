@@ -1,6 +1,6 @@
 """flm.checkpoint.restore and flm.checkpoint.plan: the stages of a restore.
 
-path → metadata → plan → reads → tree
+path → metadata → plan → read → tree
 """
 
 import functools
@@ -12,14 +12,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, ResolveError, meant
+from flax_layoutmap._core.errors import CheckpointError, meant
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._descriptions import RestorePlan, described
+from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap.checkpoint._inspect import RestorePlan, described
 from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
@@ -38,25 +36,10 @@ from flax_layoutmap.checkpoint._options import (
     check_processes,
     checked_options,
 )
-from flax_layoutmap.checkpoint._orbax import bytes_read
-from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors
-from flax_layoutmap.checkpoint._read import read_leaves
+from flax_layoutmap.checkpoint._places import find
+from flax_layoutmap.checkpoint._read import read_leaves, same_reads
 from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
-from flax_layoutmap.checkpoint._strategy import Reads, choose_reads
-
-
-def _reads(options: Options, *, measure: bool) -> Reads:
-    """Path → metadata → plan → reads: all of a restore that reads no array."""
-    place = find(options.path, options.step)
-    stored = open_checkpoint(place, options.item, options.rename)
-    if options.verify is not False:
-        check_intact(stored.custom, stored.where)
-    plan = plan_restore(stored, options)
-    reads = choose_reads(stored, plan, options, measure=measure)
-    if reads.problems:
-        raise problem_list(f"cannot restore {stored.where}", reads.problems)
-    return reads
+from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
 
 
 def restore(
@@ -73,7 +56,7 @@ def restore(
     dtype: Any = None,
     missing: Missing = "error",
     unexpected: Unexpected = "error",
-    strategy: str = "auto",
+    broadcast: str | None = None,
     host_memory: int | None = None,
     verify: bool | None = None,
     progress: bool | None = None,
@@ -81,11 +64,11 @@ def restore(
     r"""Restore a checkpoint, each leaf directly into its shards.
 
     Everything is checked before any array is read; one error lists every problem. The
-    mesh may have another shape, other axis names and another number of devices than
-    the mesh of the save. Checkpoints of `save`, and those that Orbax wrote alone
-    (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
-    target by path: it does not matter whether the saved tree was a State, a pure dict
-    or a TrainState, boxed or not, and whether its keys were numbers.
+    mesh may differ in shape, axis names and devices from that of the save. Checkpoints
+    of `save`, and those that Orbax wrote alone (`orbax.checkpoint.v1`,
+    `CheckpointManager`, MaxText, T5X), are joined with the target by path: it does not
+    matter whether the saved tree was a State, a pure dict or a TrainState, boxed or
+    not, and whether its keys were numbers.
 
     Args:
         path: the checkpoint, or a directory of steps.
@@ -114,19 +97,17 @@ def restore(
         missing: for leaves that only the target has: `"error"`, `"keep"` the target's
             values, or `"init"`ialize them with the function that is the target.
         unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
-        strategy: `"direct"` reads each leaf in its final sharding; `"aligned"` reads
-            whole chunks and reshards on the devices; `"broadcast"` reads one replica
-            and sends it to the others. `"auto"` chooses, for each leaf, the one that
-            reads the fewest bytes. A strategy that is impossible for a leaf falls back
-            to `"direct"`. See `plan`.
-        host_memory: a limit in bytes for the arrays being read, on the host of each
-            process; they are read in portions. None reads all at once.
+        broadcast: a mesh axis. Leaves that are replicated along it, with the replicas
+            on different processes, are read by the first replica and sent to the others
+            (Orbax's load-and-broadcast). None lets every process read its own shards.
+        host_memory: bytes that Orbax may be reading at a time on each host (its
+            `read_concurrent_bytes`), more than the largest leaf takes. A small limit
+            may read the same bytes several times.
         verify: whether to compare the arrays and the metadata with their checksums
             before anything is returned. None compares if there are any, True requires
-            them, False skips them. Arrays to be converted are first read in the stored
-            dtype, some at a time.
-        progress: whether process 0 shows on stderr how much has been read; None:
-            once it has taken 2 seconds, on a terminal.
+            them, False skips them.
+        progress: whether process 0 shows the time on stderr; None: on a terminal, once
+            the restore has taken 2 seconds.
 
     Returns:
         A tree of the target's type. Concrete NNX objects are updated in place once all
@@ -141,8 +122,8 @@ def restore(
         MeshError: the rules have no mesh of devices, or some process has no device in
             it.
         ProcessError: the arguments differ between processes, or another process cannot
-            read. (With `"broadcast"`, the other processes wait in Orbax until the
-            process that cannot read ends.)
+            read. (With `broadcast`, the other processes wait in Orbax until the process
+            that cannot read ends.)
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -170,7 +151,7 @@ def restore(
         dtype=dtype,
         missing=missing,
         unexpected=unexpected,
-        strategy=strategy,
+        broadcast=broadcast,
         host_memory=host_memory,
         verify=verify,
     )
@@ -178,22 +159,19 @@ def restore(
     job_mesh = options.job_mesh
     check_processes(job_mesh)
     with Agreement(f"restoring {options.path}", job_mesh) as agreement:
-        reads = _reads(options, measure=is_shown(progress))
-        if reads.plan.resolution is not None:
-            reads.plan.resolution.announce()
-        agreement.add(reads.same_checkpoint)
-        agreement.add(reads.same_reads)
-    doing = f"restoring {reads.stored.where}"
-    with shown_progress(doing, reads.own_bytes, progress, bytes_read):
-        values = read_leaves(reads, job_mesh)
-    return reads.plan.tree(values)
+        stored, planned = _planned(options)
+        if planned.resolution is not None:
+            planned.resolution.announce()
+        agreement.add(functools.partial(_same_checkpoint, stored))
+        agreement.add(functools.partial(same_reads, planned, options))
+    with shown_progress(f"restoring {stored.where}", None, progress):
+        values = read_leaves(stored, planned, options, job_mesh)
+    return planned.tree(values)
 
 
 def plan(
     path: str | os.PathLike[str],
     target: Any = None,
-    *,
-    devices_per_process: int | None = None,
     **options: Unpack[RestoreOptions],
 ) -> RestorePlan:
     """Plan what `restore` with the same arguments reads; raise the same errors.
@@ -203,12 +181,10 @@ def plan(
     Args:
         path: as in `restore`.
         target: as in `restore`.
-        devices_per_process: for an abstract mesh, how many devices each process has,
-            in the order of the mesh; None: one process has all.
         **options: the options of `restore`, without `verify` and `progress`.
 
     Returns:
-        The plan; print it.
+        The plan, a table of leaves; print it.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
@@ -224,38 +200,16 @@ def plan(
         ('1 w', 128)
     """
     check_names("plan", options, RestoreOptions)
-    _check_orbax(absolute(path))
-    checked = checked_options(
-        path,
-        target,
-        devices_per_process=devices_per_process,
-        verify=False,
-        **options,
-    )
+    checked = checked_options(path, target, verify=False, **options)
     job_mesh = checked.job_mesh
     check_processes(job_mesh)
-    doing = f"planning to restore {checked.path}"
-    with Agreement(doing, job_mesh) as agreement:
-        reads = _reads(checked, measure=True)
-        agreement.add(reads.same_checkpoint)
-    return described(reads, checked)
+    with Agreement(f"planning to restore {checked.path}", job_mesh) as agreement:
+        stored, planned = _planned(checked)
+        agreement.add(functools.partial(_same_checkpoint, stored))
+    return described(stored.where, planned)
 
 
 # ----------------------------------------------------------------------- plan
-
-
-def _check_orbax(path: str) -> None:
-    """Raise CheckpointError for safetensors, with what answers instead of a plan."""
-    if os.path.exists(path) and is_safetensors(path):
-        raise CheckpointError(
-            f"{path} holds safetensors, and plan is for checkpoints of Orbax; "
-            "flm.checkpoint.inspect(path) lists the tensors, "
-            "layout_map.resolve(target).show() the bytes per device; "
-            "flm.checkpoint.restore_safetensors(path, target, ...) checks everything "
-            "before it reads, and passes the bytes that this process will read to a "
-            "function given as progress="
-        )
-
 
 # Similar names are searched for this many leaves; beyond that it would take too long.
 _HINTS = 50
@@ -264,7 +218,29 @@ _HINTS = 50
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def plan_restore(stored: Stored, options: Options) -> Plan:
+def _planned(options: Options) -> tuple[Stored, Plan]:
+    """Path → metadata → plan: all of a restore that reads no array."""
+    stored = open_checkpoint(
+        find(options.path, options.step), options.item, options.rename
+    )
+    if options.verify is not False:
+        check_intact(stored.custom, stored.where)
+    planned = _plan(stored, options)
+    problems = list(planned.problems)
+    if options.verify and stored.record.checksums is None:
+        problems.append(no_checksums(stored))
+    if problems:
+        raise problem_list(f"cannot restore {stored.where}", problems)
+    return stored, planned
+
+
+def _same_checkpoint(stored: Stored) -> dict[str, str]:
+    """Text that differs if another process found another checkpoint."""
+    leaves = list(stored.leaves.items())
+    return {"checkpoint": str((stored.where, stored.item, leaves, stored.custom))}
+
+
+def _plan(stored: Stored, options: Options) -> Plan:
     """Join the leaves of a checkpoint with those of the target, by path."""
     rules = options.rules
     if rules is None and options.mesh is not None:
@@ -277,48 +253,25 @@ def plan_restore(stored: Stored, options: Options) -> Plan:
     options = options.among(stored.record.flat)
     if options.target is None:
         return _without_target(stored, rules, options)
-    target = opened(options.target)
+    target = opened(options.target, rules)
     return _with_target(stored, target, rules, options.among(target.flat))
 
 
 def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> Plan:
     """Plan to restore what the checkpoint holds, laid out by the rules."""
+    record, leaves = stored.record, stored.leaves
     if rules is None:
+        ways = "pass layout_map="
+        if record.rules is not None:
+            ways = "pass mesh= for the rules that it was saved with, or layout_map="
+        saved = f" (it was saved on {record.mesh!r})" if record.mesh else ""
         raise CheckpointError(
-            f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
+            f"cannot restore {stored.where} without layouts: {ways}, on the mesh to "
+            f"restore to{saved}, or a target that has shardings"
         )
-    selection, leaves = options.selection, stored.leaves
-    ignored = tuple(path for path in leaves if path not in selection)
-
-    def resolve_saved() -> Resolution:
-        try:
-            return stored.record.resolve(leaves, rules)
-        except ResolveError:
-            if selection.is_everything:
-                raise
-        # Rules may fail to fit just the leaves that are left out.
-        selected = [path for path in leaves if path in selection]
-        return stored.record.resolve(leaves, rules, selected)
-
+    ignored = tuple(path for path in leaves if path not in options.selection)
     held = Held(leaves, ignored=ignored)
-    return join(held, None, rules, resolve_saved, options)
-
-
-def _layouts_of(stored: Stored) -> str:
-    """The ways to place leaves without a target, for the message."""
-    record, saved = stored.record, ""
-    if record.mesh:
-        sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())
-        saved = f" (it was saved on a mesh {sizes})"
-    if record.rules is not None:
-        return (
-            f"pass mesh= for the rules that it was saved with{saved}, or layout_map= "
-            "with others, or a target that has shardings"
-        )
-    return (
-        f"pass layout_map=, on the mesh to restore to{saved}, or a target that has "
-        "shardings"
-    )
+    return join(held, None, rules, lambda: record.resolve(leaves, rules), options)
 
 
 def _with_target(
@@ -345,22 +298,8 @@ def _with_target(
         missing = []
     problems = _one_sided(missing, unexpected, wanted, leaves)
     held = Held(leaves, absent, ignored=tuple(ignored), problems=tuple(problems))
-    resolve_target = functools.partial(_resolved, stored, target.tree, rules)
-    return join(held, target, rules, resolve_target, options)
-
-
-def _resolved(stored: Stored, tree: Any, rules: Any) -> Resolution:
-    """Resolve the target, with the checkpoint's origins for unknown optimizer state.
-
-    (A State of an optimizer, or one that a traced function makes.)
-    """
-    resolution = resolve(tree, rules)
-    if any(leaf.reason == "unknown optimizer state" for leaf in resolution):
-        origins = stored.record.origins
-        other = resolve_with_origins(tree, resolution.rules, origins)
-        if len(other.unmatched) < len(resolution.unmatched):
-            return other
-    return resolution
+    resolve = functools.partial(target.resolve, rules, stored.record.origins)
+    return join(held, target, rules, resolve, options)
 
 
 def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
@@ -370,13 +309,13 @@ def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
     """
     if stored.is_ours:
         return stored.leaves
-    found: dict[str, Leaf] = {}
+    leaves: dict[str, Leaf] = {}
     for path, leaf in stored.leaves.items():
         is_value = leaf.path == f"{path}/value"
         is_free = leaf.path in target and leaf.path not in stored.leaves
         name = leaf.path if is_value and is_free and path not in target else path
-        found[name] = _as_keys(leaf, target[name]) if name in target else leaf
-    return found
+        leaves[name] = _as_keys(leaf, target[name]) if name in target else leaf
+    return leaves
 
 
 def _as_keys(stored: Leaf, value: Any) -> Leaf:
@@ -392,9 +331,6 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
     return stored
 
 
-# ------------------------------------------------- leaves that only one side has
-
-
 def _one_sided(
     missing: Sequence[str],
     extra: Sequence[str],
@@ -402,63 +338,21 @@ def _one_sided(
     leaves: Mapping[str, Leaf],
 ) -> list[str]:
     """Problems for the leaves that only one side has."""
-    moved = _moved(list(target), list(leaves)) if missing else None
-    if moved is not None:
-        return [moved]
     problems = []
     for number, path in enumerate(missing):
         near = meant(path, extra) if number < _HINTS else None
-        hint = ""
-        if near is not None:
-            rename = {f"^{re.escape(near)}$": path}
-            hint = f"; did you mean {near!r}? then pass rename={rename}"
+        hint = f"; did you mean {near!r}? then pass rename=" if near else ""
         name = f"{path} {show_shape(np.shape(target[path]))}"
         problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
     tops = Counter(path.split("/")[0] for path in leaves)
     groups: dict[str, list[str]] = {}
     for path in extra:
         groups.setdefault(path.split("/")[0], []).append(path)
+    text = "is in the checkpoint, not in the target; to leave it out, pass exclude="
     for top, paths in groups.items():
         if len(paths) == tops[top] > 1:
-            names = {f"{top}/ ({tops[top]} leaves)": f"^{re.escape(top)}/"}
+            pattern = f"^{re.escape(top)}/"
+            problems.append(f"{top}/ ({tops[top]} leaves): {text}{pattern!r}")
         else:
-            names = {
-                f"{path} {show_shape(leaves[path].shape)}": f"^{re.escape(path)}$"
-                for path in paths
-            }
-        problems += [
-            f"{name}: is in the checkpoint, not in the target; to leave it out: "
-            f"exclude={pattern!r}"
-            for name, pattern in names.items()
-        ]
+            problems += [f"{leaves[path].name}: {text}" for path in paths]
     return problems
-
-
-def _moved(target: list[str], stored: list[str]) -> str | None:
-    """The problem that one tree lies below a key of the other, a common mistake."""
-    prefix = _prefix(target, stored)
-    if prefix is not None:
-        key = prefix.removesuffix("/")
-        return (
-            f"the checkpoint has the target's paths below {prefix!r}: pass "
-            f"target={{{key!r}: target}}, include={f'^{re.escape(prefix)}'!r}"
-        )
-    prefix = _prefix(stored, target)
-    if prefix is not None:
-        key = prefix.removesuffix("/")
-        return (
-            f"the target has the checkpoint's paths below {prefix!r}: pass "
-            f"target=target[{key!r}]"
-        )
-    return None
-
-
-def _prefix(inner: list[str], outer: list[str]) -> str | None:
-    """The key (no path of several) below which `outer` has all of `inner`."""
-    known = set(outer)
-    for path in outer:
-        prefix = path.removesuffix(inner[0]) if inner else ""
-        if prefix != path and prefix.count("/") == 1 and prefix.endswith("/"):
-            if all(f"{prefix}{other}" in known for other in inner):
-                return prefix
-    return None

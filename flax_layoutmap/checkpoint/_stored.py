@@ -9,7 +9,7 @@ belong to the parameters that their paths end with.
 
 import dataclasses
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Unpack
 
@@ -20,9 +20,9 @@ from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._resolve.origins import find_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
+from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._options import (
     LayoutOptions,
     Options,
@@ -80,8 +80,11 @@ def open_checkpoint(
         record = _guessed(leaves)
     if rename:
         new = renamed(list(leaves), rename)
-        record = _renamed_record(record, dict(zip(leaves, new, strict=True)))
         leaves = dict(zip(new, leaves.values(), strict=True))
+        guessed = _guessed(leaves)
+        record = dataclasses.replace(
+            record, paths=guessed.paths, origins=guessed.origins, flat=guessed.flat
+        )
     return Stored(
         place, read.item, record, ours, read.is_v1, leaves, held, read.tree, read.custom
     )
@@ -100,11 +103,9 @@ def resolve(
     Args:
         path: a checkpoint, or a directory of steps (then its latest, unless `step`).
         rename: other names for the leaves, as in `restore`.
-        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
-            `restore`. Without `layout_map` the rules are those that the checkpoint was
-            saved with; without `mesh` they are on their own mesh, or on that of the
-            save, abstract. A selection includes the parameters that selected optimizer
-            state follows.
+        **options: `layout_map`, `mesh`, `step` and `item` of `restore`. Without
+            `layout_map` the rules are those that the checkpoint was saved with; without
+            `mesh` they are on their own mesh, or on that of the save, abstract.
 
     Returns:
         The Resolution: read it with `.report()`, `.explain(path)`.
@@ -129,15 +130,7 @@ def resolve(
     checked = checked_options(path, rename=rename, **options)
     place = find(checked.path, checked.step, newest=True)
     stored = open_checkpoint(place, checked.item, checked.rename)
-    selection = checked.selection.among(stored.record.flat)
-    problems = selection.useless(stored.leaves)
-    if problems:
-        raise problem_list(f"cannot lay out {stored.where}", problems)
-    selected = None
-    if not selection.is_everything:
-        selected = [path for path in stored.leaves if path in selection]
-    rules = _rules_for(stored, checked)
-    return stored.record.resolve(stored.leaves, rules, selected)
+    return stored.record.resolve(stored.leaves, _rules_for(stored, checked))
 
 
 def _rules_for(stored: Stored, options: Options) -> RuleSet:
@@ -199,29 +192,6 @@ def _guessed(leaves: dict[str, Leaf]) -> _record.Record:
     return _record.Record(flat.full_paths(), origins_of(flat, leaves), flat)
 
 
-def _renamed_record(record: _record.Record, names: Mapping[str, str]) -> _record.Record:
-    """The record with other names; `names` maps every path to its new one."""
-    old, flat = record.flat, flat_of(list(names.values()))
-    flat.annotations.update(old.annotations)
-    flat.fixed.update(old.fixed)
-    keys = parameter_keys(flat)
-    owners = {key: keys.get(at) for at, key in parameter_keys(old).items()}
-    origins = {
-        names[path]: dataclasses.replace(
-            origin, owner=owners.get(origin.owner or "", origin.owner)
-        )
-        for path, origin in record.origins.items()
-    }
-    special = {names[path]: entry for path, entry in record.special.items()}
-    return dataclasses.replace(
-        record,
-        paths=list(names.values()),
-        origins=origins,
-        flat=flat,
-        special=special,
-    )
-
-
 # -------------------------------------------- checkpoints that Orbax wrote without us
 
 
@@ -263,9 +233,7 @@ def leaf_of_held(path: str, held: Any) -> Leaf | None:
 def flat_of(names: Sequence[str]) -> Flat:
     """Flatten paths into sections, recognized by their names."""
     flat = Flat()
-    optimizers = _nnx_optimizers(names)
-    ends = [_section(name, optimizers) for name in names]
-    for (prefix, role), run in groupby(ends):
+    for (prefix, role), run in groupby(map(_section, names)):
         start = len(flat.paths)
         for _ in run:
             at = len(flat.paths)
@@ -290,39 +258,18 @@ def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     }
 
 
-def _nnx_optimizers(names: Sequence[str]) -> set[str]:
-    """The folders with just `opt_state` and `step`, as an `nnx.Optimizer` has them.
-
-    A TrainState has parameters beside them.
-    """
-    parts = [name.split("/") for name in names]
-    inside: dict[str, set[str]] = {
-        "/".join(own[: own.index("opt_state")]): set()
-        for own in parts
-        if "opt_state" in own[:-1]
-    }
-    for own in parts:
-        for at, part in enumerate(own):
-            folder = "/".join(own[:at])
-            if folder in inside:
-                inside[folder].add(part)
-    return {folder for folder, held in inside.items() if held == {"opt_state", "step"}}
-
-
-def _section(name: str, optimizers: Container[str]) -> tuple[str, Role]:
+def _section(name: str) -> tuple[str, Role]:
     """The section of a leaf: the prefix of its path, and its role."""
     parts = name.split("/")
-    own = parts[:-1]
-    if parts[-1] == "step" and "/".join(own) in optimizers:
-        return name.removesuffix("step"), "optimizer"
-    if "opt_state" in own:
-        return "/".join(parts[: own.index("opt_state") + 1]) + "/", "optimizer"
-    if own and own[0] in _OPTIMIZER:
-        return own[0] + "/", "optimizer"
-    if "params" in own:
-        last = len(own) - own[::-1].index("params")
+    folders = parts[:-1]
+    if "opt_state" in folders:
+        return "/".join(parts[: folders.index("opt_state") + 1]) + "/", "optimizer"
+    if folders and folders[0] in _OPTIMIZER:
+        return folders[0] + "/", "optimizer"
+    if "params" in folders:
+        last = len(folders) - folders[::-1].index("params")
         return "/".join(parts[:last]) + "/", "parameter"
-    if own and own[0] == "model":
+    if folders and folders[0] == "model":
         return "model/", "parameter"
     return "", "parameter"
 
