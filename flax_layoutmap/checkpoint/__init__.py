@@ -35,7 +35,6 @@ from flax_layoutmap.checkpoint._safetensors_restore import (
 from flax_layoutmap.checkpoint._safetensors_save import (
     save_safetensors as save_safetensors,
 )
-from flax_layoutmap.checkpoint._save import reshard as reshard
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._stored import resolve as resolve
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer

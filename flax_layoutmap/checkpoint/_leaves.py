@@ -32,6 +32,12 @@ _PYTHON: tuple[tuple[type, Kind], ...] = (
     (str, "string"),
 )
 TYPES: dict[Kind, type] = {kind: python for python, kind in _PYTHON}
+_NUMBERS: tuple[tuple[Any, Kind], ...] = (
+    (np.bool_, "bool"),
+    (np.integer, "int"),
+    (np.floating, "float"),
+    (np.complexfloating, "complex"),
+)
 
 # What TensorStore's zarr3 driver takes (0.1.86; each tried in both directions).
 _STORABLE = {
@@ -178,22 +184,10 @@ def _other_shape(stored: Leaf, target: Leaf) -> str:
 def _scalar(stored: Leaf, target: Leaf) -> Leaf | str:
     """Convert between a Python number and an array without dims."""
     python, array = (stored, target) if stored.is_python else (target, stored)
-    if array.shape == () and python.kind == _number_kind(array.dtype):
+    kind = next((k for of, k in _NUMBERS if jnp.issubdtype(array.dtype, of)), None)
+    if array.shape == () and python.kind == kind:
         return target if target.is_python else _held(target)
     return f"it is {stored} in the checkpoint, {target} in the target"
-
-
-def _number_kind(dtype: Any) -> Kind | None:
-    classes: tuple[tuple[Any, Kind], ...] = (
-        (np.bool_, "bool"),
-        (np.integer, "int"),
-        (np.floating, "float"),
-        (np.complexfloating, "complex"),
-    )
-    for of, kind in classes:
-        if jnp.issubdtype(dtype, of):
-            return kind
-    return None
 
 
 def _cast(stored: Leaf, target: Leaf, dtype: Any) -> Leaf | str:

@@ -27,18 +27,13 @@ Unexpected = Literal["error", "ignore"]
 Rename = Sequence[tuple[re.Pattern[str], str]]
 
 
-class LayoutOptions(TypedDict, total=False):
-    """The options of `restore` that choose a checkpoint and its layouts."""
+class RestoreOptions(TypedDict, total=False):
+    """The options of `restore` and `plan`; the docstring of `restore` explains them."""
 
     layout_map: Any
     mesh: Any
     step: int | str | None
     item: str | None
-
-
-class RestoreOptions(LayoutOptions, total=False):
-    """The options of `restore` and `plan`; the docstring of `restore` explains them."""
-
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     rename: Any
@@ -47,14 +42,6 @@ class RestoreOptions(LayoutOptions, total=False):
     unexpected: Unexpected
     broadcast: str | None
     host_memory: int | None
-
-
-def check_names(function: str, options: Mapping[str, Any], known: type) -> None:
-    """Raise TypeError for an option that a function does not have."""
-    for name in options:
-        if name not in known.__annotations__:
-            near = did_you_mean(name, known.__annotations__)
-            raise TypeError(f"{function}() has no argument {name!r}{near}")
 
 
 _CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignore")}
@@ -163,8 +150,12 @@ def checked_options(
 ) -> Options:
     """Check the arguments of a function that restores."""
     for name, choices in _CHOICES.items():
-        if others.get(name, choices[0]) not in choices:
-            raise CheckpointError(_no_choice(name, others[name], choices))
+        given = others.get(name, choices[0])
+        if given not in choices:
+            raise CheckpointError(
+                f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
+                f"use {' or '.join(f'{name}={choice!r}' for choice in choices)}"
+            )
     missing = others.get("missing", "error")
     if missing != "error" and target is None:
         raise CheckpointError(
@@ -189,17 +180,16 @@ def checked_options(
 def check_devices(
     function: str, rules: RuleSet | None, mesh: DeviceMesh | None
 ) -> None:
-    """Raise MeshError if the mesh to restore to has no devices."""
+    """Raise MeshError if there are rules or a mesh, and no devices."""
     where = mesh if rules is None else rules.mesh
-    if (rules is None and mesh is None) or (
-        where is not None and not where.is_abstract
-    ):
+    if rules is None and mesh is None:
         return
-    have = "no mesh" if where is None else repr(where)
-    raise MeshError(
-        f"{function} needs a mesh of devices, the rules have {have}; pass "
-        "mesh=flm.DeviceMesh(...)"
-    )
+    if where is None or where.is_abstract:
+        have = "no mesh" if where is None else repr(where)
+        raise MeshError(
+            f"{function} needs a mesh of devices, the rules have {have}; pass "
+            "mesh=flm.DeviceMesh(...)"
+        )
 
 
 def check_processes(mesh: DeviceMesh | None) -> None:
@@ -243,14 +233,6 @@ def _compiled(pattern: Any, what: str) -> re.Pattern[str]:
         raise CheckpointError(
             f"{what}: {pattern!r} is not a regular expression: {error}"
         ) from error
-
-
-def _no_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
-    known = " or ".join(f"{name}={choice!r}" for choice in choices)
-    return (
-        f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
-        f"use {known}"
-    )
 
 
 def _dtypes(given: Any, target: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:

@@ -15,7 +15,6 @@ from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
-from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan, Read
@@ -107,21 +106,12 @@ def changed(
 
 def same_reads(plan: Plan, options: Options) -> dict[str, Any]:
     """Texts that differ if another process reads other leaves, or in another way."""
-    how = options.broadcast, options.verify
-    return {
-        "leaves": [_line(*item) for item in plan.reads.items()],
-        "broadcast or verify": str(how),
-    }
-
-
-def _line(path: str, read: Read) -> str:
-    """How a leaf is restored, in a line that all processes must agree on."""
-    where = read.sharding
-    if isinstance(where, NamedSharding):
-        where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
-    stored, result = read.stored, read.result
-    kinds = f"{stored.path} {stored.kind} {stored.dtype} → {result.kind} {result.dtype}"
-    return f"{path} {show_shape(result.shape)}, {where}, {kinds} {read.exactly}"
+    lines = []
+    for path, read in plan.reads.items():
+        spec = getattr(read.sharding, "spec", read.sharding)
+        lines.append(f"{path}: {read.stored} → {read.result}, {spec}")
+    how = f"{options.broadcast} {options.verify}"
+    return {"leaves": lines, "broadcast or verify": how}
 
 
 def _replica_axis(sharding: Any, name: str | None) -> int | None:
@@ -224,18 +214,15 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Check shape, dtype and sharding of an array."""
+    """Check type, shape, dtype and sharding of an array."""
     result, sharding = read.result, read.sharding
-    if isinstance(value, jax.Array):
-        placed = sharding is not None
-        placed = placed and value.sharding.is_equivalent_to(sharding, value.ndim)
-    else:
-        placed = isinstance(value, np.ndarray) and sharding is None
-    if not placed or (value.shape, value.dtype) != (result.shape, result.dtype):
-        where = getattr(value, "sharding", "no sharding")
-        raise CheckpointError(
-            f"Orbax read {type(value).__name__} {getattr(value, 'dtype', '')} "
-            f"{getattr(value, 'shape', '')} with {where}, asked for {result} with "
-            f"{sharding}"
-        )
-    return value
+    where = getattr(value, "sharding", None)
+    is_right = isinstance(value, np.ndarray if sharding is None else jax.Array)
+    if is_right and (value.shape, value.dtype) == (result.shape, result.dtype):
+        if where is None or where.is_equivalent_to(sharding, value.ndim):
+            return value
+    raise CheckpointError(
+        f"Orbax read {type(value).__name__} {getattr(value, 'dtype', '')} "
+        f"{getattr(value, 'shape', '')} with {where}, asked for {result} with "
+        f"{sharding}"
+    )

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, meant
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean, meant
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -32,7 +32,6 @@ from flax_layoutmap.checkpoint._options import (
     RestoreOptions,
     Unexpected,
     check_devices,
-    check_names,
     check_processes,
     checked_options,
 )
@@ -199,7 +198,9 @@ def plan(
         >>> plan.leaves[0].rule, plan.bytes_per_device
         ('1 w', 128)
     """
-    check_names("plan", options, RestoreOptions)
+    for name in options.keys() - RestoreOptions.__annotations__.keys():
+        near = did_you_mean(name, RestoreOptions.__annotations__)
+        raise TypeError(f"plan() has no argument {name!r}{near}")
     checked = checked_options(path, target, verify=False, **options)
     job_mesh = checked.job_mesh
     check_processes(job_mesh)
@@ -227,6 +228,9 @@ def _planned(options: Options) -> tuple[Stored, Plan]:
         check_intact(stored.custom, stored.where)
     planned = _plan(stored, options)
     problems = list(planned.problems)
+    mesh = options.job_mesh
+    if options.broadcast and mesh and options.broadcast not in mesh.axis_names:
+        problems.append(f"broadcast={options.broadcast!r} is not an axis of the mesh")
     if options.verify and stored.record.checksums is None:
         problems.append(no_checksums(stored))
     if problems:

@@ -1,16 +1,15 @@
-"""flm.checkpoint.save and .reshard."""
+"""flm.checkpoint.save."""
 
 import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import numpy as np
 
 from flax_layoutmap._core.checksums import checksums as checksums_of
-from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
@@ -26,15 +25,8 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._options import (
-    LayoutOptions,
-    check_names,
-    checked_options,
-    rules_of,
-)
-from flax_layoutmap.checkpoint._places import absolute, check_shared, find
-from flax_layoutmap.checkpoint._restore import restore
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+from flax_layoutmap.checkpoint._options import rules_of
+from flax_layoutmap.checkpoint._places import absolute, check_shared
 
 
 def save(
@@ -204,75 +196,3 @@ def _storable(leaf: Leaf, value: Any) -> Any:
         # Subclasses (an IntEnum) are stored as the built-in type.
         return {"int": int, "float": float, "string": str}[leaf.kind](value)
     return value
-
-
-# -------------------------------------------------------------------- reshard
-
-# The entries of a record that describe the live tree, not its layouts.
-_OF_THE_TREE = ("sections", "leaves", "random", "layouts")
-
-
-def reshard(
-    path: str | os.PathLike[str],
-    to: str | os.PathLike[str],
-    *,
-    progress: bool | None = None,
-    **options: Unpack[LayoutOptions],
-) -> None:
-    """Rewrite a checkpoint in the chunks that other layouts need.
-
-    A restore onto these layouts then reads each byte once. Metadata is kept; of a
-    selection (`include`, `exclude`), and of a checkpoint without our metadata, only the
-    arrays and their paths are. All leaves are on the devices at once.
-
-    Args:
-        path: the checkpoint to read, or a directory of steps.
-        to: the directory to write, which does not exist yet.
-        progress: as in `restore`.
-        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
-            `restore`. Without `layout_map` the rules are those that the checkpoint was
-            saved with; a mesh of CPU devices will do.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read or differs from its checksums, or
-            `to` cannot be written; `path` is unchanged.
-        MeshError: there is no mesh of devices.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data", None)
-        >>> path = tempfile.mkdtemp() + "/weights"
-        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
-        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
-        >>> flm.checkpoint.reshard(path, path + "_new", mesh=flm.DeviceMesh("data=-1"))
-        >>> flm.checkpoint.inspect(path + "_new").leaves[1].path
-        'w'
-
-    Plain JAX: `v1.save(to, v1.load(path, target))`, which loses what `save` noted.
-    """
-    check_names("reshard", options, LayoutOptions)
-    goal = absolute(to)
-    problem = _orbax.cannot_write(goal, False)
-    if problem is not None:
-        raise CheckpointError(f"cannot write to {goal}: {problem}")
-    checked = checked_options(path, **options)
-    stored = open_checkpoint(find(checked.path, checked.step), checked.item)
-    rules = checked.rules
-    if rules is None:
-        rules = stored.record.rule_set(checked.mesh)
-    tree = restore(path, progress=progress, **{**options, "layout_map": rules})
-    with _orbax.TURN:
-        ready = prepare(goal, tree, rules, lambda: _orbax.cannot_write(goal, False))
-        custom = {_record.KEY: ready.record}
-        if checked.selection.is_everything:
-            custom = {**stored.custom, _record.KEY: _kept(stored, ready.record)}
-        _orbax.write(goal, ready.values, _record.sealed(custom), overwrite=False)
-
-
-def _kept(stored: Stored, record: dict[str, Any]) -> dict[str, Any]:
-    """The new record, with the old one's description of the live tree."""
-    old = stored.custom.get(_record.KEY)
-    if old is None:
-        return record
-    return {**record, **{name: old[name] for name in _OF_THE_TREE if name in old}}

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,8 @@ from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._options import (
-    LayoutOptions,
     Options,
     Rename,
-    check_names,
     checked_options,
     renamed,
 )
@@ -93,8 +91,11 @@ def open_checkpoint(
 def resolve(
     path: str | os.PathLike[str],
     *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
     rename: Any = None,
-    **options: Unpack[LayoutOptions],
 ) -> Resolution:
     """Resolve the layout of every leaf of a checkpoint, without the model's code.
 
@@ -102,10 +103,11 @@ def resolve(
 
     Args:
         path: a checkpoint, or a directory of steps (then its latest, unless `step`).
-        rename: other names for the leaves, as in `restore`.
-        **options: `layout_map`, `mesh`, `step` and `item` of `restore`. Without
-            `layout_map` the rules are those that the checkpoint was saved with; without
-            `mesh` they are on their own mesh, or on that of the save, abstract.
+        layout_map: the rules; None: those that the checkpoint was saved with.
+        mesh: the mesh for them; None: their own, or that of the save, abstract.
+        step: as in `restore`.
+        item: as in `restore`.
+        rename: as in `restore`.
 
     Returns:
         The Resolution: read it with `.report()`, `.explain(path)`.
@@ -126,10 +128,9 @@ def resolve(
         >>> found["w"].shard_shape
         (4, 8)
     """
-    check_names("resolve", options, LayoutOptions)
-    checked = checked_options(path, rename=rename, **options)
-    place = find(checked.path, checked.step, newest=True)
-    stored = open_checkpoint(place, checked.item, checked.rename)
+    checked = checked_options(path, layout_map=layout_map, mesh=mesh, rename=rename)
+    place = find(checked.path, step, newest=True)
+    stored = open_checkpoint(place, item, checked.rename)
     return stored.record.resolve(stored.leaves, _rules_for(stored, checked))
 
 

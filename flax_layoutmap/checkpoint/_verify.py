@@ -1,10 +1,9 @@
 """flm.checkpoint.verify."""
 
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +11,8 @@ import numpy as np
 
 from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.checkpoint import _orbax
@@ -20,8 +21,6 @@ from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._read import changed
 from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
-
-_HOST_MEMORY = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,38 +47,31 @@ def verify(
     *,
     step: int | str | None = None,
     item: str | None = None,
-    host_memory: int = _HOST_MEMORY,
+    host_memory: int = 1 << 29,
     progress: bool | None = None,
 ) -> Verified:
     """Read a checkpoint and compare it with the checksums in its metadata.
 
     Needs no mesh, no rules and no accelerator. In a job of several processes all of
-    them call it, each reads a share of the leaves, and all get the same answer.
+    them call it, and each reads a share of the leaves.
 
     Args:
         path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
         step: which step, a number or `"latest"`; None in a directory of steps is the
             latest.
         item: which tree, if the checkpoint holds several.
-        host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
-            but whole.
-        progress: whether process 0 shows on stderr how much has been read; None: as
-            in `restore`.
-
-    Returns:
-        How much was compared.
+        host_memory: bytes of arrays to read at a time; a larger leaf is read alone.
+        progress: as in `restore`.
 
     Raises:
         CheckpointError: leaves cannot be read or are not as they were saved (one error
             names all of them), or there are no checksums to compare with.
+        ProcessError: so it is in the share of another process.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data", None)
         >>> path = tempfile.mkdtemp() + "/weights"
-        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
-        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
         >>> flm.checkpoint.verify(path).leaves
         2
 
@@ -88,78 +80,59 @@ def verify(
     place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item)
     check_intact(stored.custom, stored.where)
-    recorded = stored.record.checksums
-    if recorded is None:
+    if stored.record.checksums is None:
         raise CheckpointError(no_checksums(stored))
     leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
-    size = {leaf.path: _bytes(stored.held[leaf.path]) for leaf in leaves}
     share = leaves[jax.process_index() :: jax.process_count()]
-    total, done, problems = sum(size[leaf.path] for leaf in share), 0, []
-    with shown_progress(f"verifying {place.path}", total, progress, lambda: done):
-        for portion in _portions(share, size, host_memory):
-            problems += _problems(stored, portion, recorded)
-            done += sum(size[leaf.path] for leaf in portion)
-    problems = _of_all_processes(problems)
-    if problems:
-        raise problem_list(f"the checkpoint {place.path} is damaged", problems)
-    return Verified(place.path, len(leaves), sum(size.values()))
+    problems: list[str] = []
+    everywhere = DeviceMesh("x=-1") if jax.process_count() > 1 else None
+    with (
+        shown_progress(f"verifying {place.path}", None, progress),
+        Agreement(f"using {place.path}", everywhere, patience=1800.0),
+    ):
+        for portion in _portions(stored, share, host_memory):
+            problems += _problems(stored, portion)
+        if problems:
+            raise problem_list(f"the checkpoint {place.path} is damaged", problems)
+    size = sum(_bytes(stored, leaf) for leaf in leaves)
+    return Verified(place.path, len(leaves), size)
+
+
+def _bytes(stored: Stored, leaf: Leaf) -> int:
+    held = stored.held[leaf.path]
+    shape = getattr(held, "shape", None)
+    return 0 if shape is None else math.prod(shape) * np.dtype(held.dtype).itemsize
 
 
 def _portions(
-    leaves: Sequence[Leaf], size: Mapping[str, int], limit: int
+    stored: Stored, leaves: Sequence[Leaf], limit: int
 ) -> Iterator[list[Leaf]]:
     """Leaves in groups of at most `limit` bytes; a larger one is alone."""
     portion: list[Leaf] = []
+    used = 0
     for leaf in leaves:
-        held = sum(size[other.path] for other in portion)
-        if portion and held + size[leaf.path] > limit:
+        used += _bytes(stored, leaf)
+        if portion and used > limit:
             yield portion
-            portion = []
+            portion, used = [], _bytes(stored, leaf)
         portion.append(leaf)
-    if portion:
-        yield portion
+    yield portion
 
 
-def _problems(
-    stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
-) -> list[str]:
+def _problems(stored: Stored, leaves: Sequence[Leaf]) -> list[str]:
     """Read leaves and list the problems with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
         is_value = leaf.kind in ("int", "float", "string")
         wanted[leaf.path] = stored.held[leaf.path] if is_value else np.ndarray
+    where = stored.where
     try:
         values = _orbax.read_arrays(
-            stored.where, wanted, stored.tree, item=stored.item, alone=True
+            where, wanted, stored.tree, item=stored.item, alone=True
         )
     except CheckpointError as error:
         if len(leaves) == 1:
             return [f"{leaves[0].name}: {error}"]
-        return [text for leaf in leaves for text in _problems(stored, [leaf], recorded)]
+        return [text for leaf in leaves for text in _problems(stored, [leaf])]
     sums = checksums({leaf.path: values[leaf.path] for leaf in leaves}, alone=True)
-    return changed(leaves, sums, recorded)
-
-
-def _bytes(held: Any) -> int:
-    """Bytes of an array, by its metadata; 0 for a Python value."""
-    if not hasattr(held, "shape"):
-        return 0
-    return math.prod(held.shape) * np.dtype(held.dtype).itemsize
-
-
-def _of_all_processes(problems: list[str]) -> list[str]:
-    """Gather the problems of all processes."""
-    if jax.process_count() == 1:
-        return problems
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(problems).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size)))
-    row = np.zeros(int(sizes.max()), np.uint8)
-    row[: text.size] = text
-    rows = np.asarray(multihost_utils.process_allgather(row))
-    return [
-        problem
-        for line, count in zip(rows, sizes.ravel(), strict=True)
-        for problem in json.loads(bytes(line[:count]))
-    ]
+    return changed(leaves, sums, stored.record.checksums or {})

@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from same import assert_placed, assert_same, bits, by_path, refused
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _orbax
 
 # Orbax's own annotations speak of no pathlib.Path and of any JSON value.
 v1: Any = ocp.v1
@@ -128,7 +127,7 @@ def test_from_metadata_alone(name: str, saved: Path, training: dict[str, Any]) -
     assert_placed(restored, layout_map.resolve(training))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["another shape", "other names", "explicit"])
 def test_into_functions_that_make_the_objects(
     name: str, saved: Path, training: dict[str, Any]
 ) -> None:
@@ -298,33 +297,6 @@ def test_linen_train_state(tmp_path: Path) -> None:
     assert_same(again, state)
     alone = restore(tmp_path / "a", layout_map=layout_map)
     assert_placed(alone, layout_map.resolve(state))
-
-
-def test_linen_boxes_are_joined_with_bare_arrays(tmp_path: Path) -> None:
-    boxed = Dense().init(jax.random.key(0), jnp.ones((1, 8)))
-    layout_map = linen_rules(MESHES["another shape"]())
-    flm.checkpoint.save(tmp_path / "boxed", boxed)
-    flm.checkpoint.save(tmp_path / "bare", nn.unbox(boxed))
-    for name in ("boxed", "bare"):
-        into_box = restore(tmp_path / name, boxed, layout_map=layout_map)
-        kernel = into_box["params"]["Dense_0"]["kernel"]
-        assert isinstance(kernel, nn.Partitioned)
-        assert_same(into_box, boxed)
-        bare = nn.unbox(jax.eval_shape(lambda: boxed))
-        into_bare = restore(tmp_path / name, bare, layout_map=layout_map)
-        assert isinstance(into_bare["params"]["Dense_0"]["kernel"], jax.Array)
-        assert_same(into_bare, boxed)
-
-
-def test_own_shardings_of_a_concrete_target(
-    saved: Path, training: dict[str, Any]
-) -> None:
-    layout_map = rules(MESHES["another shape"]())
-    model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adamw(1e-2))
-    target = {"model": model, "optimizer": optimizer, "step": 0}
-    assert_same(flm.checkpoint.restore(saved, target), training)
-    assert_placed(target, layout_map.resolve(target))
 
 
 def test_own_shardings_of_other_targets(small: Path) -> None:
@@ -535,15 +507,6 @@ def test_other_leaves_come_back_as_they_were(tmp_path: Path) -> None:
     assert jax.tree.structure(again) == jax.tree.structure(tree)
 
 
-def test_keys_without_orbax_knowing_their_implementation(tmp_path: Path) -> None:
-    tree = {"keys": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
-    flm.checkpoint.save(tmp_path / "a", tree)
-    for file in (tmp_path / "a" / "state" / "array_metadatas").iterdir():
-        file.unlink()
-    restored = restore(tmp_path / "a")
-    assert_same(restored, tree)
-
-
 @pytest.mark.parametrize(
     ("value", "stand_in"),
     [
@@ -604,18 +567,6 @@ def test_include_and_exclude_without_a_target(saved: Path) -> None:
     )
 
 
-def test_state_alone_still_follows_its_parameters(
-    saved: Path, training: dict[str, Any]
-) -> None:
-    layout_map = rules(MESHES["another shape"]())
-    restored = restore(saved, layout_map=layout_map, include="/mu/")
-    expected = layout_map.resolve(training)
-    leaves = by_path(restored)
-    assert len(leaves) == 10
-    for path, leaf in leaves.items():
-        assert leaf.sharding.spec == expected[path].layout.spec(), path
-
-
 def test_leaves_that_are_left_out_keep_the_values_of_the_target(
     saved: Path, training: dict[str, Any]
 ) -> None:
@@ -641,15 +592,6 @@ def test_the_rules_need_to_fit_only_what_is_restored(tmp_path: Path) -> None:
     assert mu.sharding.spec == PartitionSpec("data")
 
 
-def test_dtype_for_all_floats(small: Path) -> None:
-    restored = restore(small, dtype=jnp.bfloat16)
-    expected = small_tree()
-    assert restored["w"].dtype == restored["b"]["bias"].dtype == jnp.bfloat16
-    assert bits(restored["w"]) == bits(expected["w"].astype(jnp.bfloat16))
-    assert restored["b"]["count"].dtype == jnp.int32
-    assert restored["step"] == 3
-
-
 @pytest.mark.parametrize("dtype", ["target", "float16"])
 def test_dtype_with_a_target(dtype: str, small: Path) -> None:
     target = small_tree()
@@ -664,30 +606,104 @@ def test_dtype_with_a_target(dtype: str, small: Path) -> None:
 # ------------------------------------------------------- what does not fit
 
 
-def test_one_error_lists_every_problem(saved: Path) -> None:
+class Deep(nnx.Module):
+    """Eighty layers, as large language models have them."""
+
+    def __init__(self, width: int) -> None:
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(4, width, rngs=rngs) for _ in range(80)]
+        self.layers = nnx.List(layers)
+
+
+def test_one_error_lists_every_problem_and_folds_layers(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"net": Deep(8), "gone": jnp.ones(3)})
     layout_map = flm.LayoutMap(flm.DeviceMesh("data=8"), strict=False)
-    layout_map["up/bias"] = (None, "data")
-    target = {"model": Mlp(nnx.Rngs(0), width=12), "optimizer": make_optimizer()}
-    target["extra"] = jnp.ones(3)
+    layout_map["new"] = (None, "data")
+    target = {"net": Deep(6), "new": jnp.ones(3)}
     before = by_path(target)
     with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(saved, target, layout_map=layout_map)
-    text = str(caught.value)
-    assert text.startswith(f"cannot restore {saved}: 6 problems\n")
-    assert len(caught.value.problems) == 6
-    for phrase in (
-        "model/up/bias (12,): rule 1 'up/bias' → (None, 'data') has 2 dims",
-        "model/up/kernel (8,16): another shape: the checkpoint has (8,16), the target "
-        "(8,12)",
-        "model/up/bias (16,): another shape",
-        "model/down/kernel (16,8): another shape",
-        "extra (3,): is in the target, not in the checkpoint",
-        "step (): is in the checkpoint, not in the target; to leave it out: "
-        "exclude='^step$'",
-    ):
-        assert any(phrase in problem for problem in caught.value.problems), text
+        restore(tmp_path / "a", target, layout_map=layout_map)
+    advice = "Build the target with the saved sizes, or pass exclude="
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"cannot restore {tmp_path / 'a'}: 163 problems"
+    assert lines[1].startswith("  - new (3,): rule 1 'new' → (None, 'data') has 2 dims")
+    assert lines[2:] == [
+        "  - new (3,): is in the target, not in the checkpoint",
+        "  - gone (3,): is in the checkpoint, not in the target; to leave it out, pass "
+        "exclude=",
+        "  - net/layers/{0..79}/bias ×80 (8,): shape mismatch: checkpoint (8,), target "
+        f"(6,). {advice}",
+        "  - net/layers/{0..79}/kernel ×80 (4,8): shape mismatch: checkpoint (4, 8), "
+        f"target (4, 6). {advice}",
+    ]
+    assert len(caught.value.problems) == 163
     after = by_path(target)
     assert all(after[path] is before[path] for path in before), "it was touched"
+
+
+def test_names_that_are_near(small: Path) -> None:
+    target = {"w": jnp.ones((8, 4)), "b": {"bais": jnp.ones(4), "count": 1}, "step": 0}
+    with refused("not in the checkpoint; did you mean 'b/bias'? then pass rename="):
+        restore(small, target)
+    # A leaf where the checkpoint has a dict.
+    with refused("b (): is in the target, not in the checkpoint", "b/ (2 leaves): is "):
+        restore(small, target | {"b": 3})
+    with refused("b/ (2 leaves): is in the checkpoint", "exclude='^b/'"):
+        restore(small, {"w": jnp.ones((8, 4)), "step": 0})
+
+
+MISFITS = {
+    "rank": (
+        jnp.ones((2, 3)),
+        jnp.ones((2, 3, 1)),
+        "target (2, 3, 1)",
+    ),
+    "empty": (jnp.zeros((0, 3)), jnp.zeros((0, 4)), "checkpoint (0, 3), target (0, 4)"),
+    "bool": (jnp.ones(2), jnp.ones(2, bool), "the target bool; restore it as it is"),
+    "wider": (jnp.ones(2, jnp.int8), jnp.ones(2, jnp.int32), "another dtype"),
+    "half": (jnp.ones(2), jnp.ones(2, jnp.bfloat16), 'pass dtype="target"'),
+    "float": (
+        jnp.ones(2),
+        1.0,
+        "float32 (2,) in the checkpoint, a Python float in the",
+    ),
+    "int": (3, 3.0, "a Python int in the checkpoint, a Python float in the target"),
+    "array": (3, jnp.float32(0), "a Python int in the checkpoint, float32 () in the"),
+    "str": ("a", 3, "a Python str in the checkpoint, a Python int in the target"),
+    "key": (
+        jax.random.key(0),
+        jnp.ones(2, jnp.uint32),
+        "(PRNG keys) in the checkpoint",
+    ),
+    "data": (jnp.ones(2, jnp.uint32), jax.random.key(0), "jax.random.wrap_key_data"),
+    "object": (jnp.ones(2), object(), "the object in the target is not an array"),
+}
+
+
+def test_kinds_that_do_not_fit(tmp_path: Path) -> None:
+    stored = {name: case[0] for name, case in MISFITS.items()}
+    flm.checkpoint.save(tmp_path / "a", stored)
+    with pytest.raises(flm.errors.CheckpointError) as caught:
+        restore(tmp_path / "a", {name: case[1] for name, case in MISFITS.items()})
+    problems = {text.split(" ")[0].strip(":"): text for text in caught.value.problems}
+    assert problems.keys() == MISFITS.keys()
+    for name, (_, _, text) in MISFITS.items():
+        assert text in problems[name]
+
+
+def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
+    with refused("without layouts: pass layout_map=, on the mesh to restore to"):
+        flm.checkpoint.restore(small)
+    with refused("pass mesh= for the rules", "(it was saved on DeviceMesh('data=2,mod"):
+        flm.checkpoint.restore(saved)
+    with refused("was saved without rules, so mesh= is not enough; pass layout_map="):
+        flm.checkpoint.restore(small, mesh="data=8")
+    abstract = flm.LayoutMap(flm.DeviceMesh.abstract("data=8"))
+    for layout_map, have in ((rules(None), "no mesh"), (abstract, "abstract")):
+        with pytest.raises(flm.errors.MeshError) as caught:
+            restore(small, layout_map=layout_map)
+        assert "restore needs a mesh of devices" in str(caught.value)
+        assert have in str(caught.value)
 
 
 def test_functions_below_the_root_are_refused(saved: Path) -> None:
@@ -701,118 +717,6 @@ def test_functions_below_the_root_are_refused(saved: Path) -> None:
     target = {"step": 0, "hook": make}
     restored = restore(saved, target, layout_map=layout_map, include="^step$")
     assert restored == {"step": 3, "hook": make}
-
-
-def test_a_rule_that_does_not_fit_is_named(saved: Path) -> None:
-    layout_map = flm.LayoutMap(flm.DeviceMesh("data=3", devices=jax.devices()[:3]))
-    layout_map["up/kernel"] = (None, "data")
-    for target in (None, lambda: {"model": make(), "optimizer": make_optimizer()}):
-        with refused(
-            "model/up/kernel (8,16): rule 1 'up/kernel' → (None, 'data'): dim 1",
-            "mesh axis 'data' of size 3",
-        ):
-            restore(saved, target, layout_map=layout_map, exclude="^step$")
-
-
-def test_names_that_are_near(small: Path) -> None:
-    target = {"w": jnp.ones((8, 4)), "b": {"bais": jnp.ones(4), "count": 1}, "step": 0}
-    with refused(
-        "b/bais (4,): is in the target, not in the checkpoint; did you mean 'b/bias'? "
-        "then pass rename={'^b/bias$': 'b/bais'}",
-        "b/bias (4,): is in the checkpoint, not in the target",
-    ):
-        restore(small, target)
-    # A leaf where the checkpoint has a dict.
-    with refused("b (): is in the target, not in the checkpoint", "b/ (2 leaves): is "):
-        restore(small, target | {"b": 3})
-    with refused("b/ (2 leaves): is in the checkpoint", "exclude='^b/'"):
-        restore(small, {"w": jnp.ones((8, 4)), "step": 0})
-
-
-def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
-    layout_map = rules(MESHES["another shape"]())
-    with refused(
-        "1 problem",
-        "the checkpoint has the target's paths below 'model/': pass "
-        "target={'model': target}, include='^model/'",
-    ):
-        restore(saved, make, layout_map=layout_map)
-    flm.checkpoint.save(tmp_path / "a", make())
-    with refused(
-        "the target has the checkpoint's paths below 'model/': pass "
-        "target=target['model']"
-    ):
-        restore(tmp_path / "a", {"model": make(), "x": 1}, layout_map=layout_map)
-
-
-@pytest.mark.parametrize(
-    ("stored", "target", "text"),
-    [
-        (jnp.ones((2, 3)), jnp.ones((2, 3, 1)), "nothing is padded, cut or reshaped"),
-        (jnp.ones(()), jnp.ones(2), "another rank: the checkpoint has (), the target"),
-        (jnp.ones((2, 3)), np.ones((2, 2)), "has (2,3), the target (2,2); nothing is "),
-        (jnp.ones(2), jnp.ones(2, bool), "the target bool; restore it as it is"),
-        (jnp.ones(2), jnp.ones(2, jnp.complex64), "the target complex64; restore it"),
-        (jnp.ones(2), jnp.ones(2, jnp.int32), "restore it as it is and convert it"),
-        (jnp.ones(2, jnp.int8), jnp.ones(2, jnp.int32), "another dtype"),
-        (jnp.ones(2), jnp.ones(2, jnp.bfloat16), 'pass dtype="target"'),
-        (jnp.ones(2), 1.0, "float32 (2,) in the checkpoint, a Python float in the"),
-        (3, 3.0, "a Python int in the checkpoint, a Python float in the target"),
-        (3, jnp.float32(0), "a Python int in the checkpoint, float32 () in the"),
-        ("a", 3, "a Python str in the checkpoint, a Python int in the target"),
-        (jax.random.key(0), jnp.ones(2, jnp.uint32), "(PRNG keys) in the checkpoint"),
-        (jnp.ones(2, jnp.uint32), jax.random.key(0), "jax.random.wrap_key_data"),
-        (
-            jax.random.key(0),
-            jax.random.key(0, impl="rbg"),
-            "key<fry> () (PRNG keys) in the checkpoint, key<rbg> ()",
-        ),
-        (jax.random.key(0), jax.random.split(jax.random.key(0)), "another rank"),
-        (jnp.zeros((0, 3)), jnp.zeros((0, 4)), "another shape"),
-        (jnp.ones(2), "text", "float32 (2,) in the checkpoint, a Python str"),
-        (jnp.ones(2), object(), "the object in the target is no array"),
-    ],
-)
-def test_kinds_that_do_not_fit(
-    stored: Any, target: Any, text: str, tmp_path: Path
-) -> None:
-    flm.checkpoint.save(tmp_path / "a", {"x": stored, "w": jnp.ones(8)})
-    with refused("cannot restore", "1 problem", "x", text):
-        restore(tmp_path / "a", {"x": target, "w": jnp.ones(8)})
-
-
-def test_other_casts_are_refused_whatever_dtype_says(tmp_path: Path) -> None:
-    flm.checkpoint.save(tmp_path / "a", {"i": jnp.ones(2, jnp.int32), "f": jnp.ones(2)})
-    target = {"i": jnp.ones(2), "f": jnp.ones(2, jnp.int8)}
-    for dtype in ("target", jnp.float16):
-        with refused("2 problems", "i (2,): another dtype", "f (2,): another dtype"):
-            restore(tmp_path / "a", target, dtype=dtype)
-
-
-@pytest.fixture
-def x64() -> Iterator[None]:
-    """64-bit numbers, in all threads."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
-@pytest.fixture
-def wide(x64: None, tmp_path: Path) -> Path:
-    """A checkpoint of 64-bit integers."""
-    flm.checkpoint.save(tmp_path / "a", {"w": jnp.arange(8) + 2**40})
-    return tmp_path / "a"
-
-
-def test_64_bits_come_back(wide: Path) -> None:
-    restored = restore(wide)
-    assert restored["w"].dtype == jnp.int64 and int(restored["w"][1]) == 2**40 + 1
-    # Orbax reads in a thread of its own, which a context does not reach.
-    with jax.enable_x64(False):
-        with refused("w (8,): JAX would cut int64 to int32; set jax_enable_x64"):
-            restore(wide)
-        restored = restore(wide, {"w": np.zeros(8, np.int64)})
-    assert type(restored["w"]) is np.ndarray and restored["w"][1] == 2**40 + 1
 
 
 def test_64_bits_are_never_cut(tmp_path: Path) -> None:
@@ -840,45 +744,6 @@ def test_values_to_keep_and_shardings_that_are_not_there(small: Path) -> None:
     target["w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
     with refused("w (8,4): the target's sharding has no devices; pass layout_map="):
         flm.checkpoint.restore(small, target)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
-        ({"include": ["w", "zz"]}, "include='zz' finds no leaf"),
-        ({"include": "("}, "include='(' is neither a regular expression nor a list"),
-        ({"exclude": [3]}, "exclude=[3] is neither a regular expression nor"),
-        ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
-        ({"dtype": "flaot32"}, "dtype='flaot32' is no dtype"),
-        ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
-        ({"dtype": "target"}, 'dtype="target" needs a target'),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], text: str, small: Path) -> None:
-    with refused(text):
-        restore(small, **arguments)
-
-
-def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
-    with refused("without layouts: pass layout_map=, on the mesh to restore to"):
-        flm.checkpoint.restore(small)
-    with refused("pass mesh= for the rules", "(it was saved on a mesh data=2,model=4)"):
-        flm.checkpoint.restore(saved)
-    with refused("was saved without rules, so mesh= is not enough; pass layout_map="):
-        flm.checkpoint.restore(small, mesh="data=8")
-    for layout_map, have in (
-        (rules(None), "no mesh"),
-        (flm.LayoutMap(flm.DeviceMesh.abstract("data=8")), "'data=8', abstract"),
-    ):
-        with pytest.raises(flm.errors.MeshError) as caught:
-            restore(small, layout_map=layout_map)
-        assert "restore needs a mesh of devices" in str(caught.value)
-        assert have in str(caught.value)
-    with pytest.raises(
-        flm.errors.RuleError, match="needs a LayoutMap or a RuleSet, got"
-    ):
-        restore(small, layout_map=flm.DeviceMesh("data=8"))
 
 
 # ----------------------------------------------------------------------- saving
@@ -922,15 +787,6 @@ def test_all_problems_of_a_tree_at_once(tmp_path: Path) -> None:
         flm.checkpoint.save(tmp_path / "a", tree)
 
 
-def test_saving_inside_jit(tmp_path: Path) -> None:
-    def save(x: jax.Array) -> jax.Array:
-        flm.checkpoint.save(tmp_path / "a", {"x": x})
-        return x
-
-    with refused("x (): it is traced; call save outside of jit"):
-        jax.jit(save)(1.0)
-
-
 def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> None:
     with pytest.raises(
         flm.errors.ResolveError, match=r"w \(6,\): rule 1 .*dim 0 of size 6"
@@ -943,13 +799,6 @@ def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> Non
     ):
         flm.checkpoint.save(tmp_path / "a", {"w": jnp.ones(6)}, layout_map=3)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    flm.checkpoint.save("new/a", {"w": jnp.ones(8)})
-    restored = restore(Path("new") / "a")
-    assert (tmp_path / "new" / "a").is_dir() and restored["w"].shape == (8,)
 
 
 def test_what_is_written(saved: Path, training: dict[str, Any]) -> None:
@@ -986,91 +835,6 @@ def test_overwrite(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_overwriting_what_a_link_leads_to(tmp_path: Path) -> None:
-    flm.checkpoint.save(tmp_path / "1", {"w": jnp.zeros(8)})
-    (tmp_path / "latest").symlink_to(tmp_path / "1")
-    flm.checkpoint.save(tmp_path / "latest", {"w": jnp.ones(8)}, overwrite=True)
-    assert (tmp_path / "latest").is_symlink()
-    assert restore(tmp_path / "1")["w"].all()
-    assert sorted(os.listdir(tmp_path)) == ["1", "latest"]
-
-
-def test_overwrite_replaces_nothing_but_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "precious.txt").write_text("x")
-    with refused("the path exists and is no checkpoint, so overwrite=True does not"):
-        flm.checkpoint.save(tmp_path, {"w": jnp.zeros(8)}, overwrite=True)
-    with refused("is no checkpoint"):
-        flm.checkpoint.save(
-            tmp_path / "precious.txt", {"w": jnp.zeros(8)}, overwrite=True
-        )
-    assert (tmp_path / "precious.txt").read_text() == "x"
-
-
-def test_places_where_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("x")
-    with refused(f"{tmp_path / 'file'} is a file, so no directory can be made in it"):
-        flm.checkpoint.save(tmp_path / "file" / "a" / "b", {"w": jnp.ones(8)})
-    # A superuser may write anywhere, so the answer is made up.
-    monkeypatch.setattr(_orbax.os, "access", lambda *_: False)
-    with refused(f"the directory {tmp_path} cannot be written to"):
-        flm.checkpoint.save(tmp_path / "a" / "b", {"w": jnp.ones(8)})
-
-
-@pytest.mark.parametrize("name", ["[red]x", "run?", "a*b"])
-def test_names_that_are_patterns_of_glob(tmp_path: Path, name: str) -> None:
-    """Orbax saves there without a word what cannot be read back."""
-    place = tmp_path / name / "weights"
-    plain = tmp_path / {"[red]x": "_red_x", "run?": "run_", "a*b": "a_b"}[name]
-    tree = {"w": jnp.ones(8)}
-    with refused(f"cannot save to {place}", "Orbax", f"'{plain / 'weights'}'"):
-        flm.checkpoint.save(place, tree)
-    with refused(f"cannot save to {place}", "Orbax", f"'{plain / 'weights'}'"):
-        flm.checkpoint.Checkpointer(place)
-    flm.checkpoint.save(plain / "weights", tree)
-    with refused(f"cannot write to {place}", "Orbax"):
-        flm.checkpoint.reshard(plain / "weights", place, layout_map=plain_rules())
-    assert os.listdir(tmp_path) == [plain.name]  # nothing was written
-    # What is moved there is read; of safetensors all is right.
-    plain.rename(tmp_path / name)
-    assert restore(place)["w"].all()
-    (tmp_path / "link").symlink_to(place)
-    with refused("cannot save to", "Orbax"):  # it is replaced where it lies
-        flm.checkpoint.save(tmp_path / "link", tree, overwrite=True)
-    file = place.parent / "w.safetensors"
-    flm.checkpoint.save_safetensors(file, tree)
-    restored = flm.checkpoint.restore_safetensors(file, layout_map=plain_rules())
-    assert restored["w"].all()
-
-
-def test_a_failed_overwrite_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a"
-    flm.checkpoint.save(path, {"w": jnp.zeros(8)})
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(v1, "save", full)
-        with refused(f"cannot save to {path}: OSError: no space left on device"):
-            flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert not restore(path)["w"].any()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_orbax.shutil, "rmtree", full)
-        with refused(f"cannot replace {path}: no space left", "('.replacement' added)"):
-            (tmp_path / "a.replaced").mkdir()
-            flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert not restore(path)["w"].any()
-    # What the failures left behind does not stop the next one.
-    flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
-    assert restore(path)["w"].all()
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_a_restore_that_fails_while_reading_touches_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1087,8 +851,9 @@ def test_a_restore_that_fails_while_reading_touches_nothing(
     with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(saved, target, layout_map=rules(MESHES["another shape"]()))
     assert str(caught.value) == (
-        f"cannot read the checkpoint {saved}: leaf 'model/up/kernel': DATA_LOSS: Error "
-        'reading "model.up.kernel/c/0/1" in "x"'
+        f"cannot read the checkpoint {saved}: ValueError: DATA_LOSS: Error reading "
+        '"model.up.kernel/c/0/1" in "x"; if a file is damaged or missing, restore '
+        "another checkpoint"
     )
     assert isinstance(caught.value.__cause__, Exception)
     after = by_path(target)

@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 
 import flax_layoutmap as flm
 from flax_layoutmap._core import checksums as _checksums
-from flax_layoutmap.checkpoint._read import verify
 
 MESH = "data=2,model=4"
 
@@ -83,7 +82,7 @@ def restored(path: Path, spec: str) -> str:
 def main(folder: Path) -> dict[str, Any]:
     path = folder / "a"
     flm.checkpoint.save(path, tree(MESH))
-    verified = verify(path)
+    verified = flm.checkpoint.verify(path)
     intact = [restored(path, spec) for spec in (MESH, "x=8")]
     flm.checkpoint.save(folder / "b", tree(MESH))
     if jax.process_index() == 0:
@@ -94,9 +93,9 @@ def main(folder: Path) -> dict[str, Any]:
         damage(path)
     multihost_utils.sync_global_devices("damaged")
     try:
-        verify(path)
+        flm.checkpoint.verify(path)
         error = ""
-    except flm.errors.CheckpointError as caught:
+    except flm.LayoutError as caught:
         error = str(caught)
     return {
         "checksums": found(MESH),

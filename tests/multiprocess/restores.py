@@ -1,7 +1,7 @@
-"""Restore a tree onto other meshes, with each strategy, and save it.
+"""Restore a tree onto other meshes, also by broadcast, and save it.
 
 A part (see `launch`): four processes restore what one saved, and two or four save.
-`python -m multiprocess.restores PATH STRATEGY …` restores.
+`python -m multiprocess.restores PATH` restores.
 """
 
 import functools
@@ -14,10 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint._orbax import bytes_read
 from multiprocess import launch
 
-# Path → shape and dtype; `big` is larger than what is always read directly.
+# Path → shape and dtype.
 LEAVES = {
     "big/rows": ((1024, 1024), "float32"),
     "big/half": ((2048, 1024), "bfloat16"),
@@ -83,9 +82,9 @@ def save(path: Path) -> None:
     flm.checkpoint.save(path, tree, layout_map=layout_map)
 
 
-def restore(path: Path, strategies: list[str]) -> dict[str, Any]:
-    """Target and strategy → bytes needed, planned and read, and what is wrong."""
-    found = {}
+def restore(path: Path) -> dict[str, list[str]]:
+    """Target, and the axis to broadcast along → what is wrong."""
+    wrong: dict[str, list[str]] = {}
     for name, wanted in WANTED.items():
         mesh = flm.DeviceMesh(wanted["mesh"])
         if wanted.get("explicit"):
@@ -93,14 +92,9 @@ def restore(path: Path, strategies: list[str]) -> dict[str, Any]:
             mesh = flm.DeviceMesh(wanted["mesh"], axis_types=kinds)
         layout_map = flm.LayoutMap(mesh, strict=False)
         layout_map.update(wanted["rules"])
-        for strategy in strategies:
-            plan = flm.checkpoint.plan(path, layout_map=layout_map, strategy=strategy)
-            before = bytes_read()
-            tree = flm.checkpoint.restore(
-                path, layout_map=layout_map, strategy=strategy
-            )
-            read = bytes_read() - before
-            wrong = []
+        for axis in (None, mesh.axis_names[0]):
+            tree = flm.checkpoint.restore(path, layout_map=layout_map, broadcast=axis)
+            problems = wrong.setdefault(f"{name} {axis}", [])
             for leaf in LEAVES:
                 array = tree
                 for part in leaf.split("/"):
@@ -108,36 +102,26 @@ def restore(path: Path, strategies: list[str]) -> dict[str, Any]:
                 spec = jax.P(*wanted["rules"].get(leaf, ()))
                 sharding = NamedSharding(mesh.jax_mesh, spec)
                 if not array.sharding.is_equivalent_to(sharding, array.ndim):
-                    wrong.append(f"{leaf}: {array.sharding}")
+                    problems.append(f"{leaf}: {array.sharding}")
                 if array.sharding.mesh != mesh.jax_mesh:
-                    wrong.append(f"{leaf}: {array.sharding.mesh}")
+                    problems.append(f"{leaf}: {array.sharding.mesh}")
                 for shard in array.addressable_shards:
                     if not np.array_equal(shard.data, expected(leaf)[shard.index]):
-                        wrong.append(f"{leaf}: {shard.index}")
-            number = jax.process_index()
-            found[f"{name} {strategy}"] = {
-                "needed": plan.needed[number],
-                "planned": plan.read[number],
-                "read": read,
-                "strategies": {leaf.path: leaf.strategy for leaf in plan.leaves},
-                "wrong": wrong,
-            }
-    return found
+                        problems.append(f"{leaf}: {shard.index}")
+    return wrong
 
 
 def prepare(folder: Path) -> None:
     save(folder / "of one")
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path) -> dict[str, list[str]]:
     """Four restore what one saved; what these save is restored by others."""
-    strategies = ["direct", "aligned", "broadcast", "auto"]
-    several = jax.process_count() > 2
-    found = restore(folder / "of one", strategies) if several else {}
+    wrong = restore(folder / "of one") if jax.process_count() > 2 else {}
     save(folder / "of these")
-    return found
+    return wrong
 
 
 if __name__ == "__main__":
     launch.join()
-    launch.answer(restore(Path(sys.argv[1]), sys.argv[2:]))
+    launch.answer(restore(Path(sys.argv[1])))

@@ -102,42 +102,27 @@ def test_what_is_born_in_four_processes_is_what_one_makes(
 
 
 @pytest.mark.parametrize(
-    ("job_part", "readers", "strategies"),
-    [
-        ("restores-4", 4, 4),
-        ("restores-4", 2, 2),
-        ("restores-2", 1, 2),
-    ],
+    ("job_part", "readers"),
+    [("restores-4", 4), ("restores-4", 2), ("restores-2", 1)],
     ids=["1-4", "4-2", "2-1"],
     indirect=["job_part"],
 )
 def test_saved_by_some_processes_and_restored_by_others(
-    job_part: launch.Part, readers: int, strategies: int
+    job_part: launch.Part, readers: int
 ) -> None:
-    """Onto five meshes: the values, and the bytes that were planned."""
+    """Onto five meshes, each process its shards, or the first replica all."""
     answers = [one.answer for one in job_part.ended]
     path = job_part.folder / "of these"
     if readers == 2:
-        program = ("restores", str(path), "aligned", "auto")
-        ended = launch.run(*program, processes=2, devices=4)
+        ended = launch.run("restores", str(path), processes=2, devices=4)
         answers = [one.answer for one in ended]
     elif readers == 1:
-        answers = [restores.restore(path, ["aligned", "auto"])]
+        answers = [restores.restore(path)]
     assert len(answers) == readers
-    assert len(answers[0]) == 5 * strategies
     for number, answer in enumerate(answers):
-        for case, found in answer.items():
-            assert not found["wrong"], (number, case)
-            planned, read = found["planned"], found["read"]
-            # The metadata is read too. Chunks that several devices of a process need
-            # are read once or more, as the reads happen to meet.
-            repeats = (
-                8 // readers if set(found["strategies"].values()) != {"aligned"} else 1
-            )
-            assert planned * 0.99 <= read <= planned * repeats * 1.01 + 40_000, case
-        aligned = answer["columns aligned"]
-        assert aligned["read"] <= 1.05 * aligned["needed"] + 40_000
-        assert set(aligned["strategies"].values()) == {"aligned"}
+        assert len(answer) == 10
+        for case, wrong in answer.items():
+            assert not wrong, (number, case)
 
 
 @pytest.mark.parametrize("job_part", ["storage-2", "storage-4"], indirect=True)
@@ -150,7 +135,7 @@ def test_storage_that_is_not_shared(job_part: launch.Part) -> None:
         assert "process 1 failed: CheckpointError: cannot read the checkpoint" in well
     damaged = answers[1]["damaged for process 1"]
     assert damaged.startswith("CheckpointError: cannot read the checkpoint")
-    assert "leaf 'w'" in damaged
+    assert 'Error reading "w/' in damaged
     without = [
         number
         for number in range(job_part.processes)
@@ -159,10 +144,8 @@ def test_storage_that_is_not_shared(job_part: launch.Part) -> None:
     unseen = ", ".join(map(str, range(1, job_part.processes)))
     for said in answers:
         assert "process 1 differs in its checkpoint" in said["other steps"]
-        for case in ("other strategies", "only one verifies"):
-            text = "process 1 differs in its strategy, host_memory or verify"
-            assert text in said[case], case
-        assert said["other limits"] == "nothing"  # the portions are the same
+        for case in ("only one broadcasts", "only one verifies"):
+            assert "process 1 differs in its broadcast or verify" in said[case], case
         text = f"no device of the processes {without}"
         assert text in said["a mesh without devices of some"]
         text = f"{unseen} of {job_part.processes} do not see what process 0 writes to"
