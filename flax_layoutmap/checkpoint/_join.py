@@ -178,13 +178,12 @@ def join(
         try:
             resolution = resolve()
         except ResolveError as error:
-            left_out = {
-                path for path in (*held.leaves, *wanted) if path not in selection
-            }
-            misfits = error.problems or [str(error)]
-            misfits = [p for p in misfits if p.split(" ")[0].strip(":") not in left_out]
-            problems += misfits
-            resolution = None if misfits else error.resolution
+            every = {*held.leaves, *wanted}
+            left_out = {path for path in every if path not in selection}
+            texts = error.problems or [str(error)]
+            texts = [t for t in texts if t.split(" ")[0].strip(":") not in left_out]
+            problems += texts
+            resolution = None if texts else error.resolution
     draft = _Draft(held, [*problems, *held.problems], rules, resolution, options)
     if target is None:
         for path in filter(selection.__contains__, held.leaves):

@@ -126,10 +126,8 @@ def _replica_axis(sharding: Any, name: str | None) -> int | None:
     if name not in mesh.axis_names or name in used or not isinstance(mesh, Mesh):
         return None
     number = mesh.axis_names.index(name)
-    replicas = [
-        {device.process_index for device in part.flat}
-        for part in np.moveaxis(mesh.devices, number, 0)
-    ]
+    rows = np.moveaxis(mesh.devices, number, 0).reshape(mesh.shape[name], -1)
+    replicas = [{device.process_index for device in row} for row in rows]
     apart = sum(map(len, replicas)) == len(set().union(*replicas))
     return number if apart and len(replicas) > 1 else None
 

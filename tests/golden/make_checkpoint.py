@@ -55,7 +55,10 @@ def make() -> dict[str, Any]:
         "model": net,
         "optimizer": nnx.Optimizer(net, optax.adamw(1e-3), wrt=nnx.Param),
         "linen": TrainState.create(apply_fn=None, params=params, tx=tx),
-        "keys": {"one": jax.random.key(7), "three": jax.random.split(jax.random.key(8), 3)},
+        "keys": {
+            "one": jax.random.key(7),
+            "three": jax.random.split(jax.random.key(8), 3),
+        },
         "arrays": {
             "w": jnp.zeros((8, 4)),
             "whole": jnp.zeros((3, 5), jnp.int8),

@@ -95,7 +95,7 @@ def main(folder: Path) -> dict[str, Any]:
     try:
         flm.checkpoint.verify(path)
         error = ""
-    except flm.LayoutError as caught:
+    except flm.errors.CheckpointError as caught:
         error = str(caught)
     return {
         "checksums": found(MESH),
