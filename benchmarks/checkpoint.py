@@ -1,6 +1,7 @@
 """Checkpoints and safetensors, against handwritten code.
 
     python benchmarks/checkpoint.py --megabytes 512 --runs 3
+    python benchmarks/checkpoint.py --training --megabytes 512 --runs 7
 
 Square arrays of float32, cut along their rows by one process, are saved, and restored
 onto a mesh of 2 × 4 devices by one process and by four: cut along the same dim and
@@ -8,6 +9,10 @@ along the other one. Each run is a process (or four) of its own, which has done 
 with small arrays before; the files are dropped from the page cache first. Prints a
 Markdown table of medians: the slowest process, the bytes that it reads with system
 calls ÷ those of its shards, and its peak of memory beyond the start ÷ its shards.
+
+With `--training`, an NNX model with its Adam state, of 62 small leaves and of 332 that
+hold the megabytes, is saved and restored in one process, in turns with what one writes
+by hand: `ocp.StandardCheckpointer` and `nnx.update`.
 """
 
 import argparse
@@ -28,6 +33,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
@@ -210,6 +218,87 @@ def measure(row: str, path: str, layout: str, megabytes: int) -> dict[str, float
     return {"seconds": seconds, "read": read / held, "peak": grown / held}
 
 
+# ------------------------------------------------------------------------ training
+
+
+class Model(nnx.Module):
+    """Square layers."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        rngs = nnx.Rngs(0)
+        made = (nnx.Linear(width, width, rngs=rngs) for _ in range(layers))
+        self.layers = nnx.List(made)
+
+
+def turns(folder: str, layers: int, width: int) -> dict[str, Call]:
+    """Name → what to time, each on its own checkpoint of one training state."""
+    layout_map = flm.LayoutMap("data=2,model=4")
+    layout_map["kernel"] = ("data", "model")
+    layout_map["bias"] = None
+
+    def make() -> dict[str, Any]:
+        model = Model(layers, width)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return {"model": model, "optimizer": optimizer}
+
+    objects = flm.create(make, layout_map)
+    checkpointer = ocp.StandardCheckpointer()
+    ours: dict[str, Any] = {"layout_map": layout_map}
+
+    def state() -> Any:
+        return {name: nnx.state(node) for name, node in objects.items()}
+
+    def save_by_hand() -> None:
+        checkpointer.save(f"{folder}/hand", state(), force=True)
+        checkpointer.wait_until_finished()
+
+    def restore_by_hand() -> Any:
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state())
+        restored = checkpointer.restore(f"{folder}/hand", abstract)
+        for name, node in objects.items():
+            nnx.update(node, restored[name])
+        return restored
+
+    return {
+        "save: `StandardCheckpointer`": save_by_hand,
+        "save: **save**": lambda: flm.checkpoint.save(
+            f"{folder}/ours", objects, overwrite=True, **ours
+        ),
+        "restore: `StandardCheckpointer`": restore_by_hand,
+        "restore: **restore**": lambda: flm.checkpoint.restore(
+            f"{folder}/ours", objects, **ours
+        ),
+        "restore: **restore**, `verify=False`": lambda: flm.checkpoint.restore(
+            f"{folder}/ours", objects, verify=False, **ours
+        ),
+    }
+
+
+def print_training(megabytes: int, runs: int) -> None:
+    """Print medians of wall and CPU time, and what they are of those by hand."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    print("| leaves | what | ms | ÷ by hand | CPU ms | ÷ by hand |")
+    print("|--:|---|--:|--:|--:|--:|")
+    wide = int((megabytes * 2**20 / 4 / 3 / 55) ** 0.5) // 8 * 8
+    for layers, width in ((10, 64), (55, wide)):
+        with tempfile.TemporaryDirectory() as folder:
+            calls = turns(folder, layers, width)
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+            for _ in range(runs + 1):
+                for name, call in calls.items():
+                    start, busy = time.perf_counter(), time.process_time()
+                    jax.block_until_ready(jax.tree.leaves(call()))
+                    wall = time.perf_counter() - start
+                    times[name].append((wall, time.process_time() - busy))
+        hand: dict[str, tuple[float, float]] = {}
+        for name, several in times.items():
+            wall = statistics.median(wall for wall, _ in several[1:]) * 1e3
+            busy = statistics.median(busy for _, busy in several[1:]) * 1e3
+            by_hand = hand.setdefault(name.partition(": ")[0], (wall, busy))
+            print(f"| {layers * 6 + 2} | {name} | {wall:.0f} ", end="")
+            print(f"| {wall / by_hand[0]:.2f} | {busy:.0f} | {busy / by_hand[1]:.2f} |")
+
+
 # ------------------------------------------------------------------------ the processes
 
 
@@ -272,6 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--training", action="store_true")
     for name in ("--row", "--path", "--layout"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -283,6 +373,9 @@ def main() -> None:
             write(given.path, given.megabytes)
             answer = write(f"{given.path}.small", 1)
         print(json.dumps(answer))
+        return
+    if given.training:
+        print_training(given.megabytes, given.runs)
         return
     names = ("jax", "orbax-checkpoint", "tensorstore", "safetensors")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
