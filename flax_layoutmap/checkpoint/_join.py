@@ -184,10 +184,14 @@ def join(
             texts = [t for t in texts if t.split(" ")[0].strip(":") not in left_out]
             problems += texts
             resolution = None if texts else error.resolution
-    draft = _Draft(held, [*problems, *held.problems], rules, resolution, options)
+    shardings: dict[str, Any] = {}
+    if resolution is not None:
+        pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
+        shardings = dict(pairs)
+    draft = _Draft(held, rules, options, shardings, [*problems, *held.problems])
     if target is None:
         for path in filter(selection.__contains__, held.leaves):
-            draft.read(path, None, draft.shardings.get(path))
+            draft.read(path, None, shardings.get(path))
     for path, value in wanted.items():
         if path not in selection:
             draft.keep(path, value, "include or exclude leaves it out")
@@ -208,26 +212,18 @@ def join(
     )
 
 
+@dataclasses.dataclass
 class _Draft:
     """A plan under construction."""
 
-    def __init__(
-        self,
-        held: Held,
-        problems: list[str],
-        rules: RuleSet | None,
-        resolution: Resolution | None,
-        options: Options,
-    ) -> None:
-        self.reads: dict[str, Read] = {}
-        self.kept: list[str] = []
-        self.made: dict[str, Any] = {}
-        self.problems = problems
-        self.shardings: dict[str, Any] = {}
-        if resolution is not None:
-            pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
-            self.shardings = dict(pairs)
-        self._held, self._rules, self._options = held, rules, options
+    held: Held
+    rules: RuleSet | None
+    options: Options
+    shardings: Mapping[str, Any]
+    problems: list[str]
+    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    kept: list[str] = dataclasses.field(default_factory=list)
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def join(self, path: str, value: Any) -> None:
         """Add a leaf that both sides have."""
@@ -237,7 +233,7 @@ class _Draft:
             self.problems.append(f"{path}: the {kind} in the target is not an array")
             return
         sharding, problem = self.shardings.get(path), None
-        if self._rules is None:
+        if self.rules is None:
             sharding, problem = _own_sharding(leaf, value)
         if problem is not None:
             self.problems.append(f"{leaf.name}: {problem}")
@@ -246,11 +242,11 @@ class _Draft:
 
     def read(self, path: str, target: Leaf | None, sharding: Any) -> None:
         """Add a leaf to restore, or the reason why it cannot be."""
-        stored = self._held.leaves[path]
-        dtype = self._options.dtype_of(path)
+        stored = self.held.leaves[path]
+        dtype = self.options.dtype_of(path)
         result = result_of(stored, target, dtype)
         if isinstance(result, str):
-            source = self._held.sources.get(path, "")
+            source = self.held.sources.get(path, "")
             self.problems.append(f"{stored.name}: {result}{source}")
             return
         if sharding is None and target is not None and target.is_numpy:
@@ -270,9 +266,9 @@ class _Draft:
 
     def miss(self, path: str, value: Any, why: str, can_make: bool) -> None:
         """Add a leaf that the checkpoint lacks."""
-        if self._options.missing == "keep":
+        if self.options.missing == "keep":
             self.keep(path, value, why)
-        elif self._options.missing == "error":
+        elif self.options.missing == "error":
             self.problems.append(f"{_name(path, value)}: {why}")
         elif not can_make:
             self.problems.append(

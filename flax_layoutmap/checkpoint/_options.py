@@ -71,11 +71,6 @@ class Selection:
         }
         return dataclasses.replace(self, forms={**self.forms, **new})
 
-    @property
-    def is_everything(self) -> bool:
-        """Whether no leaf is left out."""
-        return self.include is None and not self.exclude
-
     def __contains__(self, path: str) -> bool:
         included = self.include is None or self.finds_any(self.include, path)
         return included and not self.finds_any(self.exclude, path)

@@ -129,56 +129,28 @@ def cannot_name(path: str) -> str | None:
 
 
 def check_place(path: str) -> None:
-    """Raise CheckpointError if a path is no checkpoint, with the likely fix."""
+    """Raise CheckpointError if there is no finished checkpoint at a path."""
     place = Path(path)
-    if _UNFINISHED in place.name:
-        raise CheckpointError(
-            f"{path} is an unfinished checkpoint: its save was interrupted; restore an "
-            "earlier one"
-        )
+    is_finished = _UNFINISHED not in place.name
+    if is_finished and (place / METADATA_FILE).is_file():
+        return
     if not place.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}{_near(place)}")
+        left = sorted(glob.glob(f"{glob.escape(path)}.*"))
+        beside = [child.name for child in place.parent.glob("*") if child.is_dir()]
+        hint = f"; an interrupted save left {', '.join(left)}" if left else ""
+        raise CheckpointError(
+            f"there is no checkpoint at {path}"
+            f"{hint or did_you_mean(place.name, beside)}"
+        )
     if is_safetensors(path):
         raise CheckpointError(
-            f"{path} holds safetensors and no checkpoint of Orbax; use "
+            f"{path} holds safetensors, which Orbax does not read; use "
             "flm.checkpoint.restore_safetensors"
         )
-    if not place.is_dir():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a directory")
-    if (place / METADATA_FILE).is_file():
-        return
-    inside = sorted(
-        child.name for child in place.iterdir() if (child / METADATA_FILE).is_file()
-    )
-    if inside:
-        hint = f"; it holds checkpoints: {', '.join(inside[:5])}"
-        if steps_in(path):
-            hint += f'; name one: step={max(steps_in(path))} or step="latest"'
-    elif (place.parent / METADATA_FILE).is_file():
-        hint = f"; the checkpoint is the directory above it, {place.parent}"
-    elif not any(place.iterdir()):
-        hint = ": the directory is empty"
-    else:
-        hint = f": it has no file {METADATA_FILE}"
-    raise CheckpointError(f"{path} is no checkpoint{hint}")
-
-
-def _near(place: Path) -> str:
-    """A hint from the files beside a path that does not exist."""
-    kept = [f"{place}{end}" for end in (OLD, NEW) if os.path.exists(f"{place}{end}")]
-    if kept:
-        return (
-            f": overwriting it was interrupted, and {' and '.join(kept)} "
-            f"{'are' if len(kept) > 1 else 'is'} there ({OLD!r} is the old one, "
-            f"{NEW!r} the new one); rename the one that you want"
-        )
-    unfinished = glob.glob(f"{glob.escape(str(place))}{_UNFINISHED}*")
-    if unfinished:
-        return f": its save did not finish ({unfinished[0]} is there)"
-    if not place.parent.is_dir():
-        return f"; there is no directory {place.parent}"
-    beside = [child.name for child in place.parent.iterdir() if child.is_dir()]
-    return did_you_mean(place.name, beside)
+    hint = f"it has no file {METADATA_FILE}" if is_finished else "its save did not end"
+    if steps := steps_in(path):
+        hint = f'it holds steps; name one: step={max(steps)} or step="latest"'
+    raise CheckpointError(f"{path} is not a checkpoint: {hint}")
 
 
 def check_shared(path: str) -> None:

@@ -192,25 +192,21 @@ class Record:
 
 
 def from_json(data: Any, where: str) -> Record:
-    """Parse the record of the checkpoint `where`; None means that it has no record."""
-    if not isinstance(data, dict):
+    """Parse the record of the checkpoint `where`."""
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != 1:
+        by = data.get("versions") if isinstance(data, dict) else None
         raise CheckpointError(
-            f"the checkpoint {where} has no metadata of flax_layoutmap: it was not "
-            "written by flm.checkpoint.save, or its file _CHECKPOINT_METADATA is "
-            "damaged; read it with orbax.checkpoint.v1.load and targets from "
-            "layout_map.abstract(tree)"
-        )
-    if data.get("schema") != 1:
-        raise CheckpointError(
-            f"the checkpoint {where} was saved with schema {data.get('schema')!r} by "
-            f"{data.get('versions')}; this version of flax_layoutmap reads schema 1"
+            f"the checkpoint {where} has metadata of flax_layoutmap with the schema "
+            f"{schema!r}, written by {by}; this version reads schema 1. Read it with "
+            "orbax.checkpoint.v1.load and targets from layout_map.abstract(tree)"
         )
     try:
         return _read(data)
     except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
         raise CheckpointError(
             f"the metadata of flax_layoutmap in the checkpoint {where} is damaged: "
-            f"{error!r}"
+            f"{error!r}; restore another checkpoint"
         ) from error
 
 
@@ -234,6 +230,8 @@ def _read(data: dict[str, Any]) -> Record:
     flat.annotations.update(
         {positions[path]: _box(entry) for path, entry in data["layouts"].items()}
     )
+    sums = data.get("checksums")
+    sums = None if sums is None else sums.items()
     return Record(
         paths,
         origins,
@@ -242,18 +240,11 @@ def _read(data: dict[str, Any]) -> Record:
         mesh_from_json(data["mesh"]),
         data["rules"],
         dict(data["versions"]),
-        _checksums(data.get("checksums")),
+        None if sums is None else {path: f"{int(t, 16):016x}" for path, t in sums},
     )
 
 
 # ------------------------------------------------------------------- pieces
-
-
-def _checksums(data: Any) -> dict[str, str] | None:
-    """The recorded checksums; older checkpoints have none."""
-    if data is None:
-        return None
-    return {path: format(int(text, 16), "016x") for path, text in data.items()}
 
 
 def _version(name: str) -> str | None:

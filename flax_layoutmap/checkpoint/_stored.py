@@ -150,26 +150,18 @@ def _rules_for(stored: Stored, options: Options) -> RuleSet:
 def _recorded(
     where: str, record: _record.Record, held: dict[str, Any]
 ) -> dict[str, Leaf]:
-    leaves: dict[str, Leaf] = {}
-    for path in record.paths:
-        metadata = held.get(path)
-        if (metadata is None) != record.is_empty(path):
-            raise CheckpointError(
-                f"the checkpoint {where} is damaged: Orbax has "
-                f"{'no' if metadata is None else 'an unexpected'} leaf {path!r}"
-            )
-        try:
-            leaves[path] = record.leaf(path, metadata)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint {where}: leaf {path!r} cannot be read: {error}"
-            ) from error
-    extra = sorted(set(held) - set(leaves))
-    if extra:
+    try:
+        for path in record.paths:
+            if (path in held) == record.is_empty(path):
+                raise KeyError(path)
+        leaves = {path: record.leaf(path, held.get(path)) for path in record.paths}
+        if unknown := held.keys() - leaves.keys():
+            raise KeyError(min(unknown))
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {where} is damaged: Orbax holds leaves that its metadata "
-            f"does not list, such as {extra[0]!r}"
-        )
+            f"the checkpoint {where} is damaged: the metadata of flax_layoutmap does "
+            f"not fit Orbax's: {error!r}; restore another checkpoint"
+        ) from error
     return leaves
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from same import assert_placed, assert_same, bits, by_path, refused
 
 import flax_layoutmap as flm
@@ -127,23 +126,6 @@ def test_from_metadata_alone(name: str, saved: Path, training: dict[str, Any]) -
     assert_placed(restored, layout_map.resolve(training))
 
 
-@pytest.mark.parametrize("name", ["another shape", "other names", "explicit"])
-def test_into_functions_that_make_the_objects(
-    name: str, saved: Path, training: dict[str, Any]
-) -> None:
-    layout_map = rules(MESHES[name]())
-
-    def target() -> dict[str, Any]:
-        return {"model": make(), "optimizer": make_optimizer(), "step": 0}
-
-    restored = restore(saved, target, layout_map=layout_map)
-    assert isinstance(restored["model"], Mlp)
-    assert isinstance(restored["optimizer"], nnx.Optimizer)
-    assert int(restored.pop("step")) == 3
-    assert_same(restored, {key: training[key] for key in restored})
-    assert_placed(restored, layout_map.resolve(restored))
-
-
 @pytest.mark.parametrize("name", ["another shape", "one device", "explicit"])
 def test_into_what_exists(name: str, saved: Path, training: dict[str, Any]) -> None:
     layout_map = rules(MESHES[name]())
@@ -175,33 +157,6 @@ def test_abstract_module_becomes_a_new_module(
     # A model that can be used.
     restored.eval()
     assert restored.up(jnp.ones((2, 8))).shape == (2, 16)
-
-
-def test_abstract_modules_that_share_a_variable_still_do(tmp_path: Path) -> None:
-    def pair() -> dict[str, nnx.Linear]:
-        one, two = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
-        two.kernel = one.kernel
-        return {"one": one, "two": two}
-
-    flm.checkpoint.save(tmp_path / "a", pair())
-    restored = restore(tmp_path / "a", nnx.eval_shape(pair))
-    assert restored["one"].kernel is restored["two"].kernel
-
-
-def test_tied_variables_are_stored_once(tmp_path: Path) -> None:
-    class Tied(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.embed = nnx.Embed(8, 16, rngs=rngs)
-            self.head = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
-            self.head.kernel = self.embed.embedding
-
-    model = Tied(nnx.Rngs(0))
-    flm.checkpoint.save(tmp_path / "a", model)
-    alone = restore(tmp_path / "a")
-    assert list(by_path(alone)) == ["embed/embedding"]
-    restored = restore(tmp_path / "a", lambda: Tied(nnx.Rngs(1)))
-    assert restored.head.kernel is restored.embed.embedding
-    assert_same(restored, model)
 
 
 def same_model(form: str, model: Mlp) -> Any:
@@ -297,26 +252,6 @@ def test_linen_train_state(tmp_path: Path) -> None:
     assert_same(again, state)
     alone = restore(tmp_path / "a", layout_map=layout_map)
     assert_placed(alone, layout_map.resolve(state))
-
-
-def test_own_shardings_of_other_targets(small: Path) -> None:
-    device = jax.devices()[3]
-    sharding = NamedSharding(
-        flm.DeviceMesh("data=8").jax_mesh,  # pyright: ignore[reportArgumentType]
-        PartitionSpec("data"),
-    )
-    bias = jax.device_put(np.zeros(4, np.float32), device)
-    target = {
-        "w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
-        "b": {"bias": bias, "count": np.zeros((), np.int32)},
-        "step": 0,
-    }
-    restored = flm.checkpoint.restore(small, target)
-    assert_same(restored, small_tree())
-    assert restored["w"].sharding == sharding
-    assert restored["b"]["bias"].sharding == SingleDeviceSharding(device)
-    assert type(restored["b"]["count"]) is np.ndarray
-    assert type(restored["step"]) is int
 
 
 def test_metadata_that_a_rule_overrules_is_rewritten(tmp_path: Path) -> None:
@@ -430,39 +365,7 @@ def test_a_state_without_tx_asks_the_checkpoint_for_its_dims(tmp_path: Path) -> 
     assert_placed(restored, layout_map.resolve(tree))
 
 
-def test_warns_once_of_what_is_not_in_the_rules(saved: Path) -> None:
-    layout_map = flm.LayoutMap(flm.DeviceMesh("data=8"))
-    layout_map["up/kernel"] = (None, "data")
-    layout_map["nothing/of/that/name"] = None
-    with pytest.warns(flm.LayoutWarning, match="nothing/of/that/name"):
-        restore(saved, layout_map=layout_map)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", flm.LayoutWarning)
-        restore(saved, layout_map=layout_map)
-
-
 # ------------------------------------------------------------- kinds of leaves
-
-
-DTYPES = [
-    *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "int2", "int4"),
-    *("bfloat16", "float16", "float32", "complex64", "float4_e2m1fn"),
-    *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-]
-
-
-@pytest.mark.slow
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).normal(size=(8, 3)) * 3
-    values[0] = [0.0, -0.0, 1.0]
-    tree = {name: {"w": jnp.asarray(values).astype(name)} for name in DTYPES}
-    tree["float32"]["w"] = tree["float32"]["w"].at[1, 0].set(jnp.nan)
-    flm.checkpoint.save(tmp_path / "a", plain_rules("data=4,m=2").place(tree))
-    layout_map = plain_rules()
-    restored = restore(tmp_path / "a", layout_map=layout_map)
-    assert_same(restored, tree)
-    assert_placed(restored, layout_map.resolve(tree))
 
 
 def other_leaves() -> dict[str, Any]:
@@ -549,24 +452,6 @@ def test_a_number_that_does_not_fit_exactly(tmp_path: Path) -> None:
 # ------------------------------------------------------ a part, another dtype
 
 
-def test_include_and_exclude_without_a_target(saved: Path) -> None:
-    layout_map = rules(MESHES["another shape"]())
-
-    def paths(**selection: Any) -> set[str]:
-        return set(by_path(flm.checkpoint.restore(saved, **selection)))
-
-    everything = paths(layout_map=layout_map)
-    model = {path for path in everything if path.startswith("model/")}
-    kernels = {path for path in model if path.endswith("kernel")}
-    assert paths(layout_map=layout_map, include="^model/") == model
-    assert paths(layout_map=layout_map, include=["^model/.*kernel"]) == kernels
-    assert paths(layout_map=layout_map, exclude="^model/") == everything - model
-    assert (
-        paths(layout_map=layout_map, include="^model/", exclude=["kernel$", "never"])
-        == model - kernels
-    )
-
-
 def test_leaves_that_are_left_out_keep_the_values_of_the_target(
     saved: Path, training: dict[str, Any]
 ) -> None:
@@ -590,17 +475,6 @@ def test_the_rules_need_to_fit_only_what_is_restored(tmp_path: Path) -> None:
     restored = restore(tmp_path / "a", exclude="odd")
     mu = restored["opt_state"]["0"]["mu"]["w"]
     assert mu.sharding.spec == PartitionSpec("data")
-
-
-@pytest.mark.parametrize("dtype", ["target", "float16"])
-def test_dtype_with_a_target(dtype: str, small: Path) -> None:
-    target = small_tree()
-    target["w"] = target["w"].astype(jnp.bfloat16)
-    restored = restore(small, target, dtype=dtype)
-    wanted = jnp.bfloat16 if dtype == "target" else jnp.float16
-    assert bits(restored["w"]) == bits(small_tree()["w"].astype(wanted))
-    bias = jnp.float32 if dtype == "target" else jnp.float16
-    assert restored["b"]["bias"].dtype == bias
 
 
 # ------------------------------------------------------- what does not fit
@@ -706,19 +580,6 @@ def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
         assert have in str(caught.value)
 
 
-def test_functions_below_the_root_are_refused(saved: Path) -> None:
-    layout_map = rules(MESHES["as saved"]())
-    target = {"model": make, "optimizer": make_optimizer(), "step": 0}
-    with refused(
-        "1 problem", "model: a function must be the whole target (it returns the tree)"
-    ):
-        restore(saved, target, layout_map=layout_map)
-    # What is not restored keeps its value, whatever it is.
-    target = {"step": 0, "hook": make}
-    restored = restore(saved, target, layout_map=layout_map, include="^step$")
-    assert restored == {"step": 3, "hook": make}
-
-
 def test_64_bits_are_never_cut(tmp_path: Path) -> None:
     flm.checkpoint.save(tmp_path / "a", {"w": np.arange(8) + 2**40})
     with (
@@ -771,20 +632,6 @@ def test_trees_that_cannot_be_saved(tree: Any, text: str, tmp_path: Path) -> Non
     with refused(f"cannot save to {tmp_path / 'a'}: 1 problem", text):
         flm.checkpoint.save(tmp_path / "a", tree)
     assert os.listdir(tmp_path) == []
-
-
-def test_all_problems_of_a_tree_at_once(tmp_path: Path) -> None:
-    deleted = jnp.ones(2)
-    deleted.delete()
-    (tmp_path / "a").mkdir()
-    tree = {"x": deleted, "y": object(), "b": jnp.ones(1)}
-    with refused(
-        "3 problems",
-        "x (2,): it was deleted, as by donating it to jit; save what jit returned",
-        "y: builtins.object",
-        "the path exists; save to another one, or pass overwrite=True",
-    ):
-        flm.checkpoint.save(tmp_path / "a", tree)
 
 
 def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> None:

@@ -141,14 +141,6 @@ def test_rules_see_the_paths_of_the_parameters(tmp_path: Path) -> None:
     assert_lies(result["opt_state"]["0"]["nu"]["up"]["kernel"], ((), ("model",)), MESH)
 
 
-def test_a_parameter_that_is_called_value(tmp_path: Path) -> None:
-    tree = {"params": {"head": {"value": jnp.arange(4.0)}}}
-    path = written(tmp_path / "a", tree)
-    result = restore(path, tree)
-    assert_same(result, tree)
-    assert [leaf.path for leaf in inspect(path).leaves] == ["params/head"]
-
-
 def test_numbers_of_keys_become_the_keys_of_the_target(tmp_path: Path) -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     path = written(tmp_path / "a", {"keys": keys, "raw": jax.random.key_data(keys)})
@@ -167,27 +159,6 @@ def saved(training: dict[str, Any], tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("saved") / "a"
     flm.checkpoint.save(path, training, layout_map=rules(MESH))
     return path
-
-
-def test_the_rules_of_the_checkpoint_on_another_mesh(
-    saved: Path, training: dict[str, Any]
-) -> None:
-    other = flm.DeviceMesh((4, 2), ("data", "model"))
-    result = restore(saved, mesh=other)
-    assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), other)
-    assert np.array_equal(result["model"]["up"]["kernel"], training["model"].up.kernel)
-    mu = result["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
-    assert_lies(mu, ((), ("model",)), other)
-    model = restore(
-        saved,
-        {"model": make}["model"],
-        mesh="data=1,model=8",
-        rename={"^model/": ""},
-        unexpected="ignore",
-    )
-    assert_same(model, training["model"])
-    with pytest.raises(flm.LayoutError, match="model"):
-        restore(saved, mesh="x=8")
 
 
 def test_rename(saved: Path, training: dict[str, Any]) -> None:
@@ -268,12 +239,6 @@ def test_two_directories_of_one_step(tmp_path: Path) -> None:
     for step in (100, "latest"):
         with refused("ema_100 and model_100; pass"):
             restore(tmp_path, step=step)
-
-
-def test_a_single_array(tmp_path: Path) -> None:
-    path = written(tmp_path / "a", jnp.ones(4))
-    with refused("is a single array, which has no"):
-        restore(path)
 
 
 def test_urls(saved: Path) -> None:
@@ -364,7 +329,7 @@ def test_inspect_safetensors(tmp_path: Path) -> None:
     assert info.kind == "safetensors" and "safetensors" in str(info)
     found = [(leaf.shape, leaf.dtype, leaf.bytes) for leaf in info.leaves]
     assert found == [((4, 8), "bfloat16", 64)]
-    with refused("use flm.checkpoint.restore_"):
+    with refused("use flm.checkpoint.restore_safetensors"):
         restore(tmp_path / "a")
     (file,) = (tmp_path / "a").glob("*.safetensors")
     assert inspect(file).leaves == info.leaves
@@ -391,7 +356,7 @@ def test_steps_of_a_checkpoint_manager(tmp_path: Path) -> None:
         result = restore(tmp_path / "runs", step=step, **options)
         assert (np.asarray(result["params"]["kernel"]) == value).all()
     assert inspect(tmp_path / "runs", step="2").step == 2
-    text = '1, 10, 2; name one: step=10 or step="latest"'
+    text = 'it holds steps; name one: step=10 or step="latest"'
     with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(tmp_path / "runs", **options)
     with refused("no step 3; it has 1, 2, 10"):
@@ -441,45 +406,6 @@ def test_a_plan_says_what_will_happen(saved: Path) -> None:
 
 
 # ------------------------------------------------------------------------- verify
-
-
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_restore_finds_a_flipped_bit(
-    dtype: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In what Orbax gives, as it does where a file has changed."""
-    from flax_layoutmap.checkpoint import _orbax
-
-    target = {"model": make()}
-    before = target["model"].up.kernel[...]
-    options: dict[str, Any] = {
-        "include": "^model/",
-        "unexpected": "ignore",
-        "dtype": dtype,
-    }
-    right = restore(saved, verify=True, **options)
-    kernel = right["model"]["up"]["kernel"]
-    assert np.array_equal(kernel, before.astype(dtype or jnp.float32))
-    assert_lies(kernel, ((), ("model",)), MESH)
-
-    plain = _orbax.read_arrays
-
-    def flipped(*args: Any, **kwargs: Any) -> Any:
-        values = plain(*args, **kwargs)
-        path = "model/layers/1/bias"
-        bits = np.asarray(values[path]).view(np.uint32).copy()
-        bits[-1] ^= 1
-        changed = bits.view(np.asarray(values[path]).dtype)
-        return {**values, path: jax.device_put(changed, values[path].sharding)}
-
-    monkeypatch.setattr(_orbax, "read_arrays", flipped)
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(saved, target, **options)
-    assert "1 problem" in str(caught.value)
-    assert "model/layers/1/bias (16,): its data are not those that" in str(caught.value)
-    assert target["model"].up.kernel[...] is before
-    if dtype is None:
-        restore(saved, verify=False, **options)
 
 
 def test_the_mesh_in_context_does_not_matter(saved: Path) -> None:

@@ -25,7 +25,7 @@ from flax_layoutmap._core import checksums as _checksums
 from flax_layoutmap._core.checksums import block_sum, checksums
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import _STORABLE
-from flax_layoutmap.checkpoint._read import verify
+from flax_layoutmap.checkpoint._verify import verify
 
 # Orbax abandons its other reads when one fails, and Python says so.
 pytestmark = [

@@ -56,7 +56,6 @@ NAMESPACES = {
         "inspect",
         "mappings",
         "plan",
-        "reshard",
         "resolve",
         "restore",
         "restore_safetensors",
