@@ -63,11 +63,9 @@ def restore(
     r"""Restore a checkpoint, each leaf directly into its shards.
 
     Everything is checked before any array is read; one error lists every problem. The
-    mesh may differ in shape, axis names and devices from that of the save. Checkpoints
-    of `save`, and those that Orbax wrote alone (`orbax.checkpoint.v1`,
-    `CheckpointManager`, MaxText, T5X), are joined with the target by path: it does not
-    matter whether the saved tree was a State, a pure dict or a TrainState, boxed or
-    not, and whether its keys were numbers.
+    mesh may differ from that of the save. Checkpoints of `save`, and those that Orbax
+    wrote alone (also MaxText's and T5X's), are joined with the target by path, whatever
+    kind of tree was saved.
 
     Args:
         path: the checkpoint, or a directory of steps.
@@ -84,8 +82,8 @@ def restore(
         include: one or several regular expressions; only leaves in whose full path
             (`model/decoder/…`) one of them is found are restored. A parameter's path
             within its model is searched as well.
-        exclude: likewise; leaves in whose path one is found are not restored. They keep
-            the target's values, which therefore must be concrete.
+        exclude: the opposite. What is left out keeps the target's values, which
+            therefore must be concrete.
         rename: pairs of a regular expression and its replacement, such as
             `(r"^params/(.*)", r"\1")`, or a dict of them; renames the leaves of the
             checkpoint before anything else. The first expression that is found in a
@@ -110,10 +108,9 @@ def restore(
 
     Returns:
         A tree of the target's type. Concrete NNX objects are updated in place once all
-        leaves have been read; abstract ones are returned as new objects; other trees
-        are rebuilt. Numbers have the target's kind: an `int` for an `int`, an array for
-        an array without dims. Without a target, a nested dict of arrays, and of Python
-        numbers and strings as saved.
+        leaves have been read; other trees are rebuilt. Numbers have the target's kind:
+        an `int` for an `int`, an array for an array without dims. Without a target, a
+        nested dict.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit

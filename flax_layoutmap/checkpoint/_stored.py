@@ -9,7 +9,7 @@ belong to the parameters that their paths end with.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +22,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._leaves import Leaf
+from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of
 from flax_layoutmap.checkpoint._options import (
     Options,
     Rename,
@@ -79,9 +79,9 @@ def open_checkpoint(
     if rename:
         new = renamed(list(leaves), rename)
         leaves = dict(zip(new, leaves.values(), strict=True))
-        guessed = _guessed(leaves)
+        known = _guessed(leaves)
         record = dataclasses.replace(
-            record, paths=guessed.paths, origins=guessed.origins, flat=guessed.flat
+            record, paths=known.paths, origins=known.origins, flat=known.flat
         )
     return Stored(
         place, read.item, record, ours, read.is_v1, leaves, held, read.tree, read.custom
@@ -181,8 +181,14 @@ def _named(where: str, held: dict[str, Any]) -> dict[str, Leaf]:
 
 
 def _guessed(leaves: dict[str, Leaf]) -> _record.Record:
+    """The record of leaves, from their paths and shapes alone."""
     flat = flat_of(list(leaves))
-    return _record.Record(flat.full_paths(), origins_of(flat, leaves), flat)
+    paths = flat.full_paths()
+    shapes = [leaves[path].shape for path in paths]
+    dtypes = [leaves[path].dtype for path in paths]
+    origins = find_origins(Leaves(flat, shapes, dtypes)).state or []
+    known = {p: origin for p, origin in zip(paths, origins, strict=False) if origin}
+    return _record.Record(paths, known, flat)
 
 
 # -------------------------------------------- checkpoints that Orbax wrote without us
@@ -214,13 +220,7 @@ def leaf_of_held(path: str, held: Any) -> Leaf | None:
         # Only arrays of JAX have a recorded sharding.
         is_numpy = not hasattr(held, "sharding_metadata")
         return Leaf(path, "array", tuple(held.shape), dtype, is_numpy=is_numpy)
-    if isinstance(held, bool):
-        return None
-    if isinstance(held, int):
-        return Leaf(path, "int")
-    if isinstance(held, float):
-        return Leaf(path, "float")
-    return Leaf(path, "string") if isinstance(held, str) else None
+    return None if isinstance(held, bool) else leaf_of(path, held)
 
 
 def flat_of(names: Sequence[str]) -> Flat:
@@ -236,19 +236,6 @@ def flat_of(names: Sequence[str]) -> Flat:
                 flat.fixed.add(at)
         flat.sections.append(Section(start, len(flat.paths), prefix, role))
     return flat
-
-
-def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Path of each leaf of optimizer state → its origin, found by path and shape."""
-    paths = flat.full_paths()
-    shapes = [leaves[path].shape for path in paths]
-    dtypes = [leaves[path].dtype for path in paths]
-    found = find_origins(Leaves(flat, shapes, dtypes)).state or []
-    return {
-        path: origin
-        for path, origin in zip(paths, found, strict=False)
-        if origin is not None
-    }
 
 
 def _section(name: str) -> tuple[str, Role]:

@@ -35,7 +35,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
     "emptied": lambda file: file.write_bytes(b""),
     "flipped": lambda file: flip(file, 1),
-    "flipped in places": lambda file: flip(file, 40),
+    "flipped in places": lambda file: flip(file, 9),
 }
 
 # Without these files there is nothing to restore.
@@ -46,11 +46,10 @@ NEEDED = {
 
 
 def flip(file: Path, count: int) -> None:
-    """Flip bits of a file, always the same ones."""
+    """Flip bits of a file, evenly spread; a single one in the middle."""
     content = bytearray(file.read_bytes())
-    random = np.random.default_rng(len(content))
-    for _ in range(count if content else 0):
-        content[random.integers(len(content))] ^= 1 << int(random.integers(8))
+    for number in range(count if content else 0):
+        content[len(content) * (2 * number + 1) // (2 * count)] ^= 1 << (number % 8)
     file.write_bytes(content)
 
 

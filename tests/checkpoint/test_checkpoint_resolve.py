@@ -28,16 +28,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_by_its_own_rules_on_another_mesh(saved: Path) -> None:
-    found = flm.checkpoint.resolve(saved, mesh=ABSTRACT)
-    assert found["model/kernel"].shard_shape == (8, 2)
-    assert found["model/kernel"].role == "parameter"
-    moment = found["optimizer/opt_state/0/mu/kernel"]
-    assert (moment.role, moment.shard_shape) == ("optimizer", (8, 2))
-    assert found["model/bias"].reason == "no rule"
-    assert found.mesh == ABSTRACT
-
-
 def test_on_the_mesh_that_it_was_saved_on(saved: Path) -> None:
     found = flm.checkpoint.resolve(saved.parent)  # its latest step
     assert found.mesh is not None and found.mesh.is_abstract

@@ -1,6 +1,6 @@
-"""Threads of one process that save concurrently: complete saves, and no deadlock.
+"""Threads that save and restore concurrently: complete saves, and no deadlock.
 
-All cases run in one process of their own, which is ended when it takes too long.
+They run in a process of their own, which is ended when it takes too long.
 """
 
 import json
@@ -53,10 +53,6 @@ CASES = {{
     "other paths": lambda at: [
         (save, f"{{at}}/a/b/0", 0), (save, f"{{at}}/a/b/1", 1), (save, f"{{at}}/2", 2),
         (save, f"{{at}}/3", 3),
-    ],
-    "one path, overwritten": lambda at: [
-        (lambda name, value: save(name, value, overwrite=True), "replaced/x", value)
-        for value in range(3)
     ],
     "with loops": lambda at: [
         (loop, f"{{at}}/run"), (loop, f"{{at}}/other"), (save, f"{{at}}/0", 0),
@@ -117,14 +113,6 @@ def test_to_other_paths(said: dict[str, list[str]], folder: Path) -> None:
         at = folder / "other paths" / str(number)
         for value, name in enumerate(["a/b/0", "a/b/1", "2", "3"]):
             assert value_of(at / name) == value
-
-
-def test_to_one_path_that_is_overwritten(
-    said: dict[str, list[str]], folder: Path
-) -> None:
-    assert said["one path, overwritten"] == []
-    assert value_of(folder / "replaced" / "x") in range(3)
-    assert [path.name for path in (folder / "replaced").iterdir()] == ["x"]
 
 
 def test_beside_loops_and_restores(said: dict[str, list[str]], folder: Path) -> None:
