@@ -103,8 +103,6 @@ class CheckpointInfo:
         if self.rules is not None:
             count = len(self.rules["rules"])
             lines.append(f"with {count} rule{'s' if count > 1 else ''}")
-        written = [f"{name} {v}" for name, v in self.versions.items() if v is not None]
-        lines += [f"by {', '.join(written)}"] if written else []
         return _table(names, rows, lines)
 
 

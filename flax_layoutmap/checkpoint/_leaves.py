@@ -66,12 +66,10 @@ class Leaf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements; Orbax cannot store such an array."""
         return 0 in self.shape
 
     @property
     def is_python(self) -> bool:
-        """Whether it is a Python value."""
         return self.dtype is None
 
     @property
@@ -140,7 +138,6 @@ def is_storable(dtype: Any) -> bool:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether a dtype is one of real floating-point numbers."""
     return bool(jnp.issubdtype(dtype, np.floating))
 
 

@@ -1,10 +1,10 @@
-"""The options of a restore: their names for type checkers, and their checked values."""
+"""The options of a restore, checked."""
 
 import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,23 +25,6 @@ from flax_layoutmap.checkpoint._places import absolute
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
 Rename = Sequence[tuple[re.Pattern[str], str]]
-
-
-class RestoreOptions(TypedDict, total=False):
-    """The options of `restore` and `plan`; the docstring of `restore` explains them."""
-
-    layout_map: Any
-    mesh: Any
-    step: int | str | None
-    item: str | None
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-    rename: Any
-    dtype: Any
-    missing: Missing
-    unexpected: Unexpected
-    broadcast: str | None
-    host_memory: int | None
 
 
 _CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignore")}
