@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
@@ -41,41 +41,32 @@ def read_leaves(
     arrays are used. Only leaves that are broadcast along a mesh axis are read together.
     """
     recorded = None if options.verify is False else stored.record.checksums
+    reads = [read for read in plan.reads.values() if not read.stored.is_empty]
     groups: dict[int | None, list[Read]] = {None: []}
-    for read in plan.reads.values():
-        if read.stored.is_empty:
-            continue
-        # uint32 may be the data of PRNG keys, which come back with a dim less.
-        is_key = read.stored.dtype == np.uint32 or read.stored.kind == "key"
-        axis = None if is_key else _replica_axis(read.sharding, options.broadcast)
-        groups.setdefault(axis, []).append(read)
+    for read in reads:
+        groups.setdefault(_replica_axis(read, options.broadcast), []).append(read)
     values: dict[str, Any] = {}
-    for axis, reads in groups.items():
+    for axis, group in groups.items():
         targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
-        for read in reads:
-            held = stored.held[read.stored.path]
-            targets[read.stored.path] = _orbax_target(read, held, recorded is not None)
+        for read in group:
+            source = read.stored.path
+            as_stored = recorded is not None
+            targets[source] = _orbax_target(read, stored.held[source], as_stored)
         after = f"using what was read of {stored.where}"
         with Agreement(after, mesh, patience=_PATIENCE_SECONDS):
-            values |= {
-                path: value
-                for path, value in _orbax.read_arrays(
-                    stored.where,
-                    targets,
-                    stored.tree,
-                    item=stored.item,
-                    replica_axis=axis,
-                    host_memory=options.host_memory,
-                    alone=axis is None,
-                ).items()
-                if value is not ...
-            }
+            loaded = _orbax.read_arrays(
+                stored.where,
+                targets,
+                stored.tree,
+                item=stored.item,
+                replica_axis=axis,
+                host_memory=options.host_memory,
+                alone=axis is None,
+            )
+        values |= {read.stored.path: loaded[read.stored.path] for read in group}
     problems = []
     if recorded is not None:
-        leaves = [
-            read.stored for read in plan.reads.values() if not read.stored.is_empty
-        ]
-        problems = changed(leaves, checksums(values), recorded)
+        problems = changed([r.stored for r in reads], checksums(values), recorded)
     restored = {}
     for path, read in plan.reads.items():
         source = read.stored
@@ -114,16 +105,22 @@ def same_reads(plan: Plan, options: Options) -> dict[str, Any]:
     return {"leaves": lines, "broadcast or verify": how}
 
 
-def _replica_axis(sharding: Any, name: str | None) -> int | None:
-    """The number of a mesh axis to broadcast along.
-
-    None if the array is not replicated along it, or replicas share a process.
-    """
+def _replica_axis(read: Read, name: str | None) -> int | None:
+    """The number of a mesh axis along which Orbax can broadcast a leaf, or None."""
+    sharding, stored = read.sharding, read.stored
     if name is None or not isinstance(sharding, NamedSharding):
         return None
-    mesh = sharding.mesh
+    # uint32 may be the data of PRNG keys, which come back with a dim less.
+    if stored.dtype == np.uint32 or stored.kind == "key":
+        return None
     used = {axis for dim in sharding.spec for axis in dim_axes(dim)}
-    if name not in mesh.axis_names or name in used or not isinstance(mesh, Mesh):
+    return None if name in used else _axis_of_processes(sharding.mesh, name)
+
+
+@functools.lru_cache(maxsize=16)
+def _axis_of_processes(mesh: Mesh | AbstractMesh, name: str) -> int | None:
+    """The number of an axis along which no two parts share a process, or None."""
+    if name not in mesh.axis_names or isinstance(mesh, AbstractMesh):
         return None
     number = mesh.axis_names.index(name)
     rows = np.moveaxis(mesh.devices, number, 0).reshape(mesh.shape[name], -1)
