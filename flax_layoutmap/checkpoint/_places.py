@@ -59,43 +59,35 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
         return Place(path if step is None else f"{path.rstrip('/')}/{step}")
     if step is None and (Path(path) / METADATA_FILE).is_file():
         return Place(path)
-    found = steps_in(path)
-    if step is None and not (newest and found):
-        check_place(path)
-    if not found:
+    steps = steps_in(path)
+    if not steps or (step is None and not newest):
         check_place(path)
         raise CheckpointError(
-            f"{path} is one checkpoint and no directory of steps; leave step={step!r} "
-            "out"
+            f"{path} is a checkpoint, not a directory of steps; leave step={step!r} out"
         )
-    numbers = tuple(sorted(found))
+    numbers = tuple(sorted(steps))
     if isinstance(step, str) and step.isdigit():
         step = int(step)
     wanted = numbers[-1] if step is None or step == "latest" else step
-    if wanted not in found:
+    if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted!r}; it has {_some(numbers)}")
-    return Place(os.path.join(path, found[wanted]), int(wanted), numbers)
+    return Place(os.path.join(path, steps[wanted]), int(wanted), numbers)
 
 
 def steps_in(path: str) -> dict[int, str]:
     """Step → directory name of each complete checkpoint in a directory."""
-    found: dict[int, str] = {}
-    try:
-        entries = os.scandir(path)
-    except OSError:
-        return found
-    with entries:
-        for entry in entries:
-            match = _STEP.fullmatch(entry.name)
-            if match and os.path.isfile(os.path.join(entry.path, METADATA_FILE)):
-                other = found.setdefault(int(match[1]), entry.name)
-                if other != entry.name:
-                    first, second = sorted([other, entry.name])
-                    raise CheckpointError(
-                        f"{path} has two checkpoints of step {int(match[1])}: {first} "
-                        f"and {second}; pass the path of the one that you want"
-                    )
-    return found
+    steps: dict[int, str] = {}
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    for name in names:
+        match = _STEP.fullmatch(name)
+        if match and os.path.isfile(os.path.join(path, name, METADATA_FILE)):
+            other = steps.setdefault(int(match[1]), name)
+            if other != name:
+                raise CheckpointError(
+                    f"{path} has two checkpoints of step {int(match[1])}: {other} and "
+                    f"{name}; pass the path of the one that you want"
+                )
+    return steps
 
 
 def _some(steps: tuple[int, ...]) -> str:
@@ -108,8 +100,8 @@ def is_safetensors(path: str) -> bool:
     """Whether a path is a file of safetensors, their index, or a directory of them."""
     place = Path(path)
     if place.is_dir():
-        own = (place / METADATA_FILE).exists()
-        return not own and any(place.glob("*.safetensors"))
+        is_orbax = (place / METADATA_FILE).exists()
+        return not is_orbax and any(place.glob("*.safetensors"))
     return path.endswith((".safetensors", ".safetensors.index.json"))
 
 
@@ -165,9 +157,9 @@ def check_shared(path: str) -> None:
     folder = Path(path).parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    own = np.frombuffer(os.urandom(16), np.uint8)
+    random = np.frombuffer(os.urandom(16), np.uint8)
     # A new name, which no cache of the file system can know as missing.
-    name = bytes(multihost_utils.broadcast_one_to_all(own)).hex()
+    name = bytes(multihost_utils.broadcast_one_to_all(random)).hex()
     file = folder / f".flax_layoutmap-{name}"
     first = jax.process_index() == 0
     try:

@@ -170,7 +170,7 @@ class Record:
         if kind in TYPES:
             return Leaf(path, kind)
         if held is not None and not hasattr(held, "shape"):
-            raise ValueError(f"it is no array, but {held!r}")
+            raise ValueError(f"it is not an array, but {held!r}")
         shape = tuple(entry["shape"] if held is None else held.shape)
         if kind == "key":
             own = shape if held is None else shape[:-1]

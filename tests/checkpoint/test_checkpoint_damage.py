@@ -217,7 +217,7 @@ def as_leaf(path: str, **entry: Any) -> Callable[[Any], Any]:
             "does not fit Orbax's: KeyError('empty')",
         ),
         (as_leaf("keys", kind="key", implementation="mine"), "does not fit Orbax's: "),
-        (as_leaf("step"), "ValueError('it is no array, but 0')"),
+        (as_leaf("step"), "ValueError('it is not an array, but 0')"),
         (as_leaf("small", kind="lock"), "it is of the unknown kind 'lock'"),
     ],
 )

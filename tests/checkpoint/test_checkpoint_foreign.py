@@ -192,7 +192,7 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"missing": "keep"}, "needs a target, which says what could be missing"),
         ({"broadcast": "x"}, "broadcast='x' is not an axis of the mesh"),
         ({"item": "params"}, "has no tree 'params'; it has state"),
-        ({"step": 3}, "is one checkpoint and no directory of steps"),
+        ({"step": 3}, "is a checkpoint, not a directory of steps"),
         ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
         ({"include": "("}, "'(' is not a regular expression"),
         ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
