@@ -15,7 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from same import assert_placed, assert_same, bits, by_path, refused
 
 import flax_layoutmap as flm
@@ -246,6 +246,26 @@ def test_linen_train_state(tmp_path: Path) -> None:
     assert_same(again, state)
     alone = restore(tmp_path / "a", layout_map=layout_map)
     assert_placed(alone, layout_map.resolve(state))
+
+
+def test_own_shardings_of_other_targets(small: Path) -> None:
+    device = jax.devices()[3]
+    sharding = NamedSharding(
+        flm.DeviceMesh("data=8").jax_mesh,  # pyright: ignore[reportArgumentType]
+        PartitionSpec("data"),
+    )
+    bias = jax.device_put(np.zeros(4, np.float32), device)
+    target = {
+        "w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
+        "b": {"bias": bias, "count": np.zeros((), np.int32)},
+        "step": 0,
+    }
+    restored = flm.checkpoint.restore(small, target)
+    assert_same(restored, small_tree())
+    assert restored["w"].sharding == sharding
+    assert restored["b"]["bias"].sharding == SingleDeviceSharding(device)
+    assert type(restored["b"]["count"]) is np.ndarray
+    assert type(restored["step"]) is int
 
 
 def test_metadata_that_a_rule_overrules_is_rewritten(tmp_path: Path) -> None:
