@@ -8,49 +8,36 @@ The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64
 it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
-A sum of integers does not depend on its order, so that each shard adds its part on the
-device or host that holds it. A change that is not 0 modulo 2^64 stays so when it is
-multiplied by an odd number: any change within one word, a flipped bit above all,
-always changes the checksum. Changes of several words escape with a chance of 2^-64
-if they are like random numbers, and of about 2^-(63 - b) if bit `b` of a word is the
-lowest that any of them changes: the weak place is two flips of the last bit of words,
-the sign of every second float32, which cancel. What closes it (a multiplier for each
-half of a word) takes two to three times as long. It does not protect against attacks.
+A sum of integers does not depend on its order, so that each shard adds its part where
+it is. Any change within one word, such as a flipped bit, changes the checksum; changes
+of several words escape with a chance of 2^-64 if they are like random numbers; the weak
+place is two flips of the last bit of words (the sign of every second float32), which
+cancel. It does not protect against attacks.
 """
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _MODULUS = 1 << 64
-
-# An index is split into `high` and `low`, its last bits, whose multipliers are in a
-# table: m(i) = m_high(i >> 14) * m_low(i & (2**14 - 1)).
-_SPLIT = 14
-_LOW = 1 << _SPLIT
-
-# Fewer words than these in a row make a pass over rows slow.
-_SHORT = 32
-# Arrays are cut into pieces of this size for the threads.
-_PIECE_BYTES = 1 << 23
-_THREADS = min(16, os.cpu_count() or 1)
-
-# Devices in the host's own memory, where compiling takes longer than it saves.
-_HOST_PLATFORMS = ("cpu",)
-
+_ROW_BITS = 14
+_ROW = 1 << _ROW_BITS
+# Threads sum arrays in pieces of this size, along the first dim of at most this length.
+_PIECE_BYTES, _PIECE_ROWS = 1 << 22, 1 << 17
+_THREADS = 1 + min(16, os.cpu_count() or 1)
 # Bits per element of dtypes that are narrower than the byte that holds them.
 _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+
+_Index = tuple[int, ...]
 
 
 def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
@@ -61,27 +48,20 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     this process's own values without the others. PRNG keys count as their key data.
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
-    sums = dict.fromkeys(plain, 0)
-    own = {
-        path: value
-        for path, value in plain.items()
-        if alone or jax.process_index() == 0 or _is_spread(value)
-    }
-    programs = {path: _program_of(value) for path, value in own.items()}
-    on_devices = {path: run for path, run in programs.items() if run is not None}
-    on_host = {path: own[path] for path, run in programs.items() if run is None}
+    first = alone or jax.process_index() == 0
+    own = {path: v for path, v in plain.items() if first or _is_spread(v)}
+    on_devices = {path: v for path, v in own.items() if _is_on_accelerator(v)}
+    on_host = {path: v for path, v in own.items() if path not in on_devices}
     with ThreadPoolExecutor(_THREADS) as pool:
-        # In a thread, where the caller's mesh and transfer guard do not apply.
-        started = pool.submit(_start_on_devices, on_devices, own)
-        for path, total in _on_host(on_host, pool):
-            sums[path] += total
-        for path, total in pool.submit(_of_devices, started.result(), own).result():
-            sums[path] += total
-    totals = [total % _MODULUS for total in sums.values()]
+        sums = _sum_on_host(on_host, pool)
+        if on_devices:
+            # In a thread, where the caller's mesh and transfer guard do not apply.
+            sums |= pool.submit(_sum_on_devices, on_devices, pool).result()
+    totals = [sums.get(path, 0) % _MODULUS for path in plain]
     if not alone:
         totals = _over_processes(totals)
     return {
-        path: as_text(total, value)
+        path: f"{(total + _label(value)) % _MODULUS:016x}"
         for (path, value), total in zip(plain.items(), totals, strict=True)
     }
 
@@ -91,305 +71,183 @@ def json_digest(value: Any) -> str:
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
 
 
-def as_text(total: int, value: Any) -> str:
-    """The checksum of a value, given the sum over all its blocks."""
-    label = _label(value.dtype, value.shape) if _is_array(value) else 0
-    return f"{(total + label) % _MODULUS:016x}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _label(dtype: Any, shape: tuple[int, ...]) -> int:
-    return _hash(f"{dtype.name} {shape}")
-
-
-def block_sum(block: np.ndarray, start: Sequence[int]) -> int:
-    """The part of an array's sum that a host block adds; `start` is its first index."""
-    if block.size == 0:
-        return 0
-    if not block.dtype.isnative:
-        block = block.astype(block.dtype.newbyteorder("="))
-    words, first = _words(np.ascontiguousarray(block), tuple(start) or (0,))
-    return _block(words, first) % _MODULUS
-
-
 # ---------------------------------------------------------------- multipliers
 
 
-def _mixed(at: Any, seed: int) -> Any:
-    """An odd number for each index: the mixing of SplitMix64, for NumPy and for JAX."""
-    z = (at + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+def _mixed(at: np.ndarray, seed: int) -> np.ndarray:
+    """An odd number for each index: the mixing of SplitMix64."""
+    z = (at + np.uint64(seed << 48)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def _seeds(dim: int) -> tuple[int, int]:
-    """Seeds for the low and high part of indices of a dim, counted from the last."""
-    return (2 * dim + 1) << 48, (2 * dim + 2) << 48
-
-
 @functools.lru_cache(maxsize=32)
-def _low(dim: int) -> np.ndarray:
-    return _mixed(np.arange(_LOW, dtype=np.uint64), _seeds(dim)[0])
-
-
-@functools.lru_cache(maxsize=4096)
-def _high(dim: int, number: int) -> int:
-    return int(_mixed(np.array([number], np.uint64), _seeds(dim)[1])[0])
+def _mixed_row(dim: int) -> np.ndarray:
+    return _mixed(np.arange(_ROW, dtype=np.uint64), 2 * dim + 1)
 
 
 # Of the many leaves and pieces of a model, most have one of a few shapes.
-@functools.lru_cache(maxsize=128)
-def _table(shape: tuple[int, ...], start: tuple[int, ...], dim: int) -> np.ndarray:
-    """The low multipliers of the words of a block, flattened.
+@functools.lru_cache(maxsize=64)
+def _multipliers(shape: _Index, start: _Index, dim: int) -> np.ndarray:
+    """The multipliers of a block of words, flattened; `dim` is its last one.
 
-    `shape` counts words in some dims, `start` has the low bits of the first index,
-    `dim` is the last of these dims, counted from the array's last one.
+    Dims are counted from the array's last one. An index is split into its last 14 bits
+    and the rest, whose multipliers are multiplied.
     """
-    table = np.ones(1, np.uint64)
+    row = np.ones(1, np.uint64)
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
-        own = _low(dim + len(shape) - 1 - axis)[first : first + size]
-        table = np.multiply.outer(table, own).reshape(-1)
-    return table
+        own, offset = dim + len(shape) - 1 - axis, first % _ROW
+        ends = first >> _ROW_BITS, ((first + size - 1) >> _ROW_BITS) + 1
+        high = _mixed(np.arange(*ends, dtype=np.uint64), 2 * own + 2)
+        numbers = np.multiply.outer(high, _mixed_row(own)).reshape(-1)
+        row = np.multiply.outer(row, numbers[offset : offset + size]).reshape(-1)
+    return row
 
 
 # --------------------------------------------------------------- on the host
 
 
-def _words(
-    block: np.ndarray, start: tuple[int, ...]
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The words of a block, and the index of the first one."""
-    size = block.dtype.itemsize
-    packed = _packed_bits(block.dtype)
-    if packed:
-        block = block.view(np.uint8) & np.uint8((1 << packed) - 1)
-    *outer, first = start
-    if size >= 8:
-        return block.view(np.uint64), (*outer, first * (size // 8))
-    per = 8 // size
-    length = block.shape[-1]
-    before, after = first % per, -(first + length) % per
-    if before or after:
-        # Words at the edges are shared with other blocks, whose elements are 0 here.
-        sizes = (*block.shape[:-1], before + length + after)
-        padded = np.zeros(sizes, f"u{size}")
-        padded[..., before : before + length] = block.view(f"u{size}")
-        block = padded
-    return block.view(np.uint64), (*outer, first // per)
-
-
-@functools.lru_cache(maxsize=64)
-def _packed_bits(dtype: Any) -> int:
-    """Bits per element of a dtype narrower than a byte; else 0."""
-    return _PACKED.get(dtype.name, 0)
-
-
-def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block of words, not reduced modulo 2^64.
-
-    The block is cut at the ends of the tables of low multipliers, so that the high
-    multipliers of each part are one factor.
-    """
-    cuts = [
-        [0, *range(_LOW - first % _LOW, size, _LOW), size]
-        for size, first in zip(words.shape, start, strict=True)
-    ]
-    total = 0
-    for part in itertools.product(*map(itertools.pairwise, cuts)):
-        at = [first + low for first, (low, _) in zip(start, part, strict=True)]
-        factor = math.prod(
-            _high(words.ndim - 1 - axis, index >> _SPLIT)
-            for axis, index in enumerate(at)
-        )
-        low = tuple(index & (_LOW - 1) for index in at)
-        box = tuple(slice(*ends) for ends in part)
-        total += factor * _low_sum(words[box], low, 0)
-    return total
-
-
-def _low_sum(words: np.ndarray, start: tuple[int, ...], dim: int) -> int:
-    """The sum of words, each times its low multipliers; `dim` is their last dim."""
-    axis, row = words.ndim, 1
-    while axis and (row < _SHORT or row * words.shape[axis - 1] <= _LOW):
-        axis -= 1
-        row *= words.shape[axis]
-    table = _table(words.shape[axis:], start[axis:], dim)
-    if not axis:
-        return int(np.dot(words.reshape(-1), table))
-    # For integers einsum is faster than dot, and it lets other threads run.
-    sums = np.einsum("ij,j->i", words.reshape(-1, row), table)
-    return _low_sum(
-        sums.reshape(words.shape[:axis]), start[:axis], dim + words.ndim - axis
-    )
-
-
-def _on_host(
-    values: Mapping[str, Any], pool: ThreadPoolExecutor
-) -> Iterator[tuple[str, int]]:
-    """(path, partial sum) of the values that are summed on the host."""
-    batches: list[Future[list[tuple[str, int]]]] = []
-    batch: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
-    held = 0
+def _sum_on_host(values: Mapping[str, Any], pool: ThreadPoolExecutor) -> dict[str, int]:
+    sums = dict.fromkeys(values, 0)
+    pieces: list[tuple[str, np.ndarray, _Index]] = []
     for path, value in values.items():
-        if not _is_array(value):
-            yield path, _hash(f"{type(value).__name__} {value!r}")
+        if _is_array(value):
+            pieces += [(path, *piece) for piece in _pieces(value)]
+        else:
+            sums[path] = _hash(f"{type(value).__name__} {value!r}")
+    paths, blocks, starts = zip(*pieces, strict=True) if pieces else ((), (), ())
+    run = pool.map if sum(block.nbytes for block in blocks) > _PIECE_BYTES else map
+    for path, total in zip(paths, run(_block_sum, blocks, starts), strict=True):
+        sums[path] += total
+    return sums
+
+
+def _pieces(value: Any) -> Iterator[tuple[np.ndarray, _Index]]:
+    """The parts of an array that this process sums, and the index where each starts."""
+    blocks = [(value, (0,) * value.ndim)]
+    if _is_jax(value):
+        shards = _first_shards(value.sharding, value.shape)
+        blocks = [(value.addressable_data(number), start) for number, start in shards]
+    for array, start in blocks:
+        block = np.atleast_1d(np.asarray(array))
+        if block.size == 0:
             continue
-        for block, start in _host_blocks(value):
-            batch.append((path, block, start))
-            held += block.nbytes
-            if held >= _PIECE_BYTES:
-                batches.append(pool.submit(_sums, batch))
-                batch, held = [], 0
-    yield from _sums(batch)
-    for found in batches:
-        yield from found.result()
-
-
-def _sums(
-    batch: Iterable[tuple[str, np.ndarray, tuple[int, ...]]],
-) -> list[tuple[str, int]]:
-    return [(path, block_sum(block, start)) for path, block, start in batch]
-
-
-def _host_blocks(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """The blocks that this process sums, in pieces, and where each starts."""
-    if not isinstance(value, jax.Array):
-        yield from _pieces(np.asarray(value), (0,) * value.ndim)
-        return
-    for number, start in _first_holders(value.sharding, value.shape):
-        yield from _pieces(np.asarray(value.addressable_data(number)), start)
+        rows = min(max(1, len(block) * _PIECE_BYTES // block.nbytes), _PIECE_ROWS)
+        for at in range(0, len(block), rows):
+            first, *others = start or (0,)
+            yield block[at : at + rows], (first + at, *others)
 
 
 @functools.lru_cache(maxsize=512)
-def _first_holders(
-    sharding: Any, shape: tuple[int, ...]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """The shards of this process to sum, so that each part of an array is summed once.
-
-    Each is its number among the addressable shards and the index where it starts.
-    """
-    seen, found = set(), []
-    own = sharding.addressable_devices
-    numbers: dict[Any, int] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        start = tuple(part.start or 0 for part in index)
-        if device in own:
-            numbers[device] = len(numbers)
-        if start not in seen and device in own:
-            found.append((numbers[device], start))
-        seen.add(start)
-    return found
+def _first_shards(sharding: Any, shape: _Index) -> list[tuple[int, _Index]]:
+    """Number and start of the shards to sum here, so that each part is summed once."""
+    indices = sharding.devices_indices_map(shape)
+    starts = {d: tuple(part.start or 0 for part in i) for d, i in indices.items()}
+    first = {start: device for device, start in reversed(starts.items())}
+    here = [device for device in starts if device in sharding.addressable_devices]
+    return [(n, starts[d]) for n, d in enumerate(here) if first[starts[d]] == d]
 
 
-def _pieces(
-    block: np.ndarray, start: tuple[int, ...]
-) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    if block.nbytes <= 2 * _PIECE_BYTES or block.ndim == 0:
-        yield block, start
-        return
-    rows = max(1, len(block) * _PIECE_BYTES // block.nbytes)
-    for at in range(0, len(block), rows):
-        yield block[at : at + rows], (start[0] + at, *start[1:])
+def _block_sum(block: np.ndarray, start: _Index) -> int:
+    """The part of an array's sum that a block adds."""
+    words, start = _words(block, start)
+    shape, dim = words.shape, 0
+    while shape:
+        count = 1  # of dims that are summed at once: long rows are faster
+        while count < len(shape) and math.prod(shape[-count - 1 :]) <= _ROW:
+            count += 1
+        row = _multipliers(shape[-count:], start[-count:], dim)
+        # For integers einsum is faster than dot, and it lets other threads run.
+        words = np.einsum("ij,j->i", words.reshape(-1, row.size), row)
+        shape, start, dim = shape[:-count], start[:-count], dim + count
+    return int(words[0])
+
+
+def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
+    """The 64-bit words of a block, and the index of the first one."""
+    packed = _PACKED.get(block.dtype.name)
+    native = block.astype(block.dtype.newbyteorder("="), copy=False)
+    block, size = np.ascontiguousarray(native), block.itemsize
+    *outer, first = start
+    if size >= 8:
+        return block.view(np.uint64), (*outer, first * (size // 8))
+    block = block.view(f"u{size}")
+    if packed:
+        block = block & np.uint8((1 << packed) - 1)
+    per, length = 8 // size, block.shape[-1]
+    before, after = first % per, -(first + length) % per
+    if before or after:
+        # Words at the edges are shared with other blocks, whose elements are 0 here.
+        whole = np.zeros((*block.shape[:-1], before + length + after), block.dtype)
+        whole[..., before : before + length] = block
+        block = whole
+    return block.view(np.uint64), (*outer, first // per)
 
 
 # ---------------------------------------------------------------- on devices
 
-_Program = Callable[[Any], Any]
+
+def _is_on_accelerator(value: Any) -> bool:
+    """Whether the devices that hold an array sum it; else the host does."""
+    is_plain = _is_jax(value) and value.dtype.name not in _PACKED
+    if not is_plain or value.size == 0 or value.dtype.itemsize > 4:
+        return False
+    device = next(iter(value.sharding.device_set))
+    in_own_memory = value.sharding.memory_kind in (None, device.default_memory().kind)
+    return in_own_memory and device.platform != "cpu"
 
 
-def _program_of(value: Any) -> _Program | None:
-    """The program that sums an array on its devices; None if the host sums it."""
-    if not isinstance(value, jax.Array) or value.size == 0:
-        return None
-    sharding = value.sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return None
-    device = sharding.mesh.devices.flat[0]
-    in_own_memory = sharding.memory_kind in (None, device.default_memory().kind)
-    is_wide = value.dtype.itemsize > 4 or value.dtype.kind == "c"
-    if device.platform in _HOST_PLATFORMS or not in_own_memory or is_wide:
-        return None
-    return program(sharding, value.shape, value.dtype)
+def _sum_on_devices(
+    values: Mapping[str, Any], pool: ThreadPoolExecutor
+) -> dict[str, int]:
+    """The sums, each counted by the first process that has the array."""
+    kinds = {path: (v.sharding, v.shape, v.dtype) for path, v in values.items()}
+    # Threads compile; the programs of all processes must run in the same order.
+    unlike = list(dict.fromkeys(kinds.values()))
+    programs = dict(zip(unlike, pool.map(_program, unlike), strict=True))
+    with jax.enable_x64(True):
+        sums = {path: programs[kinds[path]](value) for path, value in values.items()}
+    counted_by = {
+        path: min(device.process_index for device in kinds[path][0].device_set)
+        for path in sums
+    }
+    here = [path for path in sums if counted_by[path] == jax.process_index()]
+    return {path: int(np.asarray(sums[path].addressable_data(0))) for path in here}
 
 
 @functools.lru_cache(maxsize=512)
-def program(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> _Program:
-    """The program that sums each shard on its device, without communication.
+def _program(kind: tuple[Any, _Index, Any]) -> Callable[[Any], Any]:
+    """The program that sums arrays; XLA divides it as they are sharded."""
+    sharding, shape, dtype = kind
+    *outer, last = shape or (1,)
+    bits = dtype.itemsize * 8
+    per = 64 // bits
+    shifts = np.arange(0, 64, bits, dtype=np.uint64)
+    words = _multipliers((-(-last // per),), (0,), 0)
+    factors = [(words[:, None] << shifts).reshape(-1)[:last]]
+    for dim, size in enumerate(reversed(outer), 1):
+        factors.append(_multipliers((size,), (0,), dim))
 
-    Returns one number per device, in mesh order; call it with 64-bit types enabled.
-    """
-    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    def total(value: Any, factors: Any) -> Any:
+        value = value.astype(np.uint8) if value.dtype == np.bool_ else value
+        value = value.reshape(shape or (1,))
+        sums = jax.lax.bitcast_convert_type(value, f"uint{bits}").astype(np.uint64)
+        for dim, factor in enumerate(factors):
+            sums = sums * factor.reshape(-1, *(1,) * dim)
+        return jnp.sum(sums, dtype=np.uint64)
 
-    def part(shard: Any) -> Any:
-        sizes = shard.shape or (1,)
-        numbers, bits = _numbers(shard.reshape(sizes))
-        along = zip((spec or (None,))[::-1], sizes[::-1], strict=True)
-        for dim, (axes, size) in enumerate(along):
-            start = jax.lax.axis_index(axes) if axes else np.int32(0)
-            start = start.astype(np.uint64) * np.uint64(size)
-            weights = _weights(dim, start, size, bits if dim == 0 else 64)
-            numbers = jnp.sum(numbers * weights, axis=-1, dtype=np.uint64)
-        return numbers[None]
-
-    mesh = sharding.mesh
-    mapped = jax.shard_map(
-        part,
-        mesh=mesh,
-        in_specs=PartitionSpec(*spec),
-        out_specs=PartitionSpec(mesh.axis_names),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
-
-
-def _numbers(shard: Any) -> tuple[Any, int]:
-    """The bits of each element as an integer, and the bits it takes of a word."""
-    name = shard.dtype.name
-    width = _packed_bits(shard.dtype) or shard.dtype.itemsize * 8
-    if name == "bool":
-        shard = shard.astype(np.uint8)
-    own = jax.lax.bitcast_convert_type(shard, f"uint{width}")
-    return own.astype(np.uint64), max(width, 8)
-
-
-def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
-    """The multipliers of a range of elements of `bits` bits, packed into words."""
-    at = jnp.arange(size, dtype=np.uint64) + start
-    per = np.uint64(64 // bits)
-    word, inside = at // per, at % per
-    low, high = _seeds(dim)
-    weights = _mixed(word & np.uint64(_LOW - 1), low)
-    weights = weights * _mixed(word >> np.uint64(_SPLIT), high)
-    weights = weights << (inside * np.uint64(bits % 64))
-    # Otherwise XLA would compute them again for every row.
-    return jax.lax.optimization_barrier(weights) if size <= _LOW else weights
-
-
-def _start_on_devices(
-    programs: Mapping[str, _Program], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Start all programs, and the transfers of their results to the host."""
     with jax.enable_x64(True):
-        started = {path: run(values[path]) for path, run in programs.items()}
-    for result in started.values():
-        for shard in result.addressable_shards:
-            shard.data.copy_to_host_async()
-    return started
-
-
-def _of_devices(
-    results: Mapping[str, Any], values: Mapping[str, Any]
-) -> list[tuple[str, int]]:
-    """(path, partial sum) from the programs on the devices of this process."""
-    return [
-        (path, int(np.asarray(result.addressable_data(number))[0]))
-        for path, result in results.items()
-        for number, _ in _first_holders(values[path].sharding, values[path].shape)
-    ]
+        example = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        compiled = jax.jit(total).lower(example, factors).compile()
+    return lambda value: compiled(value, factors)
 
 
 # --------------------------------------------------------------------- pieces
+
+
+def _is_jax(value: Any) -> bool:
+    return isinstance(value, jax.Array)
 
 
 def _is_array(value: Any) -> bool:
@@ -398,14 +256,22 @@ def _is_array(value: Any) -> bool:
 
 def _is_spread(value: Any) -> bool:
     """Whether several processes hold the parts of an array."""
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
+    return _is_jax(value) and not value.is_fully_addressable
 
 
 def _without_keys(value: Any) -> Any:
-    is_key = isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    )
-    return jax.random.key_data(value) if is_key else value
+    if _is_jax(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value
+
+
+def _label(value: Any) -> int:
+    return _label_of(value.dtype, value.shape) if _is_array(value) else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _label_of(dtype: Any, shape: _Index) -> int:
+    return _hash(f"{dtype.name} {shape}")
 
 
 def _hash(text: str) -> int:

@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
@@ -68,57 +71,81 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
             "the path exists and is no checkpoint, so overwrite=True does not replace "
             "it; remove it yourself, or save to another path"
         )
-    return cannot_name(os.path.realpath(path))  # see `write`
+    real = os.path.realpath(path)  # see `write`
+    return cannot_name(real) or _no_place(Path(real).parent)
 
 
 def _no_place(parent: Path) -> str | None:
     """The reason why no directory can be created in another one, or None.
 
-    Orbax fails too late: its threads then block the program's exit for five minutes.
+    Process 0 tries it: when Orbax fails, its threads block the program's exit for five
+    minutes.
     """
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
         return f"{parent} is a file, so no directory can be made in it"
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return f"the directory {parent} cannot be written to"
+    if jax.process_index() == 0:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".flax_layoutmap-", dir=parent))
+        except OSError as error:
+            return f"the directory {parent} cannot be written to: {error.strerror}"
     return None
 
 
 def write(
     path: str, tree: dict[str, Any], metadata: dict[str, Any], overwrite: bool
 ) -> None:
-    """Write a checkpoint; return when it is complete.
-
-    An existing one is replaced only when the new one is complete beside it.
-    """
-    from orbax.checkpoint import v1
-
-    replace = overwrite and not is_url(path) and os.path.exists(path)
-    if replace:
-        path = os.path.realpath(path)  # replaces the target of a link, not the link
-    with translated(f"cannot save to {path}"), saving_context():
-        v1.save(
-            path + NEW if replace else path,
-            tree,
-            overwrite=overwrite,
-            custom_metadata=metadata,
-        )
-    if replace:
+    """Write a checkpoint; return when it is complete."""
+    if not overwrite or is_url(path) or not os.path.exists(path):
+        _save(path, tree, metadata, overwrite)
+        return
+    path = os.path.realpath(path)  # replaces the target of a link, not the link
+    number = _common_number()
+    new, old = f"{path}{NEW}-{number:016x}", f"{path}{OLD}-{number:016x}"
+    try:
+        _save(new, tree, metadata, overwrite=False)
         on_first_process(
-            lambda: _swap(path),
-            lambda why: (
-                f"cannot replace {path}: {why}; beside it are the new one ({NEW!r} "
-                f"added) and the old one ({OLD!r}), where they are not in place"
-            ),
+            lambda: _swap(path, new, old), lambda why: f"cannot replace {path}: {why}"
         )
+    finally:
+        if jax.process_index() == 0:
+            for left in glob.glob(f"{new}*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _save(
+    path: str, tree: dict[str, Any], metadata: dict[str, Any], overwrite: bool
+) -> None:
+    with translated(f"cannot save to {path}"), saving_context():
+        v1().save(path, tree, overwrite=overwrite, custom_metadata=metadata)
+
+
+def _common_number() -> int:
+    """A random number of 62 bits, the same on all processes."""
+    number = np.frombuffer(os.urandom(8), np.uint32) >> 1
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        number = multihost_utils.broadcast_one_to_all(number)
+    high, low = (int(part) for part in number)
+    return high << 31 | low
+
+
+def _swap(path: str, new: str, old: str) -> None:
+    """Replace the checkpoint at a path by the new one, or leave it there."""
+    try:
+        os.rename(path, old)
+        os.rename(new, path)
+    finally:
+        if not os.path.lexists(path):
+            os.rename(old, path)
+    shutil.rmtree(old)
 
 
 def saving_context() -> Any:
     """Orbax's options for writing, as a context manager."""
-    from orbax.checkpoint import v1
-
-    context = v1.Context()
+    context = v1().Context()
     saving = context.array.saving
     saving.min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES
     saving.storage_options.chunk_byte_size = _CHUNK_BYTES
@@ -126,15 +153,6 @@ def saving_context() -> Any:
     # would hold the whole mesh once per array.
     saving.enable_write_sharding_file = False
     return context
-
-
-def _swap(path: str) -> None:
-    """Replace the old checkpoint by the new one."""
-    if os.path.lexists(path + OLD):
-        shutil.rmtree(path + OLD)  # of an earlier swap that was interrupted
-    os.rename(path, path + OLD)
-    os.rename(path + NEW, path)
-    shutil.rmtree(path + OLD)
 
 
 # -------------------------------------------------------------------- reading
@@ -306,3 +324,48 @@ def translated(failing: str, advice: str = "") -> Iterator[None]:
         text = text.partition(" [source locations")[0][:_CAUSE_CHARACTERS]
         name = type(cause).__name__
         raise CheckpointError(f"{failing}: {name}: {text}{advice}") from error
+
+
+# -------------------------------------------------------------- training loops
+
+
+def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) -> Any:
+    """Open Orbax's Checkpointer, which removes what interrupted saves left.
+
+    Numbers stand for Orbax's policies; `keep` None keeps all steps.
+    """
+    saves, preserves = (
+        v1().training.save_decision_policies,
+        v1().training.preservation_policies,
+    )
+    if isinstance(every, int):
+        every = saves.FixedIntervalPolicy(every)
+    if isinstance(keep, int):
+        keep = preserves.LatestN(keep)
+    if keep_every is not None:
+        keep = preserves.AnyPreservationPolicy(
+            [keep, preserves.EveryNSteps(keep_every)]
+        )
+    with translated(f"cannot save steps to {directory}"):
+        return v1().training.Checkpointer(
+            directory,
+            context=saving_context(),
+            save_decision_policy=every,
+            preservation_policy=keep,
+            cleanup_tmp_directories=True,
+        )
+
+
+def steps_below(directory: str) -> list[int]:
+    """The complete steps below a directory, in order; locally it reads only names."""
+    if is_url(directory):
+        # On storage services a file marks a finished step.
+        names = v1().path.step.standard_name_format().find_all(directory)
+        return sorted(metadata.step for metadata in names)
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # Orbax names a step by its number, without leading zeros.
+    return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)

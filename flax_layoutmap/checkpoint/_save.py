@@ -1,10 +1,9 @@
 """flm.checkpoint.save."""
 
-import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,9 +39,8 @@ def save(
     """Save a tree; return when the checkpoint is complete.
 
     Every process of a job calls it with the same path, on shared storage. The state of
-    NNX objects is saved, including PRNG counters and batch statistics. Python numbers
-    and strings are restored as such; process 0 writes its own values of these and of
-    NumPy arrays. Threads of a process take turns.
+    NNX objects is saved, including PRNG counters and batch statistics. Process 0 writes
+    its own values of Python numbers, strings and NumPy arrays.
 
     Args:
         path: a directory that does not exist yet, without `*`, `?` and `[` in its path;
@@ -52,14 +50,14 @@ def save(
         layout_map: the rules to write into the metadata, after they have been resolved
             against the tree.
         overwrite: replace the checkpoint at `path`. The new one is written beside it
-            (`path` + `.replacement`) and replaces it when complete, so that a failed
-            save loses nothing. At a URL (`gs://…`) Orbax deletes the old one first.
+            under a name of its own and renamed when it is complete: a failed save
+            leaves the old one. At a URL (`gs://…`) Orbax deletes the old one first.
         checksums: whether to record a checksum of each leaf, with which `restore` and
             `verify` detect damage.
 
     Raises:
-        CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
-            writing failed.
+        CheckpointError: leaves cannot be saved (one error lists all), `path` exists or
+            cannot be written to, or writing failed.
         ResolveError: leaves do not fit the rules; nothing was written.
 
     Example:
@@ -74,23 +72,22 @@ def save(
 
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
-    place = absolute(path)
+    place, rules = absolute(path), rules_of(layout_map)
+
+    def obstacle(_: object) -> str | None:
+        return _orbax.cannot_write(place, overwrite)
+
     with _orbax.TURN:
-        ready = prepare(
-            place,
-            tree,
-            layout_map,
-            lambda: _orbax.cannot_write(place, overwrite),
-            checksums,
-        )
+        ready = prepare(place, tree, rules, obstacle, checksums)
+        check_shared(place)
         custom = _record.sealed({_record.KEY: ready.record})
         _orbax.write(place, ready.values, custom, overwrite)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """A tree ready to be written: nested values for Orbax, and our record."""
+class Ready(NamedTuple):
+    """A tree ready to be written: its leaves, the values for Orbax, our record."""
 
+    leaves: Sequence[Leaf]
     values: dict[str, Any]
     record: dict[str, Any]
 
@@ -98,29 +95,28 @@ class Ready:
 def prepare(
     place: str,
     tree: Any,
-    layout_map: Any,
-    cannot_write: Callable[[], str | None],
-    checksums: bool = True,
+    rules: RuleSet | None,
+    obstacle: Callable[[Sequence[Leaf]], str | None],
+    checksums: bool,
 ) -> Ready:
     """Check on all processes that a tree can be written, before anything is.
 
-    `cannot_write` returns the reason why nothing can be written there, or None.
+    `obstacle` returns the reason why these leaves cannot be written there, or None.
     """
-    rules = rules_of(layout_map)
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
         resolution = resolve(tree, RuleSet(strict=False) if rules is None else rules)
         flat = flatten(tree)
-        leaves, problems = _described(flat.full_paths(), flat.leaves)
-        problems += _dotted_twice(flat.full_paths())
-        occupied = cannot_write()
-        problems += [] if occupied is None else [occupied]
+        paths = flat.full_paths()
+        leaves, problems = _described(paths, flat.leaves)
+        problems += _dotted_twice(paths)
+        reason = obstacle(leaves)
+        problems += [] if reason is None else [reason]
         if not problems and all(leaf.is_empty for leaf in leaves):
             problems.append("the tree holds no value")
         if problems:
             raise problem_list(f"cannot save to {place}", problems)
         resolution.announce()
         agreement.add(resolution.fingerprint_lines)
-    check_shared(place)
     values = {
         leaf.path: _storable(leaf, value)
         for leaf, value in zip(leaves, flat.leaves, strict=True)
@@ -129,7 +125,7 @@ def prepare(
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
         record["checksums"] = checksums_of(values)
-    return Ready(nested(values), record)
+    return Ready(leaves, nested(values), record)
 
 
 def _described(

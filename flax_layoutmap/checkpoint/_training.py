@@ -1,35 +1,28 @@
 """flm.checkpoint.Checkpointer."""
 
+import contextlib
+import json
+import operator
 import os
-import sys
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 
 from flax_layoutmap._birth.create import create
 from flax_layoutmap._core.errors import CheckpointError, warn
-from flax_layoutmap._core.processes import Agreement, tell_of_others
-from flax_layoutmap.checkpoint import _orbax, _record, _step_writer
-from flax_layoutmap.checkpoint._leaves import mesh_of
-from flax_layoutmap.checkpoint._loop import (
-    Preemption,
-    WriteLock,
-    add_context,
-    check_directory,
-    check_numbers,
-    described,
-    difference,
-    existing_step,
-    next_step,
-    way_back,
-)
+from flax_layoutmap._core.processes import tell_of_others
+from flax_layoutmap.checkpoint import _data_states, _orbax, _record
+from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._options import rules_of
-from flax_layoutmap.checkpoint._places import absolute, is_url
+from flax_layoutmap.checkpoint._places import (
+    METADATA_FILE,
+    absolute,
+    cannot_name,
+    check_shared,
+)
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._save import prepare
-from flax_layoutmap.checkpoint._step_writer import StepWriter, steps_in
 
 # The user's own metadata, beside our record in the custom metadata of a step.
 _USER = "metadata"
@@ -38,20 +31,18 @@ _USER = "metadata"
 class Checkpointer:
     """The checkpoints of a training loop, one for each saved step.
 
-    A save copies the values and returns; they are written while training goes on.
-    Leaving the `with` block finishes the last one. Whatever ends the program, a save
-    that failed is an error and no exit code 0: it is raised by the next `save`, or by
-    the end of the block. Without a `with` block each save is complete when it returns.
+    A save copies the values and returns; Orbax writes them while training goes on.
+    Errors of these background saves are raised by the next `save` that is due, by
+    `wait`, or on leaving the `with` block, which finishes the last save. Without a
+    `with` block each save is complete when it returns.
 
-    SIGTERM (a preempted job) makes the next `save` one that is due, and it is complete
-    when it returns; `reached_preemption` then says that the loop should end. With
-    several processes all of them save the same step; for that, call `save` in every
-    step, and let the policy decide. A second SIGTERM ends the program as usual.
+    In a job that called `jax.distributed.initialize`, SIGTERM (preemption) makes the
+    next `save` one that is due in all processes, and `reached_preemption` then says
+    that the loop should end. For that, call `save` in every step.
 
-    Every process calls the methods with the same arguments. Below `directory` each step
-    is a checkpoint of its own (`directory/1000`), which `restore` reads and which plain
-    Orbax reads; an unfinished one is ignored, and removed by the next save. Only one
-    program at a time may save there; any number may restore.
+    Every process calls the methods with the same arguments. Each step is a checkpoint
+    of its own (`directory/1000`), which `restore` and plain Orbax read. An unfinished
+    one is ignored, and removed by the next save; only one program at a time may save.
 
     Args:
         directory: where the steps are; it is made by the first save.
@@ -59,42 +50,26 @@ class Checkpointer:
         every: save each step that is a multiple of this; or one of the policies in
             `orbax.checkpoint.v1.training.save_decision_policies`.
         keep: how many of the latest steps to keep; None for all; or one of the policies
-            in `….preservation_policies` (which see `metadata` as the metrics). Older
-            ones are removed once a newer one is complete.
+            in `….preservation_policies` (which see `metadata` as the metrics).
         keep_every: also keep the steps that are multiples of this.
         checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
-    Raises:
-        CheckpointError: the directory is a file or a checkpoint itself, or a number
-            makes no sense.
-        RuleError: `layout_map` is neither a LayoutMap nor a RuleSet.
-
     Example:
-        >>> import tempfile, jax.numpy as jnp, optax, flax_layoutmap as flm
-        >>> from flax import nnx
+        >>> import tempfile, jax, flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["kernel"] = (None, "data")
-        >>> layout_map["bias"] = None
-        >>> def create_fn():
-        ...     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-        ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        >>> @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
-        ... def train_step(model, optimizer, batch):
-        ...     loss_of = lambda model: jnp.mean(model(batch) ** 2)
-        ...     loss, gradients = nnx.value_and_grad(loss_of)(model)
-        ...     optimizer.update(model, gradients)
-        ...     return loss
+        >>> layout_map["w"] = ("data",)
+        >>> add = lambda state: {"w": state["w"] + 1}
+        >>> step_fn = flm.jit(add, layout_map=layout_map)
         >>> def run(directory, steps):
         ...     with flm.checkpoint.Checkpointer(
         ...         directory, layout_map=layout_map, every=2, keep=3
         ...     ) as checkpointer:
-        ...         state, start = checkpointer.restore_or_init(create_fn)
+        ...         state, start = checkpointer.restore_or_init(
+        ...             lambda: {"w": jax.numpy.zeros(8)}
+        ...         )
         ...         for step in range(start, steps):
-        ...             loss = train_step(*state, jnp.ones((8, 4)))
-        ...             last = step == steps - 1
-        ...             checkpointer.save(
-        ...                 step, state, metadata={"loss": loss}, force=last
-        ...             )
+        ...             state = step_fn(state)
+        ...             checkpointer.save(step, state, force=step == steps - 1)
         ...             if checkpointer.reached_preemption:
         ...                 break
         ...     return start, checkpointer.steps
@@ -117,16 +92,16 @@ class Checkpointer:
     ) -> None:
         self._directory = absolute(directory)
         self._rules = rules_of(layout_map)
-        check_numbers(every, keep, keep_every)
-        check_directory(self._directory)
-        self._every, self._checksums = every, checksums
-        self._writer = StepWriter(self._directory, every, keep, keep_every)
-        self._lock = WriteLock(self._directory)
-        self._preemption = Preemption()
-        self._is_inside = self._is_closed = False
-        self._last: int | None = None  # step that was saved last
-        self._passed: int | None = None  # step that was no longer due after it
-        self._tree: dict[str, str] | None = None
+        _check_policies(every, keep, keep_every)
+        _check_directory(self._directory)
+        self._policies = (every, keep, keep_every)
+        self._has_metrics = hasattr(keep, "should_preserve")
+        self._checksums = checksums
+        self._is_inside = self._reached_preemption = False
+        self._writer: Any = None  # Orbax's Checkpointer, opened by the first save
+        self._pending: tuple[int, Any] | None = None  # step, and Orbax's response
+        self._last: int | None = None  # the latest step, saved or being saved
+        self._structure: dict[str, str] = {}
 
     @property
     def directory(self) -> str:
@@ -135,11 +110,8 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The finished steps, in order; one that is still being saved is not there yet.
-
-        `wait()` before it, where that one counts.
-        """
-        return steps_in(self._directory)
+        """The finished steps, in order, without one that is still being saved."""
+        return _orbax.steps_below(self._directory)
 
     @property
     def latest(self) -> int | None:
@@ -148,8 +120,8 @@ class Checkpointer:
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether the program was asked to end, and the last save is for that."""
-        return self._preemption.is_reached
+        """Whether the job was asked to end, and the last save is for that."""
+        return self._reached_preemption
 
     # ------------------------------------------------------------------ saving
 
@@ -170,9 +142,8 @@ class Checkpointer:
         Args:
             step: its number, larger than that of the latest one.
             state: any tree that `flm.checkpoint.save` takes, the same in each step.
-            data: what the batches come from: an object with `get_state()` and
-                `set_state(state)`, or `state_dict()` and `load_state_dict(state)`; a
-                JSON value; or a dict of these. Each process saves its own.
+            data: an iterator with `get_state()` and `set_state(state)`, or a dict of
+                them. Each process saves the state of its own.
             metadata: JSON values, and arrays without dims (the loss), for people.
             force: save it even if it is not due, as the last one of a run.
 
@@ -180,84 +151,54 @@ class Checkpointer:
             Whether this step is being saved.
 
         Raises:
-            CheckpointError: an earlier save failed; the step cannot be saved now; or
-                the tree is another one than before. Nothing was written of this step.
+            CheckpointError: an earlier save failed; or this step cannot be saved, and
+                nothing was written of it.
             ResolveError: leaves do not fit the rules.
         """
-        if self._is_closed:
-            raise CheckpointError(
-                f"this Checkpointer of {self._directory} is closed; make a new one"
-            )
-        self._settle(self._writer.check)
-        if self._last is None:
-            self._last = max(self.steps, default=-1)
-        step = next_step(step, self._last, self._directory)
-        preempted = self._preemption.reached(step)
-        if not (force or preempted or self._writer.is_due(step)):
-            self._passed = step
+        step = self._next(step)
+        preempted = _is_preempted(step)
+        if not (force or preempted or self._is_due(step)):
             return False
-        try:
-            # Raises the failure of an earlier save before any problem of this step.
+        self.wait()
+        self._start(step, state, data, metadata)
+        self._last = step
+        self._reached_preemption |= preempted
+        if preempted or not self._is_inside:
             self.wait()
-            self._start(step, state, data, metadata)
-            self._last, self._passed = step, None
-            if preempted:
-                self.wait()
-        finally:
-            if not self._is_inside:
-                self._settle(self._let_go)
         return True
 
     def wait(self) -> None:
-        """Wait until the save in progress is complete.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        self._settle(self._writer.wait)
+        """Wait until the save in progress is complete; raise its error."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        step, response = pending
+        try:
+            with _orbax.translated(f"cannot save step {step} to {self._directory}"):
+                response.result()
+        except CheckpointError:
+            # A new one reads again which steps are there, and removes what is left.
+            self._writer = self._last = None
+            raise
 
     def close(self) -> None:
-        """Finish the save in progress; called at the end of a `with` block.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        self._end(deliver=True)
+        """Finish the save in progress; called at the end of a `with` block."""
+        self._is_inside = False
+        try:
+            self.wait()
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                with _orbax.translated(f"cannot finish the saves to {self._directory}"):
+                    writer.close()
 
     def __enter__(self) -> Self:
-        if self._is_closed or self._is_inside:
-            raise CheckpointError(
-                f"this Checkpointer of {self._directory} was used already; make a new "
-                "one for each `with` block"
-            )
         self._is_inside = True
-        self._preemption.watch()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         tell_of_others(error, self._go_on)
-        try:
-            self._end(deliver=error is None)
-        except CheckpointError as failure:
-            if error is not None:
-                add_context(failure, error)
-            raise
-        if error is None and self._passed is not None and not self.reached_preemption:
-            warn(
-                f"step {self._passed} was the last one, and it is not saved, as "
-                f"every={self._every}; to save the last step of a run: "
-                "checkpointer.save(step, state, force=step == steps - 1)"
-            )
-
-    def _go_on(self) -> str:
-        last = self.latest
-        saved = "nothing is saved" if last is None else f"step {last} is saved"
-        return f"; {saved} in {self._directory}"
+        self.close()
 
     # --------------------------------------------------------------- restoring
 
@@ -267,29 +208,23 @@ class Checkpointer:
         """Restore the latest step, or initialize the state if there is none.
 
         Args:
-            create_fn: makes the state, such as `(model, optimizer)`: what `save` gets.
-                With rules it is traced; the values are initialized in their shards, or
-                read directly into them on the current mesh.
+            create_fn: makes the state that `save` gets. With rules it is traced, and
+                the values are initialized in their shards, or read into them.
             data: as in `save`; its state is set where a step is restored.
             **options: of `flm.checkpoint.restore`.
 
         Returns:
-            The state, and the step to go on with: the latest one plus 1, or 0.
-
-        Raises:
-            CheckpointError: the latest step is damaged or does not fit; an earlier one
-                is not taken in its place.
+            The state, and the step to go on with: the latest one plus 1, or 0. If the
+            latest one is damaged that is an error; an earlier one is not taken.
         """
-        latest = self._agreed_latest()
+        self.wait()
+        latest = self.latest
         if latest is not None:
             make = create_fn if self._rules is not None else create_fn()
-            state = self.restore(make, latest, data=data, **options)
-        else:
-            state = (
-                create_fn() if self._rules is None else create(create_fn, self._rules)
-            )
-        self._tree = described(state)
-        return state, 0 if latest is None else latest + 1
+            return self.restore(make, latest, data=data, **options), latest + 1
+        if self._rules is None:
+            return create_fn(), 0
+        return create(create_fn, self._rules), 0
 
     def restore(
         self,
@@ -299,152 +234,166 @@ class Checkpointer:
         data: Any = None,
         **options: Any,
     ) -> Any:
-        """Restore a step, as `flm.checkpoint.restore` does.
+        """Restore a step (None for the latest), as `flm.checkpoint.restore` does.
 
-        Args:
-            target: as there.
-            step: which one; None for the latest.
-            data: as in `save`; its state is set.
-            **options: as there.
-
-        Returns:
-            What was restored.
-
-        Raises:
-            CheckpointError: there is no such step, it is damaged or it does not fit.
+        `data` is as in `save`; its state is set.
         """
         step, place = self._existing(step)
-        try:
-            states = None if data is None else self._own_data(place, data)
-            restored = restore(place, target, layout_map=self._rules, **options)
-            if states is not None:
-                _step_writer.put_data(data, states[0])
-        except CheckpointError as error:
-            text = f"{error}\n{way_back(step, self.steps, self._directory)}"
-            raise CheckpointError(text, error.problems) from error
-        if data is None and _step_writer.has_data(place):
+        states = None if data is None else _data_states.read_states(place)
+        restored = restore(place, target, layout_map=self._rules, **options)
+        if states is not None:
+            _data_states.set_states(data, states, place)
+        elif _data_states.has_states(place):
             warn(
-                f"step {step} holds the state of data, and it is not restored; pass "
-                f"data=, or read it with checkpointer.data_states({step})"
+                f"step {step} holds the state of data, which is not restored: pass data="
             )
         return restored
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata that a step was saved with; None is the latest step.
-
-        Raises:
-            CheckpointError: there is no such step, or it is damaged.
-        """
+        """Return the metadata that a step was saved with; None is the latest step."""
         _, place = self._existing(step)
         custom = _orbax.read_metadata(place).custom
         _record.check_intact(custom, place)
         return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
-        """Return the data state that each process saved; None is the latest step.
-
-        Raises:
-            CheckpointError: there is no such step, it has none, or they are damaged.
-        """
-        step, place = self._existing(step)
-        if not _step_writer.has_data(place):
-            raise CheckpointError(
-                f"step {step} in {self._directory} has no state of data"
-            )
-        return _step_writer.data_states(_step_writer.read_data(place), place)
+        """Return the data state that each process saved; None is the latest step."""
+        return _data_states.read_states(self._existing(step)[1])
 
     # ----------------------------------------------------------------- details
+
+    def _next(self, step: Any) -> int:
+        """Check that a step is a number that comes after the last one."""
+        if self._last is None:
+            self._last = max(self.steps, default=-1)
+        number = operator.index(step)
+        if number <= self._last:
+            raise CheckpointError(
+                f"step {number} does not come after step {self._last}, the latest in "
+                f"{self._directory}; to go back, remove the later steps"
+            )
+        return number
+
+    def _is_due(self, step: int) -> bool:
+        every = self._policies[0]
+        if isinstance(every, int):
+            return step % every == 0  # without asking the storage in every step
+        with _orbax.TURN, _orbax.translated("the save policy failed"):
+            return bool(self._opened().should_save(step))
 
     def _start(
         self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
     ) -> None:
         place = self._place(step)
-        tree: dict[str, str] = {}
         custom: dict[str, Any] = {}
-        text: str | None = None
+        items: dict[str, Any] = {}
 
         # Runs within the Agreement, so that all processes learn of an error in one.
-        def obstacle() -> str | None:
-            nonlocal text
-            tree.update(described(state))
-            text = None if data is None else _step_writer.data_text(data)
-            user = None if metadata is None else dict(metadata)
-            custom[_USER] = _step_writer.plain_json(user, "metadata")
-            return self._obstacle(step, tree)
+        def obstacle(leaves: Sequence[Leaf]) -> str | None:
+            custom[_USER] = None if metadata is None else _plain_json(metadata)
+            if data is not None:
+                items[_data_states.FOLDER] = _data_states.StateFile(data)
+            changed = _difference(self._structure, _structure(leaves))
+            return changed or _orbax.cannot_write(place, overwrite=False)
 
         with _orbax.TURN:
             ready = prepare(place, state, self._rules, obstacle, self._checksums)
+            if not self._structure:
+                check_shared(place)
             custom[_record.KEY] = ready.record
-            self._writer.start(step, ready.values, _record.sealed(custom), text)
-        self._tree = tree
+            items["state"] = ready.values  # Orbax's own name for the tree of a step
+            with _orbax.translated(f"cannot save to {place}"), _orbax.saving_context():
+                writer, self._writer = self._opened(), None
+                response = writer.save_checkpointables_async(
+                    step,
+                    items,
+                    force=True,
+                    metrics=custom[_USER] if self._has_metrics else None,
+                    custom_metadata=_record.sealed(custom),
+                )
+        self._writer, self._pending = writer, (step, response)
+        self._structure = _structure(ready.leaves)
 
-    def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:
-        """Why a step cannot be written, or None."""
-        last = self.latest
-        if last is not None and step <= last:
-            return f"step {last} was saved there by another program meanwhile"
-        text = _orbax.cannot_write(self._place(step), overwrite=False)
-        if text is not None:
-            return text
-        if self._tree is not None and tree != self._tree:
-            return difference(self._tree, tree)
-        owner = None
-        if jax.process_index() == 0 and not is_url(self._directory):
-            owner = self._lock.take()
-        return owner and f"the directory is being saved to by {owner}"
+    def _opened(self) -> Any:
+        self._writer = self._writer or _orbax.open_steps(
+            self._directory, *self._policies
+        )
+        return self._writer
 
     def _place(self, step: int) -> str:
         return f"{self._directory.rstrip('/')}/{step}"
 
-    def _agreed_latest(self) -> int | None:
-        """The latest step, which all processes must see."""
-        self.wait()
-        mesh = mesh_of(None, self._rules)
-        with Agreement(f"restoring from {self._directory}", mesh) as agreement:
-            latest = self.latest
-            agreement.add(lambda: {"latest step": str(latest)})
-        return latest
-
     def _existing(self, step: int | None) -> tuple[int, str]:
         """A step that is there, and its path."""
         self.wait()
-        chosen = existing_step(step, self.steps, self._directory)
+        steps = self.steps
+        chosen = max(steps, default=-1) if step is None else operator.index(step)
+        if chosen not in steps:
+            which = "step" if step is None else f"step {step}"
+            have = f"the last ones: {steps[-5:]}" if steps else "it has no steps"
+            raise CheckpointError(f"no {which} in {self._directory}; {have}")
         return chosen, self._place(chosen)
 
-    def _own_data(self, place: str, data: Any) -> list[Any]:
-        """The state for data of this process, in a list, as it may be anything."""
-        if not _step_writer.has_data(place):
-            raise CheckpointError(
-                f"{place} has no state of data; restore without data=, and set the "
-                "iterator to where it belongs"
-            )
-        texts = _step_writer.read_data(place, jax.process_index())
-        state = _step_writer.own_data_state(
-            _step_writer.data_states(texts, place), place
+    def _go_on(self) -> str:
+        last = self.latest
+        saved = "nothing is saved" if last is None else f"step {last} is saved"
+        return f"; {saved} in {self._directory}"
+
+
+def _check_policies(every: Any, keep: Any, keep_every: Any) -> None:
+    numbers = [n for n in (every, keep, keep_every) if isinstance(n, int)]
+    if min(numbers, default=1) < 1 or (keep is None and keep_every is not None):
+        raise CheckpointError(
+            f"every={every!r}, keep={keep!r}, keep_every={keep_every!r}: give positive "
+            "numbers of steps; keep_every= goes with keep="
         )
-        _step_writer.check_data(data, state)
-        return [state]
 
-    def _end(self, *, deliver: bool) -> None:
-        # At exit, from a generator that was never closed: the guard finishes the save.
-        if self._is_closed or sys.is_finalizing():
-            return
-        self._is_closed, finished = True, False
-        try:
-            self._let_go()
-            finished = True
-        finally:
-            self._preemption.stop(deliver=deliver and finished)
 
-    def _settle(self, wait: Callable[[], None]) -> None:
-        try:
-            wait()
-        except CheckpointError:
-            self._last = None  # the step was not saved after all
-            raise
+def _check_directory(directory: str) -> None:
+    reason = cannot_name(directory)
+    if os.path.isfile(os.path.join(directory, METADATA_FILE)):
+        reason = "it is a checkpoint itself; give the directory that holds the steps"
+    if reason:
+        raise CheckpointError(f"cannot save steps to {directory}: {reason}")
 
-    def _let_go(self) -> None:
-        try:
-            self._writer.close()
-        finally:
-            self._lock.release()
+
+def _is_preempted(step: int) -> bool:
+    """Whether to save this step and end, the same on all processes."""
+    if not jax.distributed.is_initialized():
+        return False
+    from jax.experimental import multihost_utils
+
+    with contextlib.suppress(RuntimeError):  # jax_enable_preemption_service is off
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+    return False
+
+
+def _plain_json(metadata: Mapping[str, Any]) -> Any:
+    """Convert metadata to JSON values; arrays without dims become numbers."""
+    try:
+        text = json.dumps(dict(metadata), default=lambda value: value.item())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"metadata= cannot be written as JSON: {error}; use numbers, strings, "
+            "lists and dicts; arrays belong in the state"
+        ) from error
+    return json.loads(text)
+
+
+def _structure(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """Path → description; a restore accepts numbers for arrays without dims."""
+    texts = {leaf.path: str(leaf) for leaf in leaves}
+    for leaf in leaves:
+        if leaf.shape == () and leaf.kind not in ("key", "string"):
+            texts[leaf.path] = "a number"
+    return texts
+
+
+def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    if not before or before == now:
+        return None
+    path = next(p for p in {**before, **now} if before.get(p) != now.get(p))
+    return (
+        f"the structure of the state changed since the last save: {path} was "
+        f"{before.get(path, 'missing')}, and is {now.get(path, 'missing')}"
+    )

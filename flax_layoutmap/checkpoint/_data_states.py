@@ -1,0 +1,142 @@
+"""The states of data iterators in a step: one JSON file for each process."""
+
+import base64
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_layoutmap._core.checksums import json_digest
+from flax_layoutmap._core.errors import CheckpointError
+
+# The folder of a step that holds the files.
+FOLDER = "data"
+
+_BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__array__"
+
+
+class StateFile:
+    """An Orbax `StatefulCheckpointable`: the state of this process in a file."""
+
+    def __init__(self, data: Any) -> None:
+        state = {name: part.get_state() for name, part in _iterators(data).items()}
+        state = state if isinstance(data, dict) else state[""]
+        held = {"processes": jax.process_count(), "state": _encode(state, "data")}
+        self.text = json.dumps({**held, "digest": json_digest(held)})
+
+    async def save(self, directory: Any) -> Any:
+        """Write the file in the background."""
+
+        async def write() -> None:
+            file = await directory.await_creation() / _name(jax.process_index())
+            file.write_text(self.text)
+
+        return write()
+
+    async def load(self, directory: Any) -> Any:
+        """Not used: `read_states` reads the files of all processes."""
+        raise NotImplementedError
+
+
+def has_states(path: str) -> bool:
+    """Whether a step holds states of data iterators."""
+    return _folder(path).exists()
+
+
+def read_states(path: str) -> list[Any]:
+    """Return the state of each process that saved the step `path`."""
+    if not has_states(path):
+        raise CheckpointError(f"{path} has no state of data; restore it without data=")
+    try:
+        count = len(list(_folder(path).iterdir()))
+        texts = [(_folder(path) / _name(at)).read_text() for at in range(count)]
+        return [_checked(json.loads(text), count) for text in texts]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"the states of data in {path} are damaged: {error!r}"
+        raise CheckpointError(text) from error
+
+
+def set_states(data: Any, states: list[Any], path: str) -> None:
+    """Set the state that this process saved, or any if all saved the same one."""
+    texts = {json.dumps(_encode(state, "data")) for state in states}
+    if len(states) != jax.process_count() and len(texts) > 1:
+        raise CheckpointError(
+            f"{len(states)} processes saved different states of data in {path}, and "
+            f"this job has {jax.process_count()}: restore without data=, and set the "
+            "iterator from checkpointer.data_states(step)"
+        )
+    state = states[0] if len(texts) == 1 else states[jax.process_index()]
+    parts = _iterators(data)
+    state = state if isinstance(data, dict) else {"": state}
+    if not isinstance(state, dict) or state.keys() != parts.keys():
+        raise CheckpointError(f"{path} was not saved with data= of {sorted(parts)}")
+    for name, part in parts.items():
+        part.set_state(state[name])
+
+
+def _folder(path: str) -> Any:
+    from etils import epath
+
+    return epath.Path(path) / FOLDER
+
+
+def _name(process: int) -> str:
+    return f"process_{process}.json"
+
+
+def _iterators(data: Any) -> dict[str, Any]:
+    """The iterators in `data`, which is one of them or a dict of them."""
+    parts = data if isinstance(data, dict) else {"": data}
+    for name, part in parts.items():
+        if not (hasattr(part, "get_state") and hasattr(part, "set_state")):
+            raise CheckpointError(
+                f"data{f'[{name!r}]' if name else ''} is a {type(part).__qualname__}: "
+                "give an object with get_state and set_state, or a dict of such objects"
+            )
+    return parts
+
+
+def _checked(read: dict[str, Any], count: int) -> Any:
+    """The state in a file, compared with its digest; older versions wrote none."""
+    held = {"processes": read["processes"], "state": read["state"]}
+    if read.get("digest", json_digest(held)) != json_digest(held):
+        raise ValueError("it differs from what was saved")
+    if read["processes"] != count:
+        raise ValueError(f"there are {count} files of {read['processes']} processes")
+    return _decode(read["state"])
+
+
+def _encode(value: Any, where: str) -> Any:
+    """Encode a value as JSON, with tags for bytes, tuples and NumPy arrays."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        raw = base64.b64encode(value.tobytes()).decode()
+        return {_ARRAY: [value.dtype.str, list(value.shape), raw]}
+    if isinstance(value, list | tuple):
+        parts = [_encode(part, f"{where}[{at}]") for at, part in enumerate(value)]
+        return parts if isinstance(value, list) else {_TUPLE: parts}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encode(part, f"{where}[{key!r}]") for key, part in value.items()}
+    raise CheckpointError(
+        f"the state of {where} is a {type(value).__qualname__}; it can hold numbers, "
+        "strings, bytes, lists, tuples, NumPy arrays and dicts with strings as keys"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BYTES}:
+        return base64.b64decode(value[_BYTES])
+    if value.keys() == {_TUPLE}:
+        return tuple(_decode(part) for part in value[_TUPLE])
+    if value.keys() == {_ARRAY}:
+        dtype, shape, raw = value[_ARRAY]
+        return np.frombuffer(base64.b64decode(raw), dtype).reshape(shape).copy()
+    return {key: _decode(part) for key, part in value.items()}
