@@ -193,6 +193,8 @@ def _is_on_accelerator(value: Any) -> bool:
     is_plain = _is_jax(value) and value.dtype.name not in _PACKED
     if not is_plain or value.size == 0 or value.dtype.itemsize > 4:
         return False
+    if not value.sharding.addressable_devices:
+        return False
     device = next(iter(value.sharding.device_set))
     in_own_memory = value.sharding.memory_kind in (None, device.default_memory().kind)
     return in_own_memory and device.platform != "cpu"

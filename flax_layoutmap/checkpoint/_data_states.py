@@ -49,7 +49,7 @@ def read_states(path: str) -> list[Any]:
     if not has_states(path):
         raise CheckpointError(f"{path} has no state of data; restore it without data=")
     try:
-        count = len(list(_folder(path).iterdir()))
+        count = len(list(_folder(path).glob("process_*.json")))
         texts = [(_folder(path) / _name(at)).read_text() for at in range(count)]
         return [_checked(json.loads(text), count) for text in texts]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -70,7 +70,7 @@ def test_several_processes_save_and_go_on(job_part: launch.Part) -> None:
         assert two["steps"] == [2, 3, 4]
     with pytest.warns(flm.LayoutWarning, match="step 4 holds the state of data"):
         assert_values(alone(folder), 4)
-    text = f"those of {job_part.processes} processes, each of which"
+    text = f"{job_part.processes} processes saved different states of data"
     with pytest.raises(flm.errors.CheckpointError, match=text):
         alone(folder).restore(trains.create_fn, data=trains.Position())
     states = [{"process": at, "batches": 5} for at in processes]
@@ -118,24 +118,10 @@ def test_killed_in_the_middle_of_a_save(
         )
     codes = [one.code for one in caught.value.ended]
     assert codes[killed] == -signal.SIGKILL and all(codes), caught.value
-    left = tmp_path / "run" / "2.orbax-checkpoint-tmp"
-    assert left.is_dir()
-
     with alone(tmp_path) as checkpointer:
         assert checkpointer.steps == [0, 1]
         assert_values(checkpointer, 1)
-    if killed:
-        # One process goes on, and then two.
-        state, start = alone(tmp_path).restore_or_init(trains.create_fn)
-        train_step = trains.make_step(trains.rules())
-        with alone(tmp_path) as checkpointer:
-            for step in range(start, 3):
-                state = train_step(state)
-                assert checkpointer.save(step, state)
-        assert start == 2 and checkpointer.steps == [0, 1, 2]
     ended = launch.run("trains", str(tmp_path), "4", "no-data", processes=2, devices=4)
-    assert [one.answer["start"] for one in ended] == [3 if killed else 2] * 2
+    assert [one.answer["start"] for one in ended] == [2, 2]
     assert ended[0].answer["steps"] == [1, 2, 3]
-    assert not left.exists()
-    for step in (2, 3):
-        assert_values(alone(tmp_path), step)
+    assert not (tmp_path / "run" / "2.orbax-checkpoint-tmp").exists()

@@ -5,7 +5,6 @@ A part (see `launch`); the test finds the checksums in one process too.
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import flax_layoutmap as flm
-from flax_layoutmap._core import checksums as _checksums
+from flax_layoutmap._core.checksums import checksums
 
 MESH = "data=2,model=4"
 
@@ -35,24 +34,6 @@ def tree(spec: str) -> dict[str, Any]:
         "key": jax.random.split(jax.random.key(3), 4),
     }
     return {**rules.place(arrays), "host": np.arange(5.0), "step": 7, "name": "a"}
-
-
-def found(spec: str) -> dict[str, str]:
-    """The checksums, from the host and from the devices, which must be the same."""
-    values = tree(spec)
-    on_host = _checksums.checksums(values)
-    with mock.patch.object(_checksums, "_HOST_PLATFORMS", ()):
-        on_devices = _checksums.checksums(values)
-    assert on_host == on_devices
-    return on_host
-
-
-def damage(path: Path) -> None:
-    """Cuts the files of the largest arrays, where they begin on the second row."""
-    process = jax.process_count() // 2
-    for file in path.glob(f"state/ocdbt.process_{process}/d/*"):
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
 
 
 def flip(path: Path) -> None:
@@ -84,24 +65,13 @@ def main(folder: Path) -> dict[str, Any]:
     flm.checkpoint.save(path, tree(MESH))
     verified = flm.checkpoint.verify(path)
     intact = [restored(path, spec) for spec in (MESH, "x=8")]
-    flm.checkpoint.save(folder / "b", tree(MESH))
     if jax.process_index() == 0:
-        flip(folder / "b")
-    multihost_utils.sync_global_devices("verified")
-    flipped = [restored(folder / "b", spec) for spec in (MESH, "x=8")]
-    if jax.process_index() == 0:
-        damage(path)
-    multihost_utils.sync_global_devices("damaged")
-    try:
-        flm.checkpoint.verify(path)
-        error = ""
-    except flm.errors.CheckpointError as caught:
-        error = str(caught)
+        flip(path)
+    multihost_utils.sync_global_devices("flipped")
     return {
-        "checksums": found(MESH),
-        "other mesh": found("x=8"),
+        "checksums": checksums(tree(MESH)),
+        "other mesh": checksums(tree("x=8")),
         "verified": str(verified),
-        "error": error,
         "intact": intact,
-        "flipped": flipped,
+        "flipped": [restored(path, spec) for spec in (MESH, "x=8")],
     }
