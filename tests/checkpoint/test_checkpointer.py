@@ -41,18 +41,6 @@ def open_at(directory: Path, **options: Any) -> Any:
     return Checkpointer(directory, layout_map=rules(), **options)
 
 
-def plain_load(path: Path) -> Any:
-    """A step as plain Orbax reads it, with targets from its own metadata."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def target_of(leaf: Any) -> Any:
-        if not hasattr(leaf, "shape"):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-
-    return v1.load(str(path), jax.tree.map(target_of, v1.metadata(str(path)).metadata))
-
-
 class Batches:
     """An iterator with a state that is not a number: what Grain's looks like."""
 
@@ -144,7 +132,7 @@ def test_values_are_those_at_the_call(tmp_path: Path) -> None:
             before["w"].delete()
             host += 1
     for step in range(3):
-        saved: Any = plain_load(tmp_path / str(step))
+        saved = checkpointer.restore(step=step)
         assert (np.asarray(saved["device"]["w"]) == step).all()
         assert (np.asarray(saved["host"]) == step).all()
 
@@ -165,7 +153,6 @@ def test_without_a_with_block_a_save_is_complete_when_it_returns(
 def test_other_programs_read_a_step(tmp_path: Path) -> None:
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(7, weights(3.0), data=Batches(), metadata={"loss": 0.5})
-    assert (np.asarray(plain_load(tmp_path / "7")["w"]) == 3).all()
     ours = flm.checkpoint.restore(tmp_path, layout_map=rules(), step=7, verify=True)
     assert (np.asarray(ours["w"]) == 3).all()
     with contextlib.closing(ocp.CheckpointManager(tmp_path)) as manager:
@@ -206,11 +193,8 @@ class Holder:
 
 
 STATES = [
-    None,
-    [1, 2.5, float("inf"), True, "position"],
-    {"epoch": 2, "parts": {"a": [1], "b": None}},
-    b"\x00\xff",
-    (1, (2, [b"x"])),
+    [1, 2.5, float("inf"), True, {"parts": {"a": "position", "b": None}}],
+    (1, (2, [b"\x00\xff"])),
     {"mt": np.arange(5, dtype=np.uint32), "e": np.zeros((0, 2)), "s": np.float32(1.5)},
 ]
 
@@ -280,34 +264,23 @@ def test_data_of_another_number_of_processes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ policies
 
 
-def saved(directory: Path, steps: int, **options: Any) -> list[int]:
-    """The steps that are there after a run."""
-    with open_at(directory, **options) as checkpointer:
-        for step in range(steps):
-            last = step == steps - 1
-            assert checkpointer.save(step, weights(step), force=last) in (True, False)
-    return checkpointer.steps
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ({"every": 3}, [0, 3, 6, 7]),
-        ({"keep": 2}, [6, 7]),
         ({"every": 2, "keep": 2, "keep_every": 4}, [0, 4, 6, 7]),
         ({"every": policies.SpecificStepsPolicy([2, 3])}, [2, 3, 7]),
-        (
-            {"keep": v1.training.preservation_policies.EveryNSteps(3), "every": 1},
-            [0, 3, 6],
-        ),
+        ({"keep": v1.training.preservation_policies.EveryNSteps(3)}, [0, 3, 6]),
     ],
     ids=str,
 )
 def test_which_steps_are_saved_and_kept(
     tmp_path: Path, options: Any, expected: list[int]
 ) -> None:
-    assert saved(tmp_path, 8, **options) == expected
+    with open_at(tmp_path, **options) as checkpointer:
+        for step in range(8):
+            checkpointer.save(step, weights(step), force=step == 7)
+    assert checkpointer.steps == expected
 
 
 def test_the_best_steps_are_kept_by_their_metadata(tmp_path: Path) -> None:
@@ -432,7 +405,8 @@ def test_the_tree_must_stay_what_it_is(tmp_path: Path) -> None:
 def test_an_unfinished_step_is_ignored_and_removed_by_the_next_save(
     tmp_path: Path,
 ) -> None:
-    saved(tmp_path, 2)
+    for step in range(2):
+        open_at(tmp_path).save(step, weights(step))
     left = tmp_path / "2.orbax-checkpoint-tmp"
     (left / "state").mkdir(parents=True)
     (left / "state" / "rest").write_text("of a save that was killed")
@@ -443,19 +417,6 @@ def test_an_unfinished_step_is_ignored_and_removed_by_the_next_save(
         assert start == 2 and left.exists()  # whoever only reads removes nothing
         assert checkpointer.save(2, tree)
     assert checkpointer.steps == [0, 1, 2] and not left.exists()
-
-
-@pytest.mark.parametrize("file", ["_CHECKPOINT_METADATA", "state/manifest.ocdbt"])
-def test_a_damaged_latest_step_is_told_and_not_passed_over(
-    tmp_path: Path, file: str
-) -> None:
-    saved(tmp_path, 3)
-    (tmp_path / "2" / file).unlink()
-    with open_at(tmp_path) as checkpointer:
-        with refused(f"{tmp_path}/2"):
-            checkpointer.restore_or_init(lambda: {"w": jnp.ones((8, 4))})
-        tree = checkpointer.restore(step=1)
-    assert (np.asarray(tree["w"]) == 1).all()
 
 
 # ------------------------------------------------------------------ overwriting

@@ -47,7 +47,7 @@ ENDS = {
     "a block that is never left": (
         "checkpointer.__enter__(); save(checkpointer, 0), save(checkpointer, 1)",
         0,
-        "cannot schedule new futures after shutdown",
+        "cannot schedule new futures after",
         [0],
     ),
     "full disk": (

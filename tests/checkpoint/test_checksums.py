@@ -186,14 +186,6 @@ def test_a_leaf_that_is_not_as_it_was_saved_is_named(tmp_path: Path) -> None:
         assert (np.asarray(restored["layer"]["w"]) == np.arange(8)).all()
 
 
-def test_checkpoints_without_checksums_are_restored(tmp_path: Path) -> None:
-    layout_map = flm.LayoutMap("data=8", strict=False)
-    flm.checkpoint.save(tmp_path / "a", {"n": 3, "w": jnp.ones(2)}, checksums=False)
-    assert flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)["n"] == 3
-    with refused("has no checksums"):
-        flm.checkpoint.verify(tmp_path / "a")
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "job_part",
