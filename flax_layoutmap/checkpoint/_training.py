@@ -245,7 +245,7 @@ class Checkpointer:
             _data_states.set_states(data, states, place)
         elif _data_states.has_states(place):
             warn(
-                f"step {step} holds the state of data, which is not restored: pass data="
+                f"step {step} holds the state of data; to restore it too, pass data="
             )
         return restored
 

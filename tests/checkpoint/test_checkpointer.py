@@ -386,7 +386,8 @@ def test_what_cannot_be_saved_is_told_before_anything_is_written(
         open_at(run / "4/_CHECKPOINT_METADATA").save(0, weights(0))
     with refused("no step in", "it has no steps"):
         Checkpointer(tmp_path / "new").restore()
-    for options in ({"every": 0}, {"keep": -1}, {"keep_every": 5}):
+    bad: list[dict[str, Any]] = [{"every": 0}, {"keep": -1}, {"keep_every": 5}]
+    for options in bad:
         with refused(str(*options), "give positive numbers of steps"):
             Checkpointer(tmp_path, **options)
 
