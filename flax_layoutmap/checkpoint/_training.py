@@ -244,9 +244,7 @@ class Checkpointer:
         if states is not None:
             _data_states.set_states(data, states, place)
         elif _data_states.has_states(place):
-            warn(
-                f"step {step} holds the state of data; to restore it too, pass data="
-            )
+            warn(f"step {step} holds the state of data; to restore it too, pass data=")
         return restored
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:

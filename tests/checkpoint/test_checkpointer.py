@@ -230,7 +230,7 @@ def test_data_is_set_only_where_the_step_could_be_restored(tmp_path: Path) -> No
     checkpointer, holder = open_at(tmp_path), Holder(5)
     checkpointer.save(0, weights(0), data=holder)
     holder.state = 6
-    with refused("another shape"):
+    with refused("shape mismatch"):
         checkpointer.restore({"w": jnp.ones((4, 4))}, data=holder)
     with refused("was not saved with data= of ['train']"):
         checkpointer.restore(data={"train": holder})
@@ -311,13 +311,15 @@ def test_a_failed_save_is_raised_at_the_end_of_the_block(
 ) -> None:
     """With the exception that the user's loop raised, if any, in its chain."""
     failing(monkeypatch)
+    checkpointer = open_at(tmp_path)
     with pytest.raises(flm.errors.CheckpointError, match="no space left") as caught:
-        with open_at(tmp_path) as checkpointer:
+        with checkpointer:
             checkpointer.save(0, weights(0))
             if kind is not None:
                 raise kind(0)
     assert "cannot save step 0 to" in str(caught.value)
-    chain, error = [], caught.value
+    chain: list[type[BaseException]] = []
+    error: BaseException | None = caught.value
     while error is not None:
         chain.append(type(error))
         error = error.__cause__ or error.__context__
