@@ -29,13 +29,15 @@ class StateFile:
         """Write the file in the background."""
 
         async def write() -> None:
-            file = await directory.await_creation() / _name(jax.process_index())
+            file = (
+                await directory.await_creation() / f"process_{jax.process_index()}.json"
+            )
             file.write_text(self.text)
 
         return write()
 
     async def load(self, directory: Any) -> Any:
-        """Not used: `read_states` reads the files of all processes."""
+        """`read_states` reads the files instead."""
         raise NotImplementedError
 
 
@@ -50,8 +52,8 @@ def read_states(path: str) -> list[Any]:
         raise CheckpointError(f"{path} has no state of data; restore it without data=")
     try:
         count = len(list(_folder(path).glob("process_*.json")))
-        texts = [(_folder(path) / _name(at)).read_text() for at in range(count)]
-        return [_checked(json.loads(text), count) for text in texts]
+        files = [_folder(path) / f"process_{at}.json" for at in range(count)]
+        return [_checked(json.loads(file.read_text()), count) for file in files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"the states of data in {path} are damaged: {error!r}"
         raise CheckpointError(text) from error
@@ -79,10 +81,6 @@ def _folder(path: str) -> Any:
     from etils import epath
 
     return epath.Path(path) / FOLDER
-
-
-def _name(process: int) -> str:
-    return f"process_{process}.json"
 
 
 def _iterators(data: Any) -> dict[str, Any]:

@@ -132,33 +132,29 @@ def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
     """Describe all leaves; list those that cannot be saved."""
-    leaves, problems = [], []
+    leaves: list[Leaf] = []
+    problems: list[str] = []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)
-        problem = "the tree is a single leaf; save it under a key: {'name': leaf}"
-        if path and leaf is None:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            problem = (
-                f"{path}: {kind} cannot be saved; keep to arrays, PRNG keys, Python "
-                "numbers and strings"
-            )
-        elif path and leaf is not None:
-            text = _problem(leaf, value)
-            problem = None if text is None else f"{leaf.name}: {text}"
-        if problem is not None:
-            problems.append(problem)
-        elif leaf is not None and leaf.kind == "key" and isinstance(value, jax.Array):
+        problem = _problem(leaf, value)
+        if not path:
+            problems.append("the tree is a single leaf; save it under a key: {'w': …}")
+        elif leaf is None or problem is not None:
+            problems.append(f"{leaf.name if leaf else path}: {problem}")
+        elif leaf.kind == "key" and isinstance(value, jax.Array):
             leaves.append(key_leaf(path, leaf.shape, str(jax.random.key_impl(value))))
-        elif leaf is not None:
+        else:
             leaves.append(leaf)
     return leaves, problems
 
 
-def _problem(leaf: Leaf, value: Any) -> str | None:
+def _problem(leaf: Leaf | None, value: Any) -> str | None:
     """The reason why a leaf cannot be saved, or None."""
-    problem = no_value(value, "save")
-    if problem is not None:
-        return problem
+    if leaf is None:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{kind} cannot be saved; keep to arrays, PRNG keys, numbers and strings"
+    if (missing := no_value(value, "save")) is not None:
+        return missing
     if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
         return "its PRNG implementation has no name to restore it by"
     if leaf.kind == "array" and not is_storable(leaf.dtype):

@@ -58,20 +58,15 @@ class Checkpointer:
         >>> import tempfile, jax, flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap("data=-1")
         >>> layout_map["w"] = ("data",)
-        >>> add = lambda state: {"w": state["w"] + 1}
-        >>> step_fn = flm.jit(add, layout_map=layout_map)
+        >>> create_fn = lambda: {"w": jax.numpy.zeros(8)}
+        >>> step_fn = flm.jit(lambda x: {"w": x["w"] + 1}, layout_map=layout_map)
+        >>> options = {"layout_map": layout_map, "every": 2, "keep": 3}
         >>> def run(directory, steps):
-        ...     with flm.checkpoint.Checkpointer(
-        ...         directory, layout_map=layout_map, every=2, keep=3
-        ...     ) as checkpointer:
-        ...         state, start = checkpointer.restore_or_init(
-        ...             lambda: {"w": jax.numpy.zeros(8)}
-        ...         )
+        ...     with flm.checkpoint.Checkpointer(directory, **options) as checkpointer:
+        ...         state, start = checkpointer.restore_or_init(create_fn)
         ...         for step in range(start, steps):
         ...             state = step_fn(state)
         ...             checkpointer.save(step, state, force=step == steps - 1)
-        ...             if checkpointer.reached_preemption:
-        ...                 break
         ...     return start, checkpointer.steps
         >>> directory = tempfile.mkdtemp()
         >>> run(directory, 4), run(directory, 6)
@@ -93,9 +88,13 @@ class Checkpointer:
         self._directory = absolute(directory)
         self._rules = rules_of(layout_map)
         _check_policies(every, keep, keep_every)
-        _check_directory(self._directory)
+        if reason := cannot_name(self._directory):
+            raise CheckpointError(f"cannot save to {self._directory}: {reason}")
+        if os.path.isfile(os.path.join(self._directory, METADATA_FILE)):
+            raise CheckpointError(
+                f"{self._directory} is a checkpoint itself; give the one above it"
+            )
         self._policies = (every, keep, keep_every)
-        self._has_metrics = hasattr(keep, "should_preserve")
         self._checksums = checksums
         self._is_inside = self._reached_preemption = False
         self._writer: Any = None  # Orbax's Checkpointer, opened by the first save
@@ -148,12 +147,7 @@ class Checkpointer:
             force: save it even if it is not due, as the last one of a run.
 
         Returns:
-            Whether this step is being saved.
-
-        Raises:
-            CheckpointError: an earlier save failed; or this step cannot be saved, and
-                nothing was written of it.
-            ResolveError: leaves do not fit the rules.
+            Whether this step is being saved. An error of an earlier save is raised.
         """
         step = self._next(step)
         preempted = _is_preempted(step)
@@ -207,11 +201,9 @@ class Checkpointer:
     ) -> tuple[Any, int]:
         """Restore the latest step, or initialize the state if there is none.
 
-        Args:
-            create_fn: makes the state that `save` gets. With rules it is traced, and
-                the values are initialized in their shards, or read into them.
-            data: as in `save`; its state is set where a step is restored.
-            **options: of `flm.checkpoint.restore`.
+        With rules, `create_fn` is traced, and its values are initialized in their
+        shards, or read into them. The state of `data` is set where a step is restored;
+        `options` are those of `flm.checkpoint.restore`.
 
         Returns:
             The state, and the step to go on with: the latest one plus 1, or 0. If the
@@ -299,6 +291,7 @@ class Checkpointer:
             if not self._structure:
                 check_shared(place)
             custom[_record.KEY] = ready.record
+            has_metrics = hasattr(self._policies[1], "should_preserve")
             items["state"] = ready.values  # Orbax's own name for the tree of a step
             with _orbax.translated(f"cannot save to {place}"), _orbax.saving_context():
                 writer, self._writer = self._opened(), None
@@ -306,7 +299,7 @@ class Checkpointer:
                     step,
                     items,
                     force=True,
-                    metrics=custom[_USER] if self._has_metrics else None,
+                    metrics=custom[_USER] if has_metrics else None,
                     custom_metadata=_record.sealed(custom),
                 )
         self._writer, self._pending = writer, (step, response)
@@ -327,9 +320,8 @@ class Checkpointer:
         steps = self.steps
         chosen = max(steps, default=-1) if step is None else operator.index(step)
         if chosen not in steps:
-            which = "step" if step is None else f"step {step}"
-            have = f"the last ones: {steps[-5:]}" if steps else "it has no steps"
-            raise CheckpointError(f"no {which} in {self._directory}; {have}")
+            which = "step" if step is None else f"step {step}, the last: {steps[-5:]}"
+            raise CheckpointError(f"{self._directory} has no {which}")
         return chosen, self._place(chosen)
 
     def _go_on(self) -> str:
@@ -347,14 +339,6 @@ def _check_policies(every: Any, keep: Any, keep_every: Any) -> None:
         )
 
 
-def _check_directory(directory: str) -> None:
-    reason = cannot_name(directory)
-    if os.path.isfile(os.path.join(directory, METADATA_FILE)):
-        reason = "it is a checkpoint itself; give the directory that holds the steps"
-    if reason:
-        raise CheckpointError(f"cannot save steps to {directory}: {reason}")
-
-
 def _is_preempted(step: int) -> bool:
     """Whether to save this step and end, the same on all processes."""
     if not jax.distributed.is_initialized():
@@ -369,13 +353,12 @@ def _is_preempted(step: int) -> bool:
 def _plain_json(metadata: Mapping[str, Any]) -> Any:
     """Convert metadata to JSON values; arrays without dims become numbers."""
     try:
-        text = json.dumps(dict(metadata), default=lambda value: value.item())
+        return json.loads(json.dumps(dict(metadata), default=lambda x: x.item()))
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"metadata= cannot be written as JSON: {error}; use numbers, strings, "
             "lists and dicts; arrays belong in the state"
         ) from error
-    return json.loads(text)
 
 
 def _structure(leaves: Sequence[Leaf]) -> dict[str, str]:

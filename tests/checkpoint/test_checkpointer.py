@@ -172,7 +172,7 @@ def test_metadata(tmp_path: Path) -> None:
     for bad in (np.ones(2), {1, 2}, print):
         with refused("metadata= cannot be written as JSON", "belong in the state"):
             checkpointer.save(2, weights(0), metadata={"w": bad})
-    with refused("no step 9 in", "the last ones: [0, 1]"):
+    with refused("has no step 9, the last: [0, 1]"):
         checkpointer.metadata(9)
 
 
@@ -382,11 +382,11 @@ def test_what_cannot_be_saved_is_told_before_anything_is_written(
             with refused(f"step {step} does not come after step 4"):
                 checkpointer.save(step, weights(0), force=True)
     flm.checkpoint.save(tmp_path / "one", {"w": jnp.ones(2)})
-    with refused("is a checkpoint itself", "the directory that holds the steps"):
+    with refused("is a checkpoint itself; give the one above it"):
         Checkpointer(tmp_path / "one")
     with refused("cannot save to", "_METADATA is a file, so no directory can be made"):
         open_at(run / "4/_CHECKPOINT_METADATA").save(0, weights(0))
-    with refused("no step in", "it has no steps"):
+    with refused("new has no step"):
         Checkpointer(tmp_path / "new").restore()
     bad: list[dict[str, Any]] = [{"every": 0}, {"keep": -1}, {"keep_every": 5}]
     for options in bad:
