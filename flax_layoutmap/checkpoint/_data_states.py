@@ -29,10 +29,8 @@ class StateFile:
         """Write the file in the background."""
 
         async def write() -> None:
-            file = (
-                await directory.await_creation() / f"process_{jax.process_index()}.json"
-            )
-            file.write_text(self.text)
+            name = f"process_{jax.process_index()}.json"
+            (await directory.await_creation() / name).write_text(self.text)
 
         return write()
 

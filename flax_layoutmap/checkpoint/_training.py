@@ -191,7 +191,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        tell_of_others(error, self._go_on)
+        last = self.latest
+        saved = "nothing is saved" if last is None else f"step {last} is saved"
+        tell_of_others(error, lambda: f"; {saved} in {self._directory}")
         self.close()
 
     # --------------------------------------------------------------- restoring
@@ -323,11 +325,6 @@ class Checkpointer:
             which = "step" if step is None else f"step {step}, the last: {steps[-5:]}"
             raise CheckpointError(f"{self._directory} has no {which}")
         return chosen, self._place(chosen)
-
-    def _go_on(self) -> str:
-        last = self.latest
-        saved = "nothing is saved" if last is None else f"step {last} is saved"
-        return f"; {saved} in {self._directory}"
 
 
 def _check_policies(every: Any, keep: Any, keep_every: Any) -> None:
