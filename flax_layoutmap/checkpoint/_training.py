@@ -191,9 +191,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        last = self.latest
-        saved = "nothing is saved" if last is None else f"step {last} is saved"
-        tell_of_others(error, lambda: f"; {saved} in {self._directory}")
+        where = f"; the latest step saved in {self._directory}: "
+        tell_of_others(error, lambda: f"{where}{self.latest}")
         self.close()
 
     # --------------------------------------------------------------- restoring

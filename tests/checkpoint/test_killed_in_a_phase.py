@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 10
 # Phase → what the others say; in a step that is a note to the error of JAX's runtime.
 SAID = {
     "creation": "could not reach the other processes before creating the model: one of",
-    "step": "start all of them again; step 7 is saved in",
+    "step": "start all of them again; the latest step saved in",
     "save": "could not reach the other processes before saving",
     "restore": "could not reach the other processes before restoring",
 }
