@@ -19,7 +19,7 @@ from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import Leaf, key_data_shape
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
-from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
+from flax_layoutmap.checkpoint._safetensors import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]

@@ -1,31 +1,27 @@
 """The entries of a mapping: which tensors a leaf is made of.
 
-An entry goes from the leaf to the tensor: `(path of the leaf, name of the tensor, what
-to do with it)`. This is the direction of lookup: each leaf must have an
-entry, a stacked leaf is one entry with many tensors, and a fused tensor is one that
-several leaves name. Paths and patterns are those of layout maps.
+An entry goes from the leaf to the tensor: `(path of the leaf, name of the tensor, steps
+between them)`. A stacked leaf is one entry with many tensors, and a fused tensor is one
+that several leaves name. The first entry that matches a path counts.
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._rules.pattern_cost import QUICKER, USUAL_PATH, slow_because
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
-from flax_layoutmap.checkpoint._leaves import is_floating
-from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
-from flax_layoutmap.checkpoint._mapping_steps import (
-    MXFP4_BLOCK,
+from flax_layoutmap.checkpoint._lazy import Array
+from flax_layoutmap.checkpoint._steps import (
     STEPS,
     Cast,
     Dequantize,
+    Linear,
     Mxfp4,
     Stack,
-    Step,
+    filled,
 )
 
 _FIELD = re.compile(r"\{\w+\}")
@@ -33,218 +29,120 @@ _FIELD = re.compile(r"\{\w+\}")
 _STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/")
 
 
-class Scaled(NamedTuple):
-    """The scales of a tensor: their name and shape, and the step that needs them."""
-
-    name: str
-    shape: Shape
-    step: Dequantize | Mxfp4
-
-
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a leaf of tensors.
+    """How to make a leaf: names to try for its tensor, and the steps.
 
-    `shapes` has the required shape of each tensor, `dtype` what they are cast to (None:
-    not at all), and `dequantize` the step for those in float8 or MXFP4.
+    `dtype` is what the tensors are cast to (None: not at all), and `dequantize` the
+    step for those in float8 or MXFP4.
     """
 
-    blocks: tuple[Block, ...]
-    shapes: dict[str, Shape]
+    names: tuple[str, ...]
+    steps: tuple[Any, ...] = ()
     dtype: Any = None
     dequantize: Dequantize | Mxfp4 | None = None
 
-    def scales(self, tensor: str, dtype: Any) -> Scaled | None:
-        """The scales of a tensor that is stored in a dtype; None without any."""
-        step, shape = self.dequantize, self.shapes[tensor]
-        if isinstance(step, Mxfp4):
-            return Scaled(step.scales_name(tensor), step.scales_shape(shape), step)
-        if step is None or dtype.itemsize > 1 or not is_floating(dtype):
-            return None
-        return Scaled(tensor + step.suffix, step.scales_shape(shape), step)
-
-    def stored(self, tensor: str, dtype: Any) -> dict[str, Shape]:
-        """Name → shape in the files, of a tensor in this dtype and of its scales."""
-        scaled = self.scales(tensor, dtype)
-        if scaled is None:
-            return {tensor: self.shapes[tensor]}
-        is_packed = isinstance(scaled.step, Mxfp4)
-        shape = (*scaled.shape, MXFP4_BLOCK // 2) if is_packed else self.shapes[tensor]
-        return {tensor: shape, scaled.name: scaled.shape}
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The dims of the leaf in file order, outermost first."""
-        if not self.blocks:
-            return ()
-        dims = self.blocks[0].dims
-        steps = [max((s for _, s in dim), default=math.inf) for dim in dims]
-        return tuple(sorted(range(len(dims)), key=lambda dim: -steps[dim]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Names of the tensor, of which the first that exists is used, and the steps."""
-
-    names: tuple[str, ...]
-    steps: tuple[Step, ...] = ()
-
-    def recipes(self, shape: Shape) -> list[Recipe]:
-        """The recipe for each name; a ValueError if the steps cannot make the shape."""
-        dtype, dequantize = None, None
-        for step in self.steps:
-            dtype = step.dtype if isinstance(step, Cast) else dtype
-            dequantize = step if isinstance(step, Dequantize | Mxfp4) else dequantize
-        found = []
-        for name in self.names:
-            shapes: dict[str, Shape] = {}
-            blocks = tuple(_blocks(name, self.steps, shape, shapes))
-            if dequantize is not None:
-                for own in shapes.values():
-                    dequantize.scales_shape(own)  # raises for those that have none
-            if isinstance(dequantize, Dequantize):
-                _check_matrices(blocks, shapes)
-            found.append(Recipe(blocks, shapes, dtype, dequantize))
+    def tensors(self, name: str, shape: Shape) -> dict[str, Shape]:
+        """Name → shape of the tensors that make a leaf; ValueError if none do."""
+        found: dict[str, Shape] = {}
+        _collect(name, self.steps, shape, found)
+        if self.dequantize is not None:
+            for tensor, size in found.items():
+                self.dequantize.scales(tensor, size)
         return found
 
+    def leaf(
+        self, name: str, shape: Shape, dtype: Any, opened: Callable[[str], Array]
+    ) -> Array:
+        """The leaf, of the tensors that `opened` returns."""
+        return _made(name, self.steps, shape, dtype, opened)
 
-def _check_matrices(blocks: Iterable[Block], shapes: Mapping[str, Shape]) -> None:
-    """Raise ValueError where a dim of the leaf runs over both dims of a tensor."""
-    for block in blocks:
-        columns = shapes[block.tensor][1]
-        factors = (factor for dim in block.dims for factor in dim)
-        if any(step % columns and size * step > columns for size, step in factors):
-            raise ValueError(
-                "dequantize needs the rows and the columns of a tensor in dims of "
-                "their own"
-            )
+    def with_linear(self, shape: Shape) -> Iterable[tuple[str, "Recipe"]]:
+        """The recipe with other arguments of `linear`, and how these are written."""
+        for kind in ("outputs", "inputs"):
+            for count in range(1, len(shape)):
+                step = Linear(**{f"{kind[:-1]}_dims": count})
+                steps = (step if isinstance(s, Linear) else s for s in self.steps)
+                changed = dataclasses.replace(self, steps=tuple(steps))
+                yield f"linear({kind}={count})", changed
 
 
-def _blocks(
-    name: str, steps: tuple[Step, ...], shape: Shape, shapes: dict[str, Shape]
-) -> Iterable[Block]:
-    """The blocks of a leaf; adds the shapes of its tensors to `shapes`."""
-    if not steps:
-        open_field = _FIELD.search(name)
-        if open_field is not None:
-            raise ValueError(
-                f"no step fills in the {open_field[0]} of {name!r}; stack fills in "
-                "{layer}, merge {part}"
-            )
-        if shapes.setdefault(name, shape) != shape:
-            raise ValueError(f"{name!r} would need two shapes, {shapes[name]}, {shape}")
-        yield whole(name, shape)
+def _collect(
+    name: str, steps: Sequence[Any], shape: Shape, found: dict[str, Shape]
+) -> None:
+    if steps:
+        for fields, inner in steps[-1].inputs(shape):
+            _collect(filled(name, fields), steps[:-1], inner, found)
         return
+    open_field = _FIELD.search(name)
+    if open_field is not None:
+        raise ValueError(
+            f"no step fills in the {open_field[0]} of {name!r}; stack fills in "
+            "{layer}, merge {part}"
+        )
+    if found.setdefault(name, shape) != shape:
+        raise ValueError(f"{name!r} would need two shapes, {found[name]}, {shape}")
+
+
+def _made(
+    name: str,
+    steps: Sequence[Any],
+    shape: Shape,
+    dtype: Any,
+    opened: Callable[[str], Array],
+) -> Array:
+    if not steps:
+        return opened(name)
     *before, last = steps
-    for at, (fields, inner) in enumerate(last.inputs(shape)):
-        filled = name
-        for field, value in fields.items():
-            if f"{{{field}}}" not in name:
-                raise ValueError(
-                    f"{name!r} has no {{{field}}} to tell the tensors apart"
-                )
-            filled = filled.replace(f"{{{field}}}", value)
-        for block in _blocks(filled, tuple(before), inner, shapes):
-            yield from last.place(block, at, shape)
-
-
-# -------------------------------------------------------------------- the entries
-
-
-class Pattern:
-    """A regular expression matched against whole texts, with bounded time.
-
-    Backtracking of `re` cannot be interrupted, so a pattern that could take too many
-    steps is refused, as in a rule file. `owner` names it in messages.
-    """
-
-    def __init__(self, pattern: Any, owner: str) -> None:
-        self._owner = owner
-        try:
-            self._pattern = re.compile(pattern)
-        except (re.error, TypeError, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"{owner}: {pattern!r} is no regular expression: {error}"
-            ) from error
-        if self._pattern.flags & re.VERBOSE:
-            raise CheckpointError(
-                f"{owner}: {self} has the flag x (verbose), with which its time cannot "
-                "be bounded; write it without comments"
-            )
-        self._check(USUAL_PATH)
-
-    def __str__(self) -> str:
-        return repr(self._pattern.pattern)
-
-    def fullmatch(self, text: str) -> re.Match[str] | None:
-        """Match the whole text."""
-        if len(text) > USUAL_PATH:
-            self._check(1 << len(text).bit_length())
-        return self._pattern.fullmatch(text)
-
-    def _check(self, length: int) -> None:
-        """Raise if a text of this length could take too long."""
-        pattern = str(self._pattern.pattern)
-        if self._pattern.flags & re.IGNORECASE and "(?i" not in pattern:
-            pattern = f"(?i:{pattern})"  # compiled with a flag that it does not name
-        slow = slow_because(pattern, length)
-        if slow is not None:
-            raise CheckpointError(
-                f"{self._owner}: matching {self} could take very long: {slow}; "
-                f"{QUICKER}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    pattern: Pattern | None
-    names: tuple[str, ...]
-    steps: tuple[Step, ...]
+    parts = [
+        _made(filled(name, fields), before, inner, dtype, opened)
+        for fields, inner in last.inputs(shape)
+    ]
+    return last.forward(parts, shape, dtype)
 
 
 class NameMapping:
     """The checked mapping of `restore_safetensors`; None stands for dotted paths."""
 
     def __init__(self, given: Sequence[Any] | None) -> None:
-        self._entries: list[_Entry] | None = None
-        self._ignored: list[Pattern] = []
+        self._entries: list[tuple[re.Pattern[str], Recipe]] | None = None
+        self._ignored: list[re.Pattern[str]] = []
         if given is None:
             return
         if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
             raise CheckpointError(
-                f"mapping={given!r} is no list of entries (path of a leaf, name of a "
-                "tensor, steps)"
+                f"mapping={given!r} is not a list of entries (path of a leaf, name of "
+                "a tensor, steps)"
             )
         self._entries = []
         for number, entry in enumerate(given):
-            found = _entry(number, entry)
-            if found.pattern is None:
-                self._ignored += [
-                    Pattern(name, f"mapping[{number}]") for name in found.names
-                ]
+            pattern, recipe = _parsed(f"mapping[{number}]", entry)
+            if pattern is None:
+                names = (_compiled(f"mapping[{number}]", n) for n in recipe.names)
+                self._ignored += names
             else:
-                self._entries.append(found)
+                self._entries.append((pattern, recipe))
 
-    def source(self, path: str, full_path: str) -> Source | None:
-        """The source of a leaf, by the first entry that matches, or None.
+    def recipe(self, path: str, full_path: str) -> Recipe | None:
+        """The recipe of a leaf, by the first entry that matches, or None.
 
         The entries are tried on the path within the model, then on the full path.
         """
         if self._entries is None:
-            return Source((".".join(unescape(part) for part in full_path.split("/")),))
+            parts = map(unescape, full_path.split("/"))
+            return Recipe((".".join(parts),))
         for text in dict.fromkeys((path, full_path)):
-            for entry in self._entries:
-                assert entry.pattern is not None
-                match = entry.pattern.fullmatch(text)
+            for pattern, recipe in self._entries:
+                match = pattern.fullmatch(text)
                 if match is None:
                     continue
                 try:
-                    names = tuple(match.expand(name) for name in entry.names)
+                    names = tuple(match.expand(name) for name in recipe.names)
                 except (re.error, IndexError) as error:
                     raise CheckpointError(
-                        f"the entry {entry.pattern} → {entry.names}: {error}"
+                        f"the entry {pattern.pattern!r} → {recipe.names}: {error}"
                     ) from error
-                return Source(names, entry.steps)
+                return dataclasses.replace(recipe, names=names)
         return None
 
     def unmatched(self, path: str) -> str:
@@ -252,7 +150,7 @@ class NameMapping:
         numbered = _STACKED.sub("layers/0/", path)
         stacked = _NUMBERED.sub("layers/", path)
         for other, fix in ((numbered, "scanned=True"), (stacked, "scanned=False")):
-            if other != path and self.source(other, other) is not None:
+            if other != path and self.recipe(other, other) is not None:
                 return (
                     f"no entry of the mapping matches, but one would match {other}; "
                     f"pass {fix} to the function that makes the mapping"
@@ -267,34 +165,50 @@ class NameMapping:
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
 
-def _entry(number: int, entry: Any) -> _Entry:
-    """Check one entry."""
+def _parsed(where: str, entry: Any) -> tuple[re.Pattern[str] | None, Recipe]:
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise CheckpointError(
-            f"mapping[{number}] is {entry!r}; an entry is (path of a leaf, name of a "
-            "tensor) or (path, name, steps)"
+            f"{where} is {entry!r}; an entry is (path of a leaf, name of a tensor) or "
+            "(path, name, steps)"
         )
-    pattern, names, *rest = entry
-    several = (names,) if isinstance(names, str) else tuple(names)
-    if not several or not all(isinstance(name, str) for name in several):
+    pattern, names, steps = (*entry, ())[:3]
+    several = (names,) if isinstance(names, str) else names
+    if (
+        not isinstance(several, tuple | list)
+        or not several
+        or not all(isinstance(name, str) for name in several)
+    ):
         raise CheckpointError(
-            f"mapping[{number}]: {names!r} is no name of a tensor, nor several to try"
+            f"{where}: {names!r} is not the name of a tensor, nor several to try"
         )
-    steps = rest[0] if rest else ()
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
+    recipe = Recipe(tuple(several))
     for step in steps:
         if not isinstance(step, STEPS):
             raise CheckpointError(
-                f"mapping[{number}]: {step!r} is no step; take transpose(), linear(), "
+                f"{where}: {step!r} is not a step; take transpose(), linear(), "
                 "rearrange(…), unflatten(), stack(), merge(…), split(…), cast(…) or "
                 "dequantize()"
             )
-    if pattern is None:
-        return _Entry(None, several, ())
-    fields = {step.field for step in steps if isinstance(step, Stack)}
-    for field in fields:
-        if any(f"{{{field}}}" not in name for name in several):
+        if isinstance(step, Stack) and any(
+            f"{{{step.field}}}" not in n for n in several
+        ):
             raise CheckpointError(
-                f"mapping[{number}]: {several} have no {{{field}}} for stack to fill in"
+                f"{where}: {several} have no {{{step.field}}} for stack to fill in"
             )
-    return _Entry(Pattern(pattern, f"mapping[{number}]"), several, steps)
+        if isinstance(step, Cast):
+            recipe = dataclasses.replace(recipe, dtype=step.dtype)
+        elif isinstance(step, Dequantize | Mxfp4):
+            recipe = dataclasses.replace(recipe, dequantize=step)
+        else:
+            recipe = dataclasses.replace(recipe, steps=(*recipe.steps, step))
+    return None if pattern is None else _compiled(where, pattern), recipe
+
+
+def _compiled(where: str, pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where}: {pattern!r} is not a regular expression: {error}"
+        ) from error

@@ -7,7 +7,7 @@ model. A row that a model has no leaf for, such as a bias, does nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.checkpoint._mapping_steps import (
+from flax_layoutmap.checkpoint._steps import (
     dequantize,
     linear,
     rearrange,

@@ -1,20 +1,31 @@
-"""flm.checkpoint.save_safetensors, and the plan of which leaves make each tensor."""
+"""flm.checkpoint.save_safetensors: from the leaves of a tree to tensors in files."""
 
+import dataclasses
+import functools
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat
+from flax_layoutmap.checkpoint._lazy import (
+    Array,
+    Box,
+    Lazy,
+    box_shape,
+    concatenated,
+    full,
+)
 from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     leaf_of,
@@ -22,26 +33,17 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
-from flax_layoutmap.checkpoint._mapping_blocks import Block
-from flax_layoutmap.checkpoint._mapping_steps import Mxfp4
+from flax_layoutmap.checkpoint._mapping import NameMapping
 from flax_layoutmap.checkpoint._options import (
     Selection,
     checked_selection,
     floating_dtype,
 )
-from flax_layoutmap.checkpoint._safetensors_header import NAMES, local
-from flax_layoutmap.checkpoint._safetensors_write import (
-    Made,
-    Part,
-    Writer,
-    cannot_write,
-    distributed,
-    write,
-)
-
-# Threads take turns: a save removes what others have left unfinished in a directory.
-_TURN = threading.RLock()
+from flax_layoutmap.checkpoint._places import on_first_process
+from flax_layoutmap.checkpoint._safetensors import NAMES, local
+from flax_layoutmap.checkpoint._safetensors_restore import folded
+from flax_layoutmap.checkpoint._safetensors_write import Writer, cannot_write
+from flax_layoutmap.checkpoint._steps import Mxfp4, Split, filled
 
 
 def save_safetensors(
@@ -60,8 +62,11 @@ def save_safetensors(
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
     Process 0 writes one tensor after another, and holds at most two copies of one
-    tensor. Every process of a job calls it with the same arguments. Threads of a
-    process take turns.
+    tensor. Every process of a job calls it with the same arguments.
+
+    The files are written under hidden names, which no other writer has, and renamed at
+    the end. Whatever ends the program, the folder has the old model or the new one; of
+    several programs that save to one folder, it has the model of one.
 
     Args:
         path: a directory, which is created if needed and may hold other files
@@ -75,9 +80,9 @@ def save_safetensors(
         exclude: likewise; leaves in whose path one is found are not saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: the maximal size of a file in a directory, unless one tensor is
-            larger. Several files have an index.
+            larger. Several files have an index, and a random tag in their names.
         overwrite: replace the model in the directory, or the file, when the new one is
-            complete beside it.
+            complete beside it. Files that this function did not write stay.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
             requires, is added.
         progress: whether process 0 shows on stderr how much has been written; None: as
@@ -103,23 +108,17 @@ def save_safetensors(
     names = NameMapping(mapping)
     selection = checked_selection(include, exclude)
     wanted = None if dtype is None else _checked_dtype(dtype)
-    with _TURN:
-        with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
-            flat = flatten(tree)
-            tensors, problems = _plan(flat, names, selection.among(flat), wanted)
-            taken = None
-            if jax.process_index() == 0:
-                taken = cannot_write(place, overwrite)
-            problems += [] if taken is None else [taken]
-            if problems:
-                raise problem_list(f"cannot save to {place}", problems)
-            agreement.add(lambda: {"leaves": _lines(tensors)})
-        files = distributed(place, tensors, max_file_bytes)
-        writer = None
+    with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
+        flat = flatten(tree)
+        tensors, problems = _plan(flat, names, selection.among(flat), wanted)
         if jax.process_index() == 0:
-            writer = Writer(place, files, {"format": "pt", **(metadata or {})})
-        order = [tensor for held in files.values() for tensor in held]
-        write(place, order, flat.leaves, writer, progress)
+            problems += cannot_write(place, overwrite)
+        if problems:
+            raise problem_list(f"cannot save to {place}", folded(problems))
+        agreement.add(lambda: {"leaves": [f"{tensor}" for tensor in tensors]})
+    texts = {"format": "pt", **(metadata or {})}
+    writer = Writer(place, tensors, max_file_bytes, texts)
+    _write(place, writer, progress)
 
 
 def _checked_dtype(dtype: Any) -> Any:
@@ -129,16 +128,28 @@ def _checked_dtype(dtype: Any) -> Any:
     return wanted
 
 
-def _lines(tensors: Sequence[Made]) -> list[str]:
-    """Lines that must be equal in all processes."""
-    return [
-        f"{t.name} {t.dtype} {show_shape(t.shape)} "
-        f"{[(part.path, part.index) for part in t.parts]}"
-        for t in tensors
-    ]
-
-
 # ---------------------------------------------------------------------------- plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A tensor to save, or a part of one, and the paths of the leaves that make it."""
+
+    name: str
+    dtype: Any
+    values: Array
+    paths: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {show_shape(self.shape)} of {self.paths}"
 
 
 def _plan(
@@ -146,34 +157,24 @@ def _plan(
 ) -> tuple[list[Made], list[str]]:
     """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
-    tensors: dict[str, Made] = {}
+    draft = _Draft()
     columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
-    for at, (path, own_path, value) in enumerate(columns):
+    for path, short, value in columns:
         if path not in selection:
             continue
         problem = _value_problem(path, value)
         if problem is not None:
             problems.append(f"{path}: {problem}")
             continue
-        source = names.source(own_path, path)
-        if source is None:
-            problems.append(
-                f"{path} {show_shape(value.shape)}: {names.unmatched(own_path)}"
-            )
-            continue
-        try:
-            recipe = source.recipes(tuple(value.shape))[0]
-        except ValueError as error:
-            problems.append(
-                f"{path} {show_shape(value.shape)}: the mapping's steps do not make "
-                f"this shape: {error}"
-            )
+        name = f"{path} {show_shape(value.shape)}"
+        recipe = names.recipe(short, path)
+        if recipe is None:
+            problems.append(f"{name}: {names.unmatched(short)}")
             continue
         if isinstance(recipe.dequantize, Mxfp4):
             problems.append(
-                f"{path} {show_shape(value.shape)}: cannot be saved in MXFP4; save it "
-                "by a mapping without dequantize('mxfp4'), such as "
-                "mappings.gpt_oss(mxfp4=False)"
+                f"{name}: cannot be saved in MXFP4; save it by a mapping without "
+                "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
             )
             continue
         own = np.dtype(value.dtype).newbyteorder("=")
@@ -183,12 +184,18 @@ def _plan(
                 f"{path}: safetensors cannot hold {kind}; pass dtype=, or convert it"
             )
             continue
-        problems += _add(tensors, at, path, recipe, kind)
-    if not tensors and not problems:
-        problems.append("the tree holds no array")
+        try:
+            recipe.tensors(recipe.names[0], tuple(value.shape))
+            draft.add(Made(recipe.names[0], kind, _on_host(value), path), recipe.steps)
+        except ValueError as error:
+            problems.append(
+                f"{name}: the mapping's steps do not make this shape: {error}"
+            )
     if not problems:
-        problems += [text for t in tensors.values() for text in _coverage(t)]
-    return list(tensors.values()), problems
+        problems = draft.finish()
+    if not draft.tensors and not problems:
+        problems.append("the tree holds no array")
+    return [*draft.tensors.values()], problems
 
 
 def _value_problem(path: str, value: Any) -> str | None:
@@ -197,7 +204,7 @@ def _value_problem(path: str, value: Any) -> str | None:
     if leaf is None or leaf.kind != "array":
         kind = type(value).__qualname__ if leaf is None else str(leaf)
         return (
-            f"{kind} is no array of numbers; save nnx.state(model, nnx.Param), or "
+            f"{kind} is not an array of numbers; save nnx.state(model, nnx.Param), or "
             "leave it out with exclude="
         )
     if not path:
@@ -209,60 +216,185 @@ def _value_problem(path: str, value: Any) -> str | None:
     return problem
 
 
-def _add(
-    tensors: dict[str, Made],
-    at: int,
-    path: str,
-    recipe: Recipe,
-    dtype: Any,
-) -> list[str]:
-    """Add a leaf's parts to its tensors; return the problems."""
-    problems = []
-    blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
-    for block in recipe.blocks:
-        blocks[block.tensor].append(block)
-    for name, own in blocks.items():
-        shape = recipe.shapes[name]
-        tensor = tensors.setdefault(name, Made(name, dtype, shape))
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            problems.append(
-                f"{path}: would make the tensor {name!r} {dtype} {show_shape(shape)}, "
-                f"and {tensor.parts[0].path} {tensor.dtype} {show_shape(tensor.shape)}"
+class _Draft:
+    """The tensors made so far, and parts of tensors that wait for the others.
+
+    The steps of a leaf are undone from the last to the first. Where that is a split,
+    the leaf is a part of what the steps before it make; once all parts are there, they
+    are joined, and these steps are undone.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Made] = {}
+        self._parts: dict[tuple[str, tuple[Any, ...]], list[_Part]] = {}
+        self._problems: list[str] = []
+
+    def add(self, made: Made, steps: Sequence[Any]) -> None:
+        """Undo steps."""
+        shape = made.shape
+        if not steps:
+            before = self.tensors.setdefault(made.name, made)
+            if before is not made:
+                self._problems.append(_clash(before, made))
+            return
+        *rest, last = steps
+        inputs = last.inputs(shape)
+        if isinstance(last, Split):
+            axis, start = last.place(shape)
+            waiting = _Part(made, axis, start, inputs[0].shape)
+            self._parts.setdefault((made.name, tuple(rest)), []).append(waiting)
+            return
+        parts = last.back(made.values, made.dtype)
+        for (fields, _), values in zip(inputs, parts, strict=True):
+            name = filled(made.name, fields)
+            self.add(dataclasses.replace(made, name=name, values=values), rest)
+
+    def finish(self) -> list[str]:
+        """Join the parts; return the problems with them."""
+        while self._parts:
+            key = max(self._parts, key=lambda key: len(key[1]))
+            made = self._joined(self._parts.pop(key))
+            if made is not None:
+                self.add(made, key[1])
+        return self._problems
+
+    def _joined(self, parts: list["_Part"]) -> Made | None:
+        """The whole of some parts; None, and a problem, if they do not make one."""
+        parts = sorted(parts, key=lambda part: part.start)
+        first, paths = parts[0], ", ".join(dict.fromkeys(p.made.paths for p in parts))
+        end, name = 0, repr(first.made.name)
+        for part in parts:
+            made = part.made
+            alike = (part.axis, part.shape, made.dtype)
+            if alike != (first.axis, first.shape, first.made.dtype):
+                self._problems.append(
+                    f"{made.paths}: would make the tensor {name} of "
+                    f"{made.dtype} {show_shape(part.shape)}, and {first.made.paths} of "
+                    f"{first.made.dtype} {show_shape(first.shape)}"
+                )
+                return None
+            if part.start < end:
+                self._problems.append(_twice(paths, name))
+                return None
+            if part.start > end:
+                break
+            end += made.shape[part.axis]
+        if end < first.shape[first.axis]:
+            self._problems.append(
+                f"{paths}: make only a part of the tensor {name} "
+                f"{show_shape(first.shape)}; the mapping lacks leaves for the rest"
             )
-            continue
-        low = [min(at) for at in zip(*(block.start for block in own), strict=True)]
-        ends = [
-            [s + n for s, n in zip(block.start, block.shape, strict=True)]
-            for block in own
-        ]
-        high = [max(at) for at in zip(*ends, strict=True)]
-        index = tuple(zip(low, high, strict=True))
-        tensor.parts.append(Part(at, path, index, tuple(own)))
-    return problems
+            return None
+        made = first.made
+        values = concatenated([p.made.values for p in parts], first.axis, made.dtype)
+        return dataclasses.replace(made, values=values, paths=paths)
 
 
-def _coverage(tensor: Made) -> list[str]:
-    """A problem if elements of a tensor come from no leaf, or from two."""
-    blocks = [block for part in tensor.parts for block in part.blocks]
-    total = math.prod(tensor.shape)
-    given = sum(math.prod(block.shape) for block in blocks)
-    is_twice = given > total
-    if given == total and len(blocks) > 1:
-        seen = np.zeros(total, bool)
-        for block in blocks:
-            factors = [factor for dim in block.dims for factor in dim]
-            shape, strides = ([f[at] for f in factors] for at in (0, 1))
-            np.ndarray(shape, bool, seen, block.offset, strides)[...] = True
-        is_twice = not seen.all()
-    paths = ", ".join(dict.fromkeys(part.path for part in tensor.parts))
-    if is_twice:
-        return [
-            f"{paths}: some elements of the tensor {tensor.name!r} would be written "
-            "twice; give one of the leaves another name, or leave it out with exclude="
-        ]
-    if given < total:
-        return [
-            f"{paths}: make only a part of the tensor {tensor.name!r} "
-            f"{show_shape(tensor.shape)}; the mapping lacks leaves for the rest"
-        ]
-    return []
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one leaf gives of an array of this shape: the entries from `start` on."""
+
+    made: Made
+    axis: int
+    start: int
+    shape: Shape
+
+
+def _clash(before: Made, made: Made) -> str:
+    if (before.dtype, before.shape) == (made.dtype, made.shape):
+        return _twice(f"{before.paths}, {made.paths}", repr(made.name))
+    return (
+        f"{made.paths}: would make the tensor {made.name!r} {made.dtype} "
+        f"{show_shape(made.shape)}, and {before.paths} {before.dtype} "
+        f"{show_shape(before.shape)}"
+    )
+
+
+def _twice(paths: str, name: str) -> str:
+    return (
+        f"{paths}: some elements of the tensor {name} would be written twice; give one "
+        "of the leaves another name, or leave it out with exclude="
+    )
+
+
+# ----------------------------------------------------- tensors, one after another
+
+
+def _write(
+    place: str,
+    writer: Writer,
+    progress: bool | Callable[[int, int], object] | None,
+) -> None:
+    """Bring each tensor to process 0, which writes it."""
+    done, total = 0, sum(tensor.nbytes for tensor in writer.tensors)
+    is_first = jax.process_index() == 0
+    shown = False if callable(progress) else progress
+
+    def together(action: Callable[[], None]) -> None:
+        on_first_process(
+            action,
+            lambda why: f"cannot save to {place}: {why}; what was there is unchanged",
+        )
+
+    try:
+        together(writer.start)
+        with shown_progress(f"saving {place}", total, shown, lambda: done):
+            for tensor in writer.tensors:
+                values = np.asarray(tensor.values[full(tensor.shape)])
+                together(functools.partial(writer.add, tensor, values))
+                done += tensor.nbytes
+                if is_first and callable(progress):
+                    progress(done, total)
+            together(writer.finish)
+    finally:
+        if is_first:
+            writer.clean_up()
+
+
+def _on_host(leaf: Any) -> Array:
+    """A leaf whose boxes are fetched when they are used; a collective of processes."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    return Lazy(leaf.shape, lambda box: _fetched(leaf, box))
+
+
+def _fetched(leaf: jax.Array, box: Box) -> np.ndarray:
+    if leaf.is_fully_addressable and box == full(leaf.shape):
+        # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.
+        made = np.empty(leaf.shape, leaf.dtype)
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                made[shard.index] = np.asarray(shard.data)
+        return made
+    leaf = _on_auto_axes(leaf)
+    starts = tuple(part.start for part in box)
+    if leaf.is_fully_addressable:
+        return np.asarray(_slicer(box_shape(box), None)(leaf, starts))
+    sharding: Any = leaf.sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    part = _slicer(box_shape(box), everywhere)(leaf, starts)
+    if jax.process_index():
+        jax.block_until_ready(part)
+        return np.broadcast_to(np.zeros((), leaf.dtype), box_shape(box))
+    return np.asarray(part)
+
+
+@functools.lru_cache(maxsize=256)
+def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
+    options = {} if sharding is None else {"out_shardings": sharding}
+    return jax.jit(lambda x, starts: jax.lax.dynamic_slice(x, starts, sizes), **options)
+
+
+def _on_auto_axes(leaf: jax.Array) -> jax.Array:
+    """The array on Auto axes; JAX cannot slice sharded dims on Explicit ones."""
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return leaf
+    mesh: Any = sharding.mesh  # of devices, as there is an array
+    if AxisType.Explicit not in mesh.axis_types:
+        return leaf
+    auto = NamedSharding(
+        retyped(mesh, AxisType.Auto), sharding.spec, memory_kind=sharding.memory_kind
+    )
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)

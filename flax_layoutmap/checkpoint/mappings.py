@@ -36,15 +36,15 @@ from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint import _mapping_families as _families
-from flax_layoutmap.checkpoint._mapping_steps import cast as cast
-from flax_layoutmap.checkpoint._mapping_steps import dequantize as dequantize
-from flax_layoutmap.checkpoint._mapping_steps import linear as linear
-from flax_layoutmap.checkpoint._mapping_steps import merge as merge
-from flax_layoutmap.checkpoint._mapping_steps import rearrange as rearrange
-from flax_layoutmap.checkpoint._mapping_steps import split as split
-from flax_layoutmap.checkpoint._mapping_steps import stack as stack
-from flax_layoutmap.checkpoint._mapping_steps import transpose as transpose
-from flax_layoutmap.checkpoint._mapping_steps import unflatten as unflatten
+from flax_layoutmap.checkpoint._steps import cast as cast
+from flax_layoutmap.checkpoint._steps import dequantize as dequantize
+from flax_layoutmap.checkpoint._steps import linear as linear
+from flax_layoutmap.checkpoint._steps import merge as merge
+from flax_layoutmap.checkpoint._steps import rearrange as rearrange
+from flax_layoutmap.checkpoint._steps import split as split
+from flax_layoutmap.checkpoint._steps import stack as stack
+from flax_layoutmap.checkpoint._steps import transpose as transpose
+from flax_layoutmap.checkpoint._steps import unflatten as unflatten
 
 Entry = tuple[Any, ...]
 

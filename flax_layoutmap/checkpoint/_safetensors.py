@@ -1,19 +1,18 @@
-"""Read and check the headers of safetensors files before any data.
+"""The format of safetensors: headers, the tensors of a checkpoint, and their memory.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers, without holes. Large checkpoints
 are several files and `model.safetensors.index.json`, which lists each file's tensors.
 
-Not read by the package `safetensors`: it does not expose the byte offsets of a tensor,
-which planned reads need; few of its errors name a tensor; and a restore would need one
-more package. The tests compare with it.
+The package `safetensors` does not read float8 to NumPy (0.8.0), and does not give the
+place of a tensor in its file. The tests compare with it.
 """
 
-import collections
 import dataclasses
 import functools
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Mapping
@@ -24,33 +23,31 @@ import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap.checkpoint._lazy import Array, Lazy
 from flax_layoutmap.checkpoint._leaves import problem_list
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "F64": np.float64,
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": jnp.bfloat16,
-        "F8_E4M3": jnp.float8_e4m3fn,
-        "F8_E5M2": jnp.float8_e5m2,
-        "I64": np.int64,
-        "I32": np.int32,
-        "I16": np.int16,
-        "I8": np.int8,
-        "U64": np.uint64,
-        "U32": np.uint32,
-        "U16": np.uint16,
-        "U8": np.uint8,
-        "BOOL": np.bool_,
-    }.items()
+    **{"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2")},
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    **{
+        f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}")
+        for kind in "IU"
+        for n in (8, 4, 2, 1)
+    },
+    "BOOL": np.dtype("?"),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 NUMBER = re.compile(r"\d+")
+# The files that `save_safetensors` writes in a folder, of this version and of old ones.
+# Those with a tag of their writer belong to a model only if an index names them.
+WRITTEN = re.compile(
+    r"model(?:-(?P<tag>[0-9a-f]{8}))?(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?"
+)
 
 # The limits of the format's own library, and NumPy's largest array.
 _HEADER_BYTES = 100_000_000
@@ -70,11 +67,10 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"tensor {self.name!r} {show_shape(self.shape)} in {self.file}"
+        return f"tensor {self.name!r} {show_shape(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +106,14 @@ def open_safetensors(path: str | os.PathLike[str]) -> Stored:
         except CheckpointError as error:
             problems += error.problems or [str(error)]
             continue
-        for name, tensor in found.items():
-            if name in tensors:
-                problems.append(
-                    f"{file}: {tensors[name].file} has a tensor {name!r} as well; pass "
-                    "the path of one of the files, or remove the other"
-                )
-            tensors[name] = tensor
+        for name in found.keys() & tensors.keys():
+            problems.append(
+                f"{file}: {tensors[name].file} has a tensor {name!r} as well; pass "
+                "the path of one of the files, or remove the other"
+            )
+        tensors |= found
     if index is not None and not problems:
-        problems += _index_problems(where, index, tensors)
+        problems = _index_problems(index, tensors)
     if problems:
         raise problem_list(f"cannot read {where}", problems)
     return Stored(where, files, tensors)
@@ -141,20 +136,14 @@ def local(path: str | os.PathLike[str]) -> str:
 def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
     """The files of a checkpoint; with an index, also tensor name → file name."""
     if os.path.isfile(where):
-        if not where.endswith(".json"):
-            return (where,), None
-        return _files_of_index(where)
+        return _files_of_index(where) if where.endswith(".json") else ((where,), None)
     if not os.path.isdir(where):
         raise CheckpointError(
             f"there is no file or directory {where}; a model of the Hugging Face Hub "
             "is downloaded with huggingface_hub.snapshot_download, which says where"
         )
+    # A single file counts before an index, as in `transformers`; see `save_safetensors`.
     single, index = os.path.join(where, SINGLE), os.path.join(where, INDEX)
-    if os.path.exists(single) and os.path.exists(index):
-        raise CheckpointError(
-            f"the directory {where} has both {SINGLE} and {INDEX}, which may differ; "
-            "pass the path of the one to read"
-        )
     if os.path.exists(single):
         return (single,), None
     if os.path.exists(index):
@@ -163,7 +152,7 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
         names = sorted(os.listdir(where))
     except OSError as error:
         raise CheckpointError(f"cannot read {where}: {error.strerror}") from error
-    files = [os.path.join(where, name) for name in names if _is_file_name(name)]
+    files = [os.path.join(where, name) for name in names if _is_complete(name)]
     if not files:
         raise CheckpointError(
             f"the directory {where} has no .safetensors files; it holds {names[:5]}"
@@ -171,10 +160,17 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
     return tuple(files), None
 
 
-def _is_file_name(name: str) -> bool:
+def _is_file_name(name: Any) -> bool:
     """Whether it names a visible .safetensors file in the same directory."""
-    plain = os.path.basename(name) == name and not name.startswith(".")
-    return plain and "\\" not in name and name.endswith(".safetensors")
+    if not isinstance(name, str) or name.startswith(".") or "\\" in name:
+        return False
+    return os.path.basename(name) == name and name.endswith(".safetensors")
+
+
+def _is_complete(name: str) -> bool:
+    """Whether a file is a model, or a part of one, without an index that names it."""
+    ours = WRITTEN.fullmatch(name)
+    return _is_file_name(name) and (ours is None or ours["tag"] is None)
 
 
 def _files_of_index(index: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -183,44 +179,43 @@ def _files_of_index(index: str) -> tuple[tuple[str, ...], dict[str, str]]:
             data = _parsed(file.read(), index)
     except OSError as error:
         raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
-    found = data.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    names = data.get("weight_map")
+    if not isinstance(names, dict) or not names:
         raise CheckpointError(
             f"{index}: it has no 'weight_map', which says which file holds which tensor"
         )
     folder, problems = os.path.dirname(index), []
-    files = {}
-    for name, file in found.items():
-        if not isinstance(file, str) or not _is_file_name(file):
+    for name, file in names.items():
+        if not _is_file_name(file):
             problems.append(
-                f"{index}: tensor {name!r} is said to be in {file!r}, which is no name "
-                "of a .safetensors file beside the index"
+                f"{index}: tensor {name!r} is said to be in {file!r}, which is not the "
+                "name of a .safetensors file beside the index"
             )
-        elif file not in files:
-            files[file] = os.path.join(folder, file)
-            if not os.path.isfile(files[file]):
-                problems.append(
-                    f"{index}: it names {file}, for {name!r} and others, but there is "
-                    "no such file; was the download complete?"
-                )
+    files = [] if problems else list(dict.fromkeys(names.values()))
+    problems += [
+        f"{index}: it names {file}, but there is no such file; was the download "
+        "complete?"
+        for file in files
+        if not os.path.isfile(os.path.join(folder, file))
+    ]
     if problems:
         raise problem_list(f"cannot read {folder}", problems)
-    return tuple(files.values()), found
+    return tuple(os.path.join(folder, file) for file in files), names
 
 
 def _index_problems(
-    where: str, index: Mapping[str, str], tensors: dict[str, Tensor]
+    index: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    problems = []
-    for name, file in index.items():
-        if name not in tensors or os.path.basename(tensors[name].file) != file:
-            problems.append(f"{file}: the index says it has {name!r}, but it has not")
-    problems += [
+    absent = [
+        f"{file}: the index says it has {name!r}, but it has not"
+        for name, file in index.items()
+        if name not in tensors or os.path.basename(tensors[name].file) != file
+    ]
+    return absent + [
         f"{tensor.file}: the index does not name its tensor {name!r}"
         for name, tensor in tensors.items()
         if name not in index
     ]
-    return problems
 
 
 # -------------------------------------------------------------------- one header
@@ -232,35 +227,51 @@ def read_header(file: str) -> dict[str, Tensor]:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
-            if len(start) < 8:
-                raise CheckpointError(
-                    f"{file}: it has {size} bytes, no safetensors file; was the "
-                    "download complete?"
-                )
             length = int.from_bytes(start, "little")
-            if length > min(_HEADER_BYTES, size - 8):
+            if len(start) < 8 or length > min(_HEADER_BYTES, size - 8):
                 raise CheckpointError(
                     f"{file}: the header is said to have {length} bytes, the file has "
-                    f"{size} and headers at most {_HEADER_BYTES}; it is cut off, or no "
-                    "safetensors file"
+                    f"{size} and headers at most {_HEADER_BYTES}; it is cut off (was "
+                    "the download complete?), or not a safetensors file"
                 )
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     entries = _parsed(text, file)
-    if not isinstance(entries.pop("__metadata__", {}), dict):
-        raise CheckpointError(f"{file}: the '__metadata__' of the header is no object")
-    return _tensors(entries, file, 8 + length, size - 8 - length)
+    entries.pop("__metadata__", None)
+    begin, problems, spans = 8 + length, [], []
+    for name, entry in entries.items():
+        problem = _entry_problem(entry, size - begin)
+        if problem is not None:
+            problems.append(f"{file}: tensor {name!r}: {problem}")
+            continue
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        first, last = entry["data_offsets"]
+        spans.append((first, last, Tensor(name, dtype, shape, file, begin + first)))
+    spans.sort(key=lambda span: span[:2])
+    end = 0
+    for first, last, tensor in spans if not problems else ():
+        if first != end:
+            problems.append(
+                f"{file}: tensor {tensor.name!r} begins at byte {first} of the data, "
+                f"but the one before it ends at {end}"
+            )
+        end = last
+    if end != size - begin and not problems:
+        problems.append(f"{file}: {size - begin - end} bytes follow the last tensor")
+    if problems:
+        raise problem_list(f"cannot read {file}", problems)
+    return {tensor.name: tensor for _, _, tensor in spans}
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
     """The JSON object in a header or an index."""
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_unique)
+        found = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: the {'index' if file.endswith('.json') else 'header'} is no "
-            f"valid JSON, or not of this format: {error}"
+            f"{file}: the {'index' if file.endswith('.json') else 'header'} is not "
+            f"valid JSON: {error}"
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(
@@ -269,39 +280,8 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = collections.Counter(name for name, _ in pairs)
-        twice = names.most_common(1)[0][0]
-        raise ValueError(f"the name {twice!r} occurs twice")
-    return found
-
-
-def _tensors(
-    entries: Mapping[str, Any], file: str, begin: int, size: int
-) -> dict[str, Tensor]:
-    """Check the entries of a header against the bytes that follow it."""
-    spans: list[tuple[int, int, Tensor]] = []
-    problems: list[str] = []
-    for name, entry in entries.items():
-        problem = _entry_problem(entry, size)
-        if problem is not None:
-            problems.append(f"{file}: tensor {name!r}: {problem}")
-            continue
-        first, last = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        spans.append((first, last, Tensor(name, dtype, shape, file, begin + first)))
-    spans.sort(key=lambda span: span[:2])
-    if not problems:
-        problems += _span_problems(spans, file, size)
-    if problems:
-        raise problem_list(f"cannot read {file}", problems)
-    return {tensor.name: tensor for _, _, tensor in spans}
-
-
 def _entry_problem(entry: Any, size: int) -> str | None:
-    """The problem with a single entry, or None."""
+    """The problem with a single entry of a header, or None."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(
         entry
     ):
@@ -309,11 +289,10 @@ def _entry_problem(entry: Any, size: int) -> str | None:
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(name, str) or name not in DTYPES:
         return f"the dtype {name!r} is not known; known are {', '.join(DTYPES)}"
+    width = DTYPES[name].itemsize
     if not _are_counts(shape) or len(shape) > _MOST_DIMS:
         return f"the shape {str(shape)[:80]} is invalid"
-    count = math.prod(shape)
-    held = math.prod(size for size in shape if size) * DTYPES[name].itemsize
-    if held > _MOST_BYTES:
+    if math.prod(dim for dim in shape if dim) * width > _MOST_BYTES:
         return f"the shape {show_shape(tuple(shape))} is larger than any memory"
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"the data_offsets {str(offsets)[:80]} are invalid"
@@ -322,10 +301,10 @@ def _entry_problem(entry: Any, size: int) -> str | None:
             f"its data end at byte {offsets[1]}, the file has {size} bytes of data; it "
             "is cut off, or the header is wrong"
         )
-    if offsets[1] - offsets[0] != count * DTYPES[name].itemsize:
+    if offsets[1] - offsets[0] != math.prod(shape) * width:
         return (
             f"it has {offsets[1] - offsets[0]} bytes, but {name} "
-            f"{show_shape(tuple(shape))} takes {count * DTYPES[name].itemsize}"
+            f"{show_shape(tuple(shape))} takes {math.prod(shape) * width}"
         )
     return None
 
@@ -337,18 +316,57 @@ def _are_counts(values: Any) -> bool:
     )
 
 
-def _span_problems(
-    spans: list[tuple[int, int, Tensor]], file: str, size: int
-) -> list[str]:
-    """Problems of overlapping tensors, and of bytes that belong to none."""
-    problems, end, before = [], 0, "the header"
-    for first, last, tensor in spans:
-        if first != end:
-            what = "overlaps" if first < end else f"begins {first - end} bytes after"
-            problems.append(f"{file}: tensor {tensor.name!r} {what} {before}")
-        end, before = last, repr(tensor.name)
-    if end != size and not problems:
-        problems.append(
-            f"{file}: {size - end} bytes follow {before}, which is the last tensor"
+# ---------------------------------------------------------------- tensors in memory
+
+
+class Files:
+    """The files of a checkpoint, mapped into memory when a tensor is first needed."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def tensor(self, tensor: Tensor) -> Array:
+        """A tensor; its numbers are read from the file when they are used."""
+        if 0 in tensor.shape:
+            return np.zeros(tensor.shape, tensor.dtype)
+        held = self._map(tensor)
+        if tensor.dtype != np.bool_:
+            return np.ndarray(tensor.shape, tensor.dtype, held, tensor.offset)
+        raw = np.ndarray(tensor.shape, np.uint8, held, tensor.offset)
+        return Lazy(tensor.shape, lambda box: _checked_bools(tensor, raw[box]))
+
+    def _map(self, tensor: Tensor) -> mmap.mmap:
+        file = tensor.file
+        try:
+            if file not in self._maps:
+                with open(file, "rb") as stream:
+                    access = mmap.ACCESS_READ
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=access)
+            size = os.path.getsize(file)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{tensor} in {file} cannot be read: {error}"
+            ) from error
+        if size < tensor.offset + tensor.nbytes:
+            raise CheckpointError(
+                f"{tensor}: {file} ends at byte {size}; it was cut since its header was "
+                "read"
+            )
+        return self._maps[file]
+
+    def release(self) -> None:
+        """Let the system take back the memory of what was read so far."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for held in self._maps.values():
+                held.madvise(mmap.MADV_DONTNEED)
+
+
+def _checked_bools(tensor: Tensor, raw: np.ndarray) -> np.ndarray:
+    """The bytes as bools; NumPy would accept those that are neither 0 nor 1."""
+    if raw.max(initial=0) > 1:
+        raise CheckpointError(
+            f"{tensor} in {tensor.file} has a byte {raw.max()}, and a BOOL is 0 or 1; "
+            "the file is damaged, or was written wrongly: download it again, or leave "
+            "the leaf out with exclude="
         )
-    return problems
+    return raw.view(np.bool_)

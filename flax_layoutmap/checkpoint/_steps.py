@@ -1,22 +1,30 @@
 """The steps of a mapping: operations that turn tensors into a leaf.
 
-A step works both ways: from the shape of its result it gives the inputs it needs, and
-the place of an input's block in the result. The shape of the leaf gives all sizes, so
-that a mapping holds no numbers of a model, and the same steps save as well.
+A step works both ways. From the shape of its result it gives the inputs that it needs,
+so that a mapping holds no numbers of a model; `forward` makes the result of the inputs,
+and `back` makes the inputs of the result, to save.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap.checkpoint._lazy import (
+    MXFP4_BLOCK,
+    Array,
+    concatenated,
+    flattened,
+    part,
+    transposed,
+    unflattened,
+)
 from flax_layoutmap.checkpoint._leaves import is_floating
-from flax_layoutmap.checkpoint._mapping_blocks import Block, full_index, regroup
 
 
 class Input(NamedTuple):
@@ -29,22 +37,32 @@ class Input(NamedTuple):
 Axes = Sequence[Sequence[str]]
 
 
-@dataclasses.dataclass(frozen=True)
 class Regroup:
-    """The step of `transpose`, `linear`, `unflatten` and `rearrange`.
+    """A step that splits dims to axes, orders the axes, and joins them to dims."""
 
-    `axes` gives, for the shape of the leaf, the names of the axes in each dim of the
-    tensor and of the leaf, and the size of each axis.
-    """
-
-    axes: Callable[[Shape], tuple[Axes, Axes, dict[str, int]]]
+    def axes(self, shape: Shape) -> tuple[Axes, Axes, dict[str, int]]:
+        """The axes in each dim of the tensor and of the leaf, and their sizes."""
+        raise NotImplementedError
 
     def inputs(self, shape: Shape) -> list[Input]:
         left, _, sizes = self.axes(shape)
         return [Input({}, tuple(math.prod(sizes[n] for n in group) for group in left))]
 
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        yield from regroup(block, *self.axes(shape))
+    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        left, right, sizes = self.axes(shape)
+        return _regrouped(parts[0], left, right, sizes)
+
+    def back(self, value: Array, dtype: Any) -> list[Array]:
+        left, right, sizes = self.axes(value.shape)
+        return [_regrouped(value, right, left, sizes)]
+
+
+def _regrouped(x: Array, left: Axes, right: Axes, sizes: Mapping[str, int]) -> Array:
+    names = [name for group in left for name in group]
+    order = [names.index(name) for group in right for name in group]
+    apart = unflattened(x, [[sizes[name] for name in group] for group in left])
+    groups = [[sizes[name] for name in group] for group in right]
+    return flattened(transposed(apart, order), groups)
 
 
 def _in_leaf(groups: Sequence[Sequence[int]], shape: Shape) -> Any:
@@ -54,23 +72,48 @@ def _in_leaf(groups: Sequence[Sequence[int]], shape: Shape) -> Any:
     return left, [[name] for name in names], dict(zip(names, shape, strict=True))
 
 
-def transpose(*axes: int) -> Regroup:
+@dataclasses.dataclass(frozen=True)
+class Transpose(Regroup):
+    """The step of `transpose`."""
+
+    order: tuple[int, ...]
+
+    def axes(self, shape: Shape) -> Any:
+        order = self.order or tuple(reversed(range(len(shape))))
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"transpose{order} is not an order of {len(shape)} dims")
+        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
+
+
+def transpose(*axes: int) -> Transpose:
     """Permute the dims of a tensor, as `numpy.transpose`.
 
     Args:
         *axes: for each dim of the result, which dim of the tensor; none reverses them.
     """
-
-    def axes_of(shape: Shape) -> Any:
-        order = axes or tuple(reversed(range(len(shape))))
-        if sorted(order) != list(range(len(shape))):
-            raise ValueError(f"transpose{axes} is no order of {len(shape)} dims")
-        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
-
-    return Regroup(axes_of)
+    return Transpose(axes)
 
 
-def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
+@dataclasses.dataclass(frozen=True)
+class Linear(Regroup):
+    """The step of `linear`."""
+
+    input_dims: int | None = None
+    output_dims: int | None = None
+
+    def axes(self, shape: Shape) -> Any:
+        rank, count = len(shape), self.input_dims or 1
+        if self.output_dims is not None:
+            count = rank - self.output_dims
+        if not 0 < count < rank:
+            raise ValueError(
+                f"{show_shape(shape)} is not a kernel with dims for inputs and for "
+                "outputs"
+            )
+        return _in_leaf([range(count, rank), range(count)], shape)
+
+
+def linear(*, inputs: int | None = None, outputs: int | None = None) -> Linear:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
@@ -84,25 +127,37 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
         raise CheckpointError(
             "linear takes inputs= or outputs=; the rest are the other"
         )
-
-    def axes_of(shape: Shape) -> Any:
-        rank = len(shape)
-        count = (1 if inputs is None else inputs) if outputs is None else rank - outputs
-        if not 0 < count < rank:
-            raise ValueError(
-                f"{show_shape(shape)} is no kernel with dims for inputs and for outputs"
-            )
-        return _in_leaf([range(count, rank), range(count)], shape)
-
-    return Regroup(axes_of)
+    return Linear(inputs, outputs)
 
 
-def unflatten() -> Regroup:
+@dataclasses.dataclass(frozen=True)
+class Unflatten(Regroup):
+    """The step of `unflatten`."""
+
+    def axes(self, shape: Shape) -> Any:
+        return _in_leaf([range(len(shape))], shape)
+
+
+def unflatten() -> Unflatten:
     """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
-    return Regroup(lambda shape: _in_leaf([range(len(shape))], shape))
+    return Unflatten()
 
 
-def rearrange(pattern: str, **sizes: int) -> Regroup:
+@dataclasses.dataclass(frozen=True)
+class Rearrange(Regroup):
+    """The step of `rearrange`."""
+
+    pattern: str
+    left: tuple[tuple[str, ...], ...]
+    right: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    def axes(self, shape: Shape) -> Any:
+        sizes = _sizes(self.pattern, self.right, dict(self.sizes), shape)
+        return self.left, self.right, sizes
+
+
+def rearrange(pattern: str, **sizes: int) -> Rearrange:
     """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
 
     Sizes are inferred from the shape of the leaf where possible.
@@ -128,8 +183,8 @@ def rearrange(pattern: str, **sizes: int) -> Regroup:
         raise CheckpointError(
             f"rearrange({pattern!r}) has a name twice, or sizes for others: {sizes}"
         )
-    left, right = (side or [] for side in groups)
-    return Regroup(lambda shape: (left, right, _sizes(pattern, right, sizes, shape)))
+    left, right = (tuple(side or ()) for side in groups)
+    return Rearrange(pattern, left, right, tuple(sizes.items()))
 
 
 def _sizes(
@@ -196,13 +251,26 @@ class Stack:
         inner = (*shape[:axis], *shape[axis + 1 :])
         return [Input({self.field: name}, inner) for name in names]
 
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         axis = _axis(self.axis, shape)
-        yield dataclasses.replace(
-            block,
-            start=(*block.start[:axis], at, *block.start[axis:]),
-            dims=(*block.dims[:axis], (), *block.dims[axis:]),
-        )
+        return concatenated([_with_dim(x, axis) for x in parts], axis, dtype)
+
+    def back(self, value: Array, dtype: Any) -> list[Array]:
+        axis = _axis(self.axis, value.shape)
+        return [
+            _without_dim(part(value, axis, at, at + 1), axis)
+            for at in range(value.shape[axis])
+        ]
+
+
+def _with_dim(x: Array, axis: int) -> Array:
+    sizes = [(size,) for size in x.shape]
+    return flattened(x, [*sizes[:axis], (), *sizes[axis:]])
+
+
+def _without_dim(x: Array, axis: int) -> Array:
+    sizes: list[tuple[int, ...]] = [(size,) for size in x.shape]
+    return unflattened(x, [*sizes[:axis], (), *sizes[axis + 1 :]])
 
 
 def stack(
@@ -242,10 +310,17 @@ class Merge:
             for name, size in zip(self.over, sizes, strict=True)
         ]
 
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        axis = _axis(self.axis, shape)
-        sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
-        yield _moved(block, axis, sum(sizes[:at]))
+    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        return concatenated(parts, _axis(self.axis, shape), dtype)
+
+    def back(self, value: Array, dtype: Any) -> list[Array]:
+        axis = _axis(self.axis, value.shape)
+        sizes = _part_sizes(value.shape[axis], self.sizes or len(self.over))
+        ends = np.cumsum(sizes)
+        return [
+            part(value, axis, int(end) - size, int(end))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
 
 def merge(
@@ -282,14 +357,14 @@ class Split:
         sizes = self._sizes(shape[axis])
         return [Input({}, (*shape[:axis], sum(sizes), *shape[axis + 1 :]))]
 
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        axis, start = self.place(shape)
+        return part(parts[0], axis, start, start + shape[axis])
+
+    def place(self, shape: Shape) -> tuple[int, int]:
+        """The dim that is split, and where a part of this shape begins in it."""
         axis = _axis(self.axis, shape)
-        sizes = self._sizes(shape[axis])
-        index = list(full_index((*shape[:axis], sum(sizes), *shape[axis + 1 :])))
-        begin = sum(sizes[: self.index])
-        index[axis] = (begin, begin + shape[axis])
-        for part in block.cut(index):
-            yield _moved(part, axis, -begin)
+        return axis, sum(self._sizes(shape[axis])[: self.index])
 
     def _sizes(self, size: int) -> list[int]:
         if isinstance(self.of, int):
@@ -328,12 +403,6 @@ class Cast:
 
     dtype: np.dtype[Any]
 
-    def inputs(self, shape: Shape) -> list[Input]:
-        return [Input({}, shape)]
-
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        yield block
-
 
 def cast(dtype: Any) -> Cast:
     """Cast a tensor to another floating-point dtype, before it is compared to the leaf.
@@ -359,47 +428,28 @@ class Dequantize:
     block: int
     suffix: str
 
-    def inputs(self, shape: Shape) -> list[Input]:
-        return [Input({}, shape)]
-
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        yield block
-
-    def scales_shape(self, shape: Shape) -> Shape:
-        """The shape of the scales of a tensor."""
+    def scales(self, name: str, shape: Shape) -> tuple[str, Shape]:
+        """Name and shape of the scales of a tensor."""
         if len(shape) != 2:
             raise ValueError(
                 f"dequantize is for tensors of two dims, not {show_shape(shape)}"
             )
-        return tuple(-(-size // self.block) for size in shape)
-
-
-# Numbers of a block of MXFP4, which have one scale.
-MXFP4_BLOCK = 32
+        return name + self.suffix, tuple(-(-size // self.block) for size in shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4:
     """The step of `dequantize("mxfp4")`; its input is in numbers, two in each byte."""
 
-    def inputs(self, shape: Shape) -> list[Input]:
-        return [Input({}, shape)]
-
-    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        yield block
-
-    def scales_shape(self, shape: Shape) -> Shape:
-        """The shape of the scales of a tensor."""
+    def scales(self, name: str, shape: Shape) -> tuple[str, Shape]:
+        """Name and shape of the scales of a tensor."""
         if not shape or shape[-1] % MXFP4_BLOCK:
             raise ValueError(
                 f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
                 f"do not make {show_shape(shape)}"
             )
-        return (*shape[:-1], shape[-1] // MXFP4_BLOCK)
-
-    def scales_name(self, tensor: str) -> str:
-        """The name of the scales of a tensor."""
-        return f"{tensor.removesuffix('_blocks')}_scales"
+        name = f"{name.removesuffix('_blocks')}_scales"
+        return name, (*shape[:-1], shape[-1] // MXFP4_BLOCK)
 
 
 def dequantize(
@@ -446,8 +496,16 @@ def dequantize(
     return Dequantize(block, suffix)
 
 
-Step = Regroup | Stack | Merge | Split | Cast | Dequantize | Mxfp4
 STEPS = (Regroup, Stack, Merge, Split, Cast, Dequantize, Mxfp4)
+
+
+def filled(name: str, fields: Mapping[str, str]) -> str:
+    """The name of a tensor with values in the place of its `{fields}`."""
+    for field, value in fields.items():
+        if f"{{{field}}}" not in name:
+            raise ValueError(f"{name!r} has no {{{field}}} to tell the tensors apart")
+        name = name.replace(f"{{{field}}}", value)
+    return name
 
 
 def _axis(axis: int, shape: Shape) -> int:
@@ -464,9 +522,3 @@ def _part_sizes(size: int, parts: int | tuple[int, ...]) -> list[int]:
     if size % parts:
         raise ValueError(f"{size} is not {parts} equal parts; say sizes=(…)")
     return [size // parts] * parts
-
-
-def _moved(block: Block, axis: int, by: int) -> Block:
-    start = list(block.start)
-    start[axis] += by
-    return dataclasses.replace(block, start=tuple(start))
