@@ -18,13 +18,11 @@ from flax_layoutmap.checkpoint._steps import (
     STEPS,
     Cast,
     Dequantize,
-    Linear,
-    Mxfp4,
-    Stack,
+    Merge,
     filled,
+    linear,
 )
 
-_FIELD = re.compile(r"\{\w+\}")
 # Layers that are stacked in one leaf, and those of a list.
 _STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/")
 
@@ -40,7 +38,7 @@ class Recipe:
     names: tuple[str, ...]
     steps: tuple[Any, ...] = ()
     dtype: Any = None
-    dequantize: Dequantize | Mxfp4 | None = None
+    dequantize: Dequantize | None = None
 
     def tensors(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Name → shape of the tensors that make a leaf; ValueError if none do."""
@@ -57,14 +55,12 @@ class Recipe:
         """The leaf, of the tensors that `opened` returns."""
         return _made(name, self.steps, shape, dtype, opened)
 
-    def with_linear(self, shape: Shape) -> Iterable[tuple[str, "Recipe"]]:
-        """The recipe with other arguments of `linear`, and how these are written."""
-        for kind in ("outputs", "inputs"):
-            for count in range(1, len(shape)):
-                step = Linear(**{f"{kind[:-1]}_dims": count})
-                steps = (step if isinstance(s, Linear) else s for s in self.steps)
-                changed = dataclasses.replace(self, steps=tuple(steps))
-                yield f"linear({kind}={count})", changed
+    def with_linear(self, **dims: int) -> "Recipe":
+        """The recipe with other arguments of `linear`."""
+        is_linear = [getattr(step, "key", "")[:1] == ("linear",) for step in self.steps]
+        pairs = zip(self.steps, is_linear, strict=True)
+        steps = tuple(linear(**dims) if found else step for step, found in pairs)
+        return dataclasses.replace(self, steps=steps)
 
 
 def _collect(
@@ -74,22 +70,18 @@ def _collect(
         for fields, inner in steps[-1].inputs(shape):
             _collect(filled(name, fields), steps[:-1], inner, found)
         return
-    open_field = _FIELD.search(name)
-    if open_field is not None:
+    field = re.search(r"\{\w+\}", name)
+    if field is not None:
         raise ValueError(
-            f"no step fills in the {open_field[0]} of {name!r}; stack fills in "
-            "{layer}, merge {part}"
+            f"no step fills in the {field[0]} of {name!r}; stack fills in {{layer}}, "
+            "merge {part}"
         )
     if found.setdefault(name, shape) != shape:
         raise ValueError(f"{name!r} would need two shapes, {found[name]}, {shape}")
 
 
 def _made(
-    name: str,
-    steps: Sequence[Any],
-    shape: Shape,
-    dtype: Any,
-    opened: Callable[[str], Array],
+    name: str, steps: Sequence[Any], shape: Shape, dtype: Any, opened: Any
 ) -> Array:
     if not steps:
         return opened(name)
@@ -116,12 +108,12 @@ class NameMapping:
             )
         self._entries = []
         for number, entry in enumerate(given):
-            pattern, recipe = _parsed(f"mapping[{number}]", entry)
+            where = f"mapping[{number}]"
+            pattern, recipe = _parsed(where, entry)
             if pattern is None:
-                names = (_compiled(f"mapping[{number}]", n) for n in recipe.names)
-                self._ignored += names
+                self._ignored += [_compiled(where, name) for name in recipe.names]
             else:
-                self._entries.append((pattern, recipe))
+                self._entries.append((_compiled(where, pattern), recipe))
 
     def recipe(self, path: str, full_path: str) -> Recipe | None:
         """The recipe of a leaf, by the first entry that matches, or None.
@@ -129,8 +121,7 @@ class NameMapping:
         The entries are tried on the path within the model, then on the full path.
         """
         if self._entries is None:
-            parts = map(unescape, full_path.split("/"))
-            return Recipe((".".join(parts),))
+            return Recipe((".".join(map(unescape, full_path.split("/"))),))
         for text in dict.fromkeys((path, full_path)):
             for pattern, recipe in self._entries:
                 match = pattern.fullmatch(text)
@@ -165,24 +156,22 @@ class NameMapping:
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
 
-def _parsed(where: str, entry: Any) -> tuple[re.Pattern[str] | None, Recipe]:
+def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
+    """The pattern of an entry, and its names and steps."""
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise CheckpointError(
             f"{where} is {entry!r}; an entry is (path of a leaf, name of a tensor) or "
             "(path, name, steps)"
         )
     pattern, names, steps = (*entry, ())[:3]
-    several = (names,) if isinstance(names, str) else names
-    if (
-        not isinstance(several, tuple | list)
-        or not several
-        or not all(isinstance(name, str) for name in several)
-    ):
+    several = (names,) if isinstance(names, str) else tuple(names)
+    if not several or not all(isinstance(name, str) for name in several):
         raise CheckpointError(
             f"{where}: {names!r} is not the name of a tensor, nor several to try"
         )
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
-    recipe = Recipe(tuple(several))
+    kept: list[Any] = []
+    dtype, dequantize = None, None
     for step in steps:
         if not isinstance(step, STEPS):
             raise CheckpointError(
@@ -190,19 +179,16 @@ def _parsed(where: str, entry: Any) -> tuple[re.Pattern[str] | None, Recipe]:
                 "rearrange(…), unflatten(), stack(), merge(…), split(…), cast(…) or "
                 "dequantize()"
             )
-        if isinstance(step, Stack) and any(
-            f"{{{step.field}}}" not in n for n in several
-        ):
-            raise CheckpointError(
-                f"{where}: {several} have no {{{step.field}}} for stack to fill in"
-            )
         if isinstance(step, Cast):
-            recipe = dataclasses.replace(recipe, dtype=step.dtype)
-        elif isinstance(step, Dequantize | Mxfp4):
-            recipe = dataclasses.replace(recipe, dequantize=step)
+            dtype = step.dtype
+        elif isinstance(step, Dequantize):
+            dequantize = step
         else:
-            recipe = dataclasses.replace(recipe, steps=(*recipe.steps, step))
-    return None if pattern is None else _compiled(where, pattern), recipe
+            kept.append(step)
+        field = f"{{{step.field}}}" if isinstance(step, Merge) else ""
+        if any(field not in name for name in several):
+            raise CheckpointError(f"{where}: {several} have no {field} to fill in")
+    return pattern, Recipe(several, tuple(kept), dtype, dequantize)
 
 
 def _compiled(where: str, pattern: Any) -> re.Pattern[str]:

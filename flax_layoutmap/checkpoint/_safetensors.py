@@ -9,13 +9,11 @@ place of a tensor in its file. The tests compare with it.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import mmap
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +40,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-NUMBER = re.compile(r"\d+")
 # The files that `save_safetensors` writes in a folder, of this version and of old ones.
 # Those with a tag of their writer belong to a model only if an index names them.
 WRITTEN = re.compile(
@@ -50,9 +47,7 @@ WRITTEN = re.compile(
 )
 
 # The limits of the format's own library, and NumPy's largest array.
-_HEADER_BYTES = 100_000_000
-_MOST_BYTES = 2**63 - 1
-_MOST_DIMS = 32
+_HEADER_BYTES, _MOST_BYTES, _MOST_DIMS = 100_000_000, 2**63 - 1, 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,14 +76,6 @@ class Stored:
     files: tuple[str, ...]
     tensors: dict[str, Tensor]
 
-    @functools.cached_property
-    def forms(self) -> dict[str, str]:
-        """Name of a tensor with 0 for each number → the first such name."""
-        found: dict[str, str] = {}
-        for name in self.tensors:
-            found.setdefault(NUMBER.sub("0", name), name)
-        return found
-
 
 def open_safetensors(path: str | os.PathLike[str]) -> Stored:
     """Read and check the headers of a checkpoint; one error lists every problem.
@@ -113,7 +100,13 @@ def open_safetensors(path: str | os.PathLike[str]) -> Stored:
             )
         tensors |= found
     if index is not None and not problems:
-        problems = _index_problems(index, tensors)
+        held = {name: os.path.basename(t.file) for name, t in tensors.items()}
+        problems = [
+            f"{where}: the index says that {name!r} is in {index.get(name)}, but it is "
+            f"in {held.get(name)}"
+            for name in {**index, **held}
+            if index.get(name) != held.get(name)
+        ]
     if problems:
         raise problem_list(f"cannot read {where}", problems)
     return Stored(where, files, tensors)
@@ -142,7 +135,7 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
             f"there is no file or directory {where}; a model of the Hugging Face Hub "
             "is downloaded with huggingface_hub.snapshot_download, which says where"
         )
-    # A single file counts before an index, as in `transformers`; see `save_safetensors`.
+    # The single file counts, as in `transformers`; `Writer` depends on it.
     single, index = os.path.join(where, SINGLE), os.path.join(where, INDEX)
     if os.path.exists(single):
         return (single,), None
@@ -201,21 +194,6 @@ def _files_of_index(index: str) -> tuple[tuple[str, ...], dict[str, str]]:
     if problems:
         raise problem_list(f"cannot read {folder}", problems)
     return tuple(os.path.join(folder, file) for file in files), names
-
-
-def _index_problems(
-    index: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> list[str]:
-    absent = [
-        f"{file}: the index says it has {name!r}, but it has not"
-        for name, file in index.items()
-        if name not in tensors or os.path.basename(tensors[name].file) != file
-    ]
-    return absent + [
-        f"{tensor.file}: the index does not name its tensor {name!r}"
-        for name, tensor in tensors.items()
-        if name not in index
-    ]
 
 
 # -------------------------------------------------------------------- one header
@@ -290,21 +268,22 @@ def _entry_problem(entry: Any, size: int) -> str | None:
     if not isinstance(name, str) or name not in DTYPES:
         return f"the dtype {name!r} is not known; known are {', '.join(DTYPES)}"
     width = DTYPES[name].itemsize
-    if not _are_counts(shape) or len(shape) > _MOST_DIMS:
+    if (
+        not _are_counts(shape)
+        or len(shape) > _MOST_DIMS
+        or math.prod(dim for dim in shape if dim) * width > _MOST_BYTES
+    ):
         return f"the shape {str(shape)[:80]} is invalid"
-    if math.prod(dim for dim in shape if dim) * width > _MOST_BYTES:
-        return f"the shape {show_shape(tuple(shape))} is larger than any memory"
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"the data_offsets {str(offsets)[:80]} are invalid"
-    if offsets[1] > size:
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] > size:
         return (
-            f"its data end at byte {offsets[1]}, the file has {size} bytes of data; it "
-            "is cut off, or the header is wrong"
+            f"the data_offsets {str(offsets)[:80]} are invalid; the file has {size} "
+            "bytes of data: was it cut off?"
         )
-    if offsets[1] - offsets[0] != math.prod(shape) * width:
+    count = math.prod(shape) * width
+    if offsets[1] - offsets[0] != count:
         return (
             f"it has {offsets[1] - offsets[0]} bytes, but {name} "
-            f"{show_shape(tuple(shape))} takes {math.prod(shape) * width}"
+            f"{show_shape(tuple(shape))} takes {count}"
         )
     return None
 
@@ -349,8 +328,7 @@ class Files:
             ) from error
         if size < tensor.offset + tensor.nbytes:
             raise CheckpointError(
-                f"{tensor}: {file} ends at byte {size}; it was cut since its header was "
-                "read"
+                f"{tensor}: {file} was cut to {size} bytes since its header was read"
             )
         return self._maps[file]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,8 +41,8 @@ from flax_layoutmap.checkpoint._options import (
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_restore import folded
-from flax_layoutmap.checkpoint._safetensors_write import Writer, cannot_write
-from flax_layoutmap.checkpoint._steps import Mxfp4, Split, filled
+from flax_layoutmap.checkpoint._safetensors_write import Made, Writer, cannot_write
+from flax_layoutmap.checkpoint._steps import Split, filled
 
 
 def save_safetensors(
@@ -131,27 +130,6 @@ def _checked_dtype(dtype: Any) -> Any:
 # ---------------------------------------------------------------------------- plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A tensor to save, or a part of one, and the paths of the leaves that make it."""
-
-    name: str
-    dtype: Any
-    values: Array
-    paths: str
-
-    @property
-    def shape(self) -> Shape:
-        return self.values.shape
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {show_shape(self.shape)} of {self.paths}"
-
-
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
@@ -166,33 +144,30 @@ def _plan(
         if problem is not None:
             problems.append(f"{path}: {problem}")
             continue
-        name = f"{path} {show_shape(value.shape)}"
         recipe = names.recipe(short, path)
+        kind = np.dtype(value.dtype).newbyteorder("=")
+        kind = dtype if dtype is not None and is_floating(kind) else kind
         if recipe is None:
-            problems.append(f"{name}: {names.unmatched(short)}")
-            continue
-        if isinstance(recipe.dequantize, Mxfp4):
-            problems.append(
-                f"{name}: cannot be saved in MXFP4; save it by a mapping without "
+            problem = names.unmatched(short)
+        elif recipe.dequantize is not None and recipe.dequantize.is_mxfp4:
+            problem = (
+                "cannot be saved in MXFP4; save it by a mapping without "
                 "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
             )
-            continue
-        own = np.dtype(value.dtype).newbyteorder("=")
-        kind = dtype if dtype is not None and is_floating(own) else own
-        if kind not in NAMES:
-            problems.append(
-                f"{path}: safetensors cannot hold {kind}; pass dtype=, or convert it"
-            )
-            continue
-        try:
-            recipe.tensors(recipe.names[0], tuple(value.shape))
-            draft.add(Made(recipe.names[0], kind, _on_host(value), path), recipe.steps)
-        except ValueError as error:
-            problems.append(
-                f"{name}: the mapping's steps do not make this shape: {error}"
-            )
-    if not problems:
-        problems = draft.finish()
+        elif kind not in NAMES:
+            problem = f"safetensors cannot hold {kind}; pass dtype=, or convert it"
+        else:
+            name = recipe.names[0]
+            try:
+                recipe.tensors(name, tuple(value.shape))
+            except ValueError as error:
+                problem = f"the mapping's steps do not make this shape: {error}"
+            else:
+                made = Made(name, kind, _on_host(value), path)
+                draft.add(made, recipe.steps)
+        if problem is not None:
+            problems.append(f"{path} {show_shape(value.shape)}: {problem}")
+    problems = problems or draft.finish()
     if not draft.tensors and not problems:
         problems.append("the tree holds no array")
     return [*draft.tensors.values()], problems
@@ -226,26 +201,24 @@ class _Draft:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Made] = {}
-        self._parts: dict[tuple[str, tuple[Any, ...]], list[_Part]] = {}
+        # Tensor, steps before the split → dim, start, shape of the whole, part.
+        self._parts: dict[Any, list[tuple[int, int, Shape, Made]]] = {}
         self._problems: list[str] = []
 
     def add(self, made: Made, steps: Sequence[Any]) -> None:
         """Undo steps."""
-        shape = made.shape
         if not steps:
             before = self.tensors.setdefault(made.name, made)
             if before is not made:
-                self._problems.append(_clash(before, made))
+                self._problems.append(_clash(before, made, before.shape, made.shape))
             return
         *rest, last = steps
-        inputs = last.inputs(shape)
+        inputs = last.inputs(made.shape)
         if isinstance(last, Split):
-            axis, start = last.place(shape)
-            waiting = _Part(made, axis, start, inputs[0].shape)
+            waiting = (*last.place(made.shape), inputs[0].shape, made)
             self._parts.setdefault((made.name, tuple(rest)), []).append(waiting)
             return
-        parts = last.back(made.values, made.dtype)
-        for (fields, _), values in zip(inputs, parts, strict=True):
+        for (fields, _), values in zip(inputs, last.back(made.values), strict=True):
             name = filled(made.name, fields)
             self.add(dataclasses.replace(made, name=name, values=values), rest)
 
@@ -253,67 +226,46 @@ class _Draft:
         """Join the parts; return the problems with them."""
         while self._parts:
             key = max(self._parts, key=lambda key: len(key[1]))
-            made = self._joined(self._parts.pop(key))
-            if made is not None:
-                self.add(made, key[1])
+            try:
+                self.add(_joined(self._parts.pop(key)), key[1])
+            except ValueError as error:
+                self._problems.append(str(error))
         return self._problems
 
-    def _joined(self, parts: list["_Part"]) -> Made | None:
-        """The whole of some parts; None, and a problem, if they do not make one."""
-        parts = sorted(parts, key=lambda part: part.start)
-        first, paths = parts[0], ", ".join(dict.fromkeys(p.made.paths for p in parts))
-        end, name = 0, repr(first.made.name)
-        for part in parts:
-            made = part.made
-            alike = (part.axis, part.shape, made.dtype)
-            if alike != (first.axis, first.shape, first.made.dtype):
-                self._problems.append(
-                    f"{made.paths}: would make the tensor {name} of "
-                    f"{made.dtype} {show_shape(part.shape)}, and {first.made.paths} of "
-                    f"{first.made.dtype} {show_shape(first.shape)}"
-                )
-                return None
-            if part.start < end:
-                self._problems.append(_twice(paths, name))
-                return None
-            if part.start > end:
-                break
-            end += made.shape[part.axis]
-        if end < first.shape[first.axis]:
-            self._problems.append(
-                f"{paths}: make only a part of the tensor {name} "
-                f"{show_shape(first.shape)}; the mapping lacks leaves for the rest"
-            )
-            return None
-        made = first.made
-        values = concatenated([p.made.values for p in parts], first.axis, made.dtype)
-        return dataclasses.replace(made, values=values, paths=paths)
+
+def _joined(parts: list[tuple[int, int, Shape, Made]]) -> Made:
+    """The whole of some parts; ValueError if they are not all, or overlap."""
+    parts = sorted(parts, key=lambda part: part[1])
+    axis, _, shape, first = parts[0]
+    paths, end = ", ".join(dict.fromkeys(part[3].paths for part in parts)), 0
+    for dim, start, whole, made in parts:
+        if (dim, whole, made.dtype) != (axis, shape, first.dtype) or start < end:
+            raise ValueError(_clash(first, made, shape, whole))
+        end = end if start > end else end + made.shape[axis]
+    if end < shape[axis]:
+        raise ValueError(
+            f"{paths}: make only a part of the tensor {first.name!r} "
+            f"{show_shape(shape)}; the mapping lacks leaves for the rest"
+        )
+    values = concatenated([made.values for *_, made in parts], axis, first.dtype)
+    return dataclasses.replace(first, values=values, paths=paths)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What one leaf gives of an array of this shape: the entries from `start` on."""
-
-    made: Made
-    axis: int
-    start: int
-    shape: Shape
-
-
-def _clash(before: Made, made: Made) -> str:
-    if (before.dtype, before.shape) == (made.dtype, made.shape):
-        return _twice(f"{before.paths}, {made.paths}", repr(made.name))
-    return (
-        f"{made.paths}: would make the tensor {made.name!r} {made.dtype} "
-        f"{show_shape(made.shape)}, and {before.paths} {before.dtype} "
-        f"{show_shape(before.shape)}"
+def _clash(before: Made, made: Made, *shapes: Shape) -> str:
+    """The problem that two leaves make the same tensor, or the same part of it."""
+    first, other = (
+        f"{m.dtype} {show_shape(shape)}"
+        for m, shape in zip((before, made), shapes, strict=True)
     )
-
-
-def _twice(paths: str, name: str) -> str:
+    if first != other:
+        return (
+            f"{made.paths}: would make the tensor {made.name!r} {other}, and "
+            f"{before.paths} {first}"
+        )
     return (
-        f"{paths}: some elements of the tensor {name} would be written twice; give one "
-        "of the leaves another name, or leave it out with exclude="
+        f"{before.paths}, {made.paths}: would write some elements of the tensor "
+        f"{made.name!r} twice; give one of the leaves another name, or leave it out "
+        "with exclude="
     )
 
 

@@ -10,30 +10,40 @@ here a file is written tensor by tensor, as they arrive from the devices.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap.checkpoint._lazy import Array
 from flax_layoutmap.checkpoint._safetensors import INDEX, NAMES, SINGLE, WRITTEN
 
 
-class Tensor(Protocol):
-    """What is known of a tensor before its numbers."""
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A tensor to save, or a part of one, and the paths of the leaves that make it."""
+
+    name: str
+    dtype: Any
+    values: Array
+    paths: str
 
     @property
-    def name(self) -> str: ...
+    def shape(self) -> Shape:
+        return self.values.shape
+
     @property
-    def dtype(self) -> Any: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {show_shape(self.shape)} of {self.paths}"
 
 
 def cannot_write(place: str, overwrite: bool) -> list[str]:
@@ -68,7 +78,7 @@ class Writer:
     def __init__(
         self,
         place: str,
-        tensors: Sequence[Any],
+        tensors: Sequence[Made],
         max_file_bytes: float,
         texts: Mapping[str, str],
     ) -> None:
@@ -83,7 +93,7 @@ class Writer:
         self._todo = [file for file, held in self._files.items() for _ in held]
         self._made_folder, self._stream = False, None
 
-    def _named(self, groups: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+    def _named(self, groups: list[list[Made]]) -> dict[str, list[Made]]:
         """File name → its tensors; wide dtypes come first, which aligns all."""
         groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
         if len(groups) == 1:
@@ -104,7 +114,7 @@ class Writer:
         os.makedirs(self._folder, exist_ok=True)
         os.mkdir(self._hidden)
 
-    def add(self, tensor: Tensor, values: np.ndarray) -> None:
+    def add(self, tensor: Made, values: np.ndarray) -> None:
         """Write the next tensor."""
         file = self._todo.pop(0)
         if self._stream is None:
@@ -162,9 +172,9 @@ class Writer:
                 os.remove(os.path.join(self._folder, name))
 
 
-def _groups(tensors: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
+def _groups(tensors: Sequence[Made], limit: float) -> list[list[Made]]:
     """The tensors in groups of at most `limit` bytes; a larger one is alone."""
-    groups: list[list[Tensor]] = [[]]
+    groups: list[list[Made]] = [[]]
     size = 0
     for tensor in tensors:
         if groups[-1] and size + tensor.nbytes > limit:
@@ -200,7 +210,7 @@ def _close(stream: Any) -> None:
         os.fsync(stream.fileno())
 
 
-def _index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
+def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
     """The content of the index file."""
     total = sum(t.nbytes for held in files.values() for t in held)
     names = {t.name: file for file, held in files.items() for t in held}
@@ -211,7 +221,7 @@ def _index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
     return json.dumps(data, indent=2).encode()
 
 
-def _header(tensors: Sequence[Tensor], texts: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
     """The length and the header that a file begins with."""
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     at = 0

@@ -2,13 +2,13 @@
 
 A step works both ways. From the shape of its result it gives the inputs that it needs,
 so that a mapping holds no numbers of a model; `forward` makes the result of the inputs,
-and `back` makes the inputs of the result, to save.
+and `back` the inputs of the result, to save.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,15 +34,23 @@ class Input(NamedTuple):
     shape: Shape
 
 
+# ------------------------------------------------------------- one tensor, other dims
+
 Axes = Sequence[Sequence[str]]
 
 
+@dataclasses.dataclass(frozen=True)
 class Regroup:
-    """A step that splits dims to axes, orders the axes, and joins them to dims."""
+    """Splits dims to axes, orders the axes, and joins them to dims.
 
-    def axes(self, shape: Shape) -> tuple[Axes, Axes, dict[str, int]]:
-        """The axes in each dim of the tensor and of the leaf, and their sizes."""
-        raise NotImplementedError
+    `axes` gives, for the shape of the leaf, the names of the axes in each dim of the
+    tensor and of the leaf, and their sizes. `key` names the step and its arguments.
+    """
+
+    key: tuple[Any, ...]
+    axes: Callable[[Shape], tuple[Axes, Axes, Mapping[str, int]]] = dataclasses.field(
+        compare=False
+    )
 
     def inputs(self, shape: Shape) -> list[Input]:
         left, _, sizes = self.axes(shape)
@@ -52,7 +60,7 @@ class Regroup:
         left, right, sizes = self.axes(shape)
         return _regrouped(parts[0], left, right, sizes)
 
-    def back(self, value: Array, dtype: Any) -> list[Array]:
+    def back(self, value: Array) -> list[Array]:
         left, right, sizes = self.axes(value.shape)
         return [_regrouped(value, right, left, sizes)]
 
@@ -72,48 +80,23 @@ def _in_leaf(groups: Sequence[Sequence[int]], shape: Shape) -> Any:
     return left, [[name] for name in names], dict(zip(names, shape, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class Transpose(Regroup):
-    """The step of `transpose`."""
-
-    order: tuple[int, ...]
-
-    def axes(self, shape: Shape) -> Any:
-        order = self.order or tuple(reversed(range(len(shape))))
-        if sorted(order) != list(range(len(shape))):
-            raise ValueError(f"transpose{order} is not an order of {len(shape)} dims")
-        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
-
-
-def transpose(*axes: int) -> Transpose:
+def transpose(*axes: int) -> Regroup:
     """Permute the dims of a tensor, as `numpy.transpose`.
 
     Args:
         *axes: for each dim of the result, which dim of the tensor; none reverses them.
     """
-    return Transpose(axes)
+
+    def axes_of(shape: Shape) -> Any:
+        order = axes or tuple(reversed(range(len(shape))))
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"transpose{axes} is not an order of {len(shape)} dims")
+        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
+
+    return Regroup(("transpose", axes), axes_of)
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear(Regroup):
-    """The step of `linear`."""
-
-    input_dims: int | None = None
-    output_dims: int | None = None
-
-    def axes(self, shape: Shape) -> Any:
-        rank, count = len(shape), self.input_dims or 1
-        if self.output_dims is not None:
-            count = rank - self.output_dims
-        if not 0 < count < rank:
-            raise ValueError(
-                f"{show_shape(shape)} is not a kernel with dims for inputs and for "
-                "outputs"
-            )
-        return _in_leaf([range(count, rank), range(count)], shape)
-
-
-def linear(*, inputs: int | None = None, outputs: int | None = None) -> Linear:
+def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
@@ -124,40 +107,26 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Linear:
         outputs: how many are outputs, where the rest are inputs (as after attention).
     """
     if inputs is not None and outputs is not None:
-        raise CheckpointError(
-            "linear takes inputs= or outputs=; the rest are the other"
-        )
-    return Linear(inputs, outputs)
+        raise CheckpointError("linear takes inputs= or outputs=, not both")
+
+    def axes_of(shape: Shape) -> Any:
+        rank = len(shape)
+        count = (1 if inputs is None else inputs) if outputs is None else rank - outputs
+        if not 0 < count < rank:
+            raise ValueError(
+                f"{show_shape(shape)} is not a kernel with dims for inputs and outputs"
+            )
+        return _in_leaf([range(count, rank), range(count)], shape)
+
+    return Regroup(("linear", inputs, outputs), axes_of)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unflatten(Regroup):
-    """The step of `unflatten`."""
-
-    def axes(self, shape: Shape) -> Any:
-        return _in_leaf([range(len(shape))], shape)
-
-
-def unflatten() -> Unflatten:
+def unflatten() -> Regroup:
     """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
-    return Unflatten()
+    return Regroup(("unflatten",), lambda shape: _in_leaf([range(len(shape))], shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rearrange(Regroup):
-    """The step of `rearrange`."""
-
-    pattern: str
-    left: tuple[tuple[str, ...], ...]
-    right: tuple[tuple[str, ...], ...]
-    sizes: tuple[tuple[str, int], ...]
-
-    def axes(self, shape: Shape) -> Any:
-        sizes = _sizes(self.pattern, self.right, dict(self.sizes), shape)
-        return self.left, self.right, sizes
-
-
-def rearrange(pattern: str, **sizes: int) -> Rearrange:
+def rearrange(pattern: str, **sizes: int) -> Regroup:
     """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
 
     Sizes are inferred from the shape of the leaf where possible.
@@ -170,10 +139,9 @@ def rearrange(pattern: str, **sizes: int) -> Rearrange:
     Raises:
         CheckpointError: the pattern is invalid.
     """
-    sides = pattern.split("->")
-    groups = [_groups(side) for side in sides]
-    names = [[name for group in side or () for name in group] for side in groups]
-    if len(sides) != 2 or None in groups or sorted(names[0]) != sorted(names[1]):
+    sides = [_groups(side) for side in pattern.split("->")]
+    names = [sorted(name for group in side or () for name in group) for side in sides]
+    if len(sides) != 2 or None in sides or names[0] != names[1]:
         raise CheckpointError(
             f"rearrange({pattern!r}) needs the same names on both sides of '->', with "
             "brackets around those that are one dim: '(heads dim) inputs -> inputs "
@@ -183,8 +151,19 @@ def rearrange(pattern: str, **sizes: int) -> Rearrange:
         raise CheckpointError(
             f"rearrange({pattern!r}) has a name twice, or sizes for others: {sizes}"
         )
-    left, right = (tuple(side or ()) for side in groups)
-    return Rearrange(pattern, left, right, tuple(sizes.items()))
+    left, right = (side or () for side in sides)
+    return Regroup(
+        ("rearrange", left, right, tuple(sizes.items())),
+        lambda shape: (left, right, _sizes(pattern, right, sizes, shape)),
+    )
+
+
+def _groups(side: str) -> tuple[tuple[str, ...], ...] | None:
+    """The names in each dim of one side of a pattern; None if it is malformed."""
+    if not re.fullmatch(r"(?:\([\w ]*\)|\w+|\s+)*", side):
+        return None
+    groups = re.findall(r"\(([\w ]*)\)|(\w+)", side)
+    return tuple(tuple((joined or single).split()) for joined, single in groups)
 
 
 def _sizes(
@@ -204,9 +183,9 @@ def _sizes(
                 f"one, as in rearrange({pattern!r}, {unknown[0]}=2)"
             )
         known = math.prod(sizes[name] for name in names if name in sizes)
-        if unknown and known and size % known == 0:
+        if unknown and known:
             sizes[unknown[0]] = size // known
-        elif unknown or known != size:
+        if math.prod(sizes.get(name, 0) for name in names) != size:
             raise ValueError(
                 f"{pattern!r} does not fit {show_shape(shape)}: "
                 f"{' × '.join(names)} is {size} there, with {dict(given)}"
@@ -214,63 +193,64 @@ def _sizes(
     return sizes
 
 
-_GROUP = re.compile(r"\(([\w ]*)\)|(\w+)|\s+")
-
-
-def _groups(side: str) -> list[tuple[str, ...]] | None:
-    """The names in each dim of one side of a pattern; None if it is malformed."""
-    groups, at = [], 0
-    while at < len(side):
-        found = _GROUP.match(side, at)
-        if found is None:
-            return None
-        at = found.end()
-        if found[1] is not None or found[2]:
-            groups.append(tuple((found[1] or found[2] or "").split()))
-    return groups
+# ------------------------------------------------------ several tensors, parts of one
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
-    """The step of `stack`."""
+class Merge:
+    """Concatenates tensors along a dim, or stacks them along a new one (`is_new`)."""
 
     axis: int
-    over: tuple[str, ...] | None
     field: str
+    over: tuple[str, ...] | None
+    sizes: tuple[int, ...] | None = None
     start: int = 0
+    is_new: bool = False
 
     def inputs(self, shape: Shape) -> list[Input]:
         axis = _axis(self.axis, shape)
-        numbers = range(self.start, self.start + shape[axis])
-        names = self.over or tuple(map(str, numbers))
-        if len(names) != shape[axis]:
-            raise ValueError(
-                f"it has {shape[axis]} entries in dim {axis}, and {len(names)} tensors "
-                "are stacked"
-            )
-        inner = (*shape[:axis], *shape[axis + 1 :])
-        return [Input({self.field: name}, inner) for name in names]
+        sizes, found = self._sizes(shape[axis]), []
+        numbers = range(self.start, self.start + len(sizes))
+        names = map(str, numbers) if self.over is None else self.over
+        for name, size in zip(names, sizes, strict=True):
+            middle = () if self.is_new else (size,)
+            inner = (*shape[:axis], *middle, *shape[axis + 1 :])
+            found.append(Input({self.field: name}, inner))
+        return found
 
     def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         axis = _axis(self.axis, shape)
-        return concatenated([_with_dim(x, axis) for x in parts], axis, dtype)
+        if self.is_new:
+            sizes = _with_dim(parts[0].shape, axis)
+            parts = [flattened(x, sizes) for x in parts]
+        return concatenated(parts, axis, dtype)
 
-    def back(self, value: Array, dtype: Any) -> list[Array]:
+    def back(self, value: Array) -> list[Array]:
         axis = _axis(self.axis, value.shape)
-        return [
-            _without_dim(part(value, axis, at, at + 1), axis)
-            for at in range(value.shape[axis])
-        ]
+        start, parts = 0, []
+        for size in self._sizes(value.shape[axis]):
+            parts.append(part(value, axis, start, start + size))
+            start += size
+        if self.is_new:
+            rest = (*value.shape[:axis], *value.shape[axis + 1 :])
+            parts = [unflattened(x, _with_dim(rest, axis)) for x in parts]
+        return parts
+
+    def _sizes(self, size: int) -> Sequence[int]:
+        if not self.is_new:
+            return _part_sizes(size, self.sizes or len(self.over or ()))
+        if self.over is not None and len(self.over) != size:
+            raise ValueError(
+                f"it has {size} entries in dim {self.axis}, and {len(self.over)} "
+                "tensors are stacked"
+            )
+        return [1] * size
 
 
-def _with_dim(x: Array, axis: int) -> Array:
-    sizes = [(size,) for size in x.shape]
-    return flattened(x, [*sizes[:axis], (), *sizes[axis:]])
-
-
-def _without_dim(x: Array, axis: int) -> Array:
-    sizes: list[tuple[int, ...]] = [(size,) for size in x.shape]
-    return unflattened(x, [*sizes[:axis], (), *sizes[axis + 1 :]])
+def _with_dim(shape: Shape, axis: int) -> list[tuple[int, ...]]:
+    """The dims of a shape as groups, with an empty one at `axis`."""
+    groups = [(size,) for size in shape]
+    return [*groups[:axis], (), *groups[axis:]]
 
 
 def stack(
@@ -279,7 +259,7 @@ def stack(
     *,
     field: str = "layer",
     start: int = 0,
-) -> Stack:
+) -> Merge:
     """Stack tensors along a new dim, as in a model that scans over its layers.
 
     Args:
@@ -290,37 +270,7 @@ def stack(
         start: the first of the consecutive numbers.
     """
     names = None if over is None else tuple(map(str, over))
-    return Stack(axis, names, field, start)
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """The step of `merge`."""
-
-    axis: int
-    over: tuple[str, ...]
-    sizes: tuple[int, ...] | None
-    field: str
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        axis = _axis(self.axis, shape)
-        sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
-        return [
-            Input({self.field: name}, (*shape[:axis], size, *shape[axis + 1 :]))
-            for name, size in zip(self.over, sizes, strict=True)
-        ]
-
-    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return concatenated(parts, _axis(self.axis, shape), dtype)
-
-    def back(self, value: Array, dtype: Any) -> list[Array]:
-        axis = _axis(self.axis, value.shape)
-        sizes = _part_sizes(value.shape[axis], self.sizes or len(self.over))
-        ends = np.cumsum(sizes)
-        return [
-            part(value, axis, int(end) - size, int(end))
-            for size, end in zip(sizes, ends, strict=True)
-        ]
+    return Merge(axis, field, names, start=start, is_new=True)
 
 
 def merge(
@@ -334,19 +284,18 @@ def merge(
 
     Args:
         axis: the dim.
-        over: what to fill in for `{part}` in the name: `("q_proj", "k_proj")`, say.
+        over: what to fill in for `{part}` in the name, as `("q_proj", "k_proj")`.
         sizes: how many entries each has in that dim; None if equally many.
         field: another name for `part`.
     """
     if not over or (sizes is not None and len(sizes) != len(over)):
         raise CheckpointError(f"merge needs parts, and as many sizes: {over}, {sizes}")
-    parts = None if sizes is None else tuple(sizes)
-    return Merge(axis, tuple(over), parts, field)
+    return Merge(axis, field, tuple(over), None if sizes is None else tuple(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The step of `split`."""
+    """The step of `split`; to undo it needs the other parts: see `save_safetensors`."""
 
     axis: int
     index: int
@@ -354,8 +303,8 @@ class Split:
 
     def inputs(self, shape: Shape) -> list[Input]:
         axis = _axis(self.axis, shape)
-        sizes = self._sizes(shape[axis])
-        return [Input({}, (*shape[:axis], sum(sizes), *shape[axis + 1 :]))]
+        total = sum(self._sizes(shape[axis]))
+        return [Input({}, (*shape[:axis], total, *shape[axis + 1 :]))]
 
     def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         axis, start = self.place(shape)
@@ -366,7 +315,7 @@ class Split:
         axis = _axis(self.axis, shape)
         return axis, sum(self._sizes(shape[axis])[: self.index])
 
-    def _sizes(self, size: int) -> list[int]:
+    def _sizes(self, size: int) -> Sequence[int]:
         if isinstance(self.of, int):
             return [size] * self.of
         if self.of[self.index] != size:
@@ -374,7 +323,7 @@ class Split:
                 f"part {self.index} of {self.of} has {self.of[self.index]} entries, "
                 f"not {size}"
             )
-        return list(self.of)
+        return self.of
 
 
 def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
@@ -397,6 +346,25 @@ def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
     return Split(axis, index, parts)
 
 
+def _axis(axis: int, shape: Shape) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"there is no dim {axis} in {show_shape(shape)}")
+    return axis % len(shape)
+
+
+def _part_sizes(size: int, parts: int | tuple[int, ...]) -> Sequence[int]:
+    if isinstance(parts, int):
+        if size % parts:
+            raise ValueError(f"{size} is not {parts} equal parts; pass sizes=(…)")
+        return [size // parts] * parts
+    if sum(parts) != size:
+        raise ValueError(f"parts of {parts} do not make {size}")
+    return parts
+
+
+# ----------------------------------------------------------- numbers of other dtypes
+
+
 @dataclasses.dataclass(frozen=True)
 class Cast:
     """The step of `cast`."""
@@ -410,12 +378,12 @@ def cast(dtype: Any) -> Cast:
     Saving writes the dtype that the leaf has.
 
     Raises:
-        CheckpointError: it is no floating-point dtype.
+        CheckpointError: it is not a floating-point dtype.
     """
     try:
         found = np.dtype(dtype)
     except TypeError as error:
-        raise CheckpointError(f"cast({dtype!r}): it is no dtype: {error}") from error
+        raise CheckpointError(f"cast({dtype!r}): not a dtype: {error}") from error
     if not is_floating(found):
         raise CheckpointError(f"cast({found}): only floating-point dtypes are cast")
     return Cast(found)
@@ -423,32 +391,29 @@ def cast(dtype: Any) -> Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Dequantize:
-    """The step of `dequantize()`, for float8."""
+    """The step of `dequantize`; `block` is 0 for MXFP4."""
 
     block: int
     suffix: str
 
-    def scales(self, name: str, shape: Shape) -> tuple[str, Shape]:
-        """Name and shape of the scales of a tensor."""
-        if len(shape) != 2:
-            raise ValueError(
-                f"dequantize is for tensors of two dims, not {show_shape(shape)}"
-            )
-        return name + self.suffix, tuple(-(-size // self.block) for size in shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mxfp4:
-    """The step of `dequantize("mxfp4")`; its input is in numbers, two in each byte."""
+    @property
+    def is_mxfp4(self) -> bool:
+        return not self.block
 
     def scales(self, name: str, shape: Shape) -> tuple[str, Shape]:
-        """Name and shape of the scales of a tensor."""
+        """Name and shape of the scales of a tensor with numbers in this shape."""
+        if not self.is_mxfp4:
+            if len(shape) != 2:
+                raise ValueError(
+                    f"dequantize is for tensors of two dims, not {show_shape(shape)}"
+                )
+            return name + self.suffix, tuple(-(-size // self.block) for size in shape)
         if not shape or shape[-1] % MXFP4_BLOCK:
             raise ValueError(
                 f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
                 f"do not make {show_shape(shape)}"
             )
-        name = f"{name.removesuffix('_blocks')}_scales"
+        name = name.removesuffix("_blocks") + self.suffix
         return name, (*shape[:-1], shape[-1] // MXFP4_BLOCK)
 
 
@@ -457,7 +422,7 @@ def dequantize(
     *,
     block: int = 128,
     suffix: str = "_scale_inv",
-) -> Dequantize | Mxfp4:
+) -> Dequantize:
     """Multiply a float8 or MXFP4 tensor by the scale of each of its blocks.
 
     - `"float8"`: the tensor `name` has its scales in the tensor `name + suffix`, one
@@ -467,8 +432,7 @@ def dequantize(
     - `"mxfp4"`: the tensor `…_blocks` (…, n / 32, 16) of uint8 holds n numbers in its
       last two dims, two in each byte, and the tensor `…_scales` (…, n / 32) of uint8
       the exponent of each block of 32, as in gpt-oss. The result, (…, n), is exact in
-      bfloat16. Each process reads the blocks and the scales of its own shards. It
-      cannot be saved.
+      bfloat16. It cannot be saved.
 
     The product counts as bfloat16; for another dtype, pass `dtype=`.
 
@@ -480,23 +444,18 @@ def dequantize(
     Raises:
         CheckpointError: the arguments are invalid.
     """
-    if format == "mxfp4":
-        if (block, suffix) != (128, "_scale_inv"):
-            raise CheckpointError(
-                "block= and suffix= are for float8; write dequantize('mxfp4'), whose "
-                f"blocks are {MXFP4_BLOCK} numbers"
-            )
-        return Mxfp4()
-    if format != "float8":
+    if format == "mxfp4" and (block, suffix) == (128, "_scale_inv"):
+        return Dequantize(0, "_scales")
+    if format != "float8" or block < 1:
         raise CheckpointError(
-            f"dequantize({format!r}): the formats are 'float8' and 'mxfp4'"
+            f"dequantize({format!r}, block={block}, suffix={suffix!r}): write "
+            "dequantize('mxfp4'), whose blocks have 32 numbers, or "
+            "dequantize('float8'), with blocks of at least 1 row"
         )
-    if block < 1:
-        raise CheckpointError(f"dequantize(block={block}): a block has at least 1 row")
     return Dequantize(block, suffix)
 
 
-STEPS = (Regroup, Stack, Merge, Split, Cast, Dequantize, Mxfp4)
+STEPS = (Regroup, Merge, Split, Cast, Dequantize)
 
 
 def filled(name: str, fields: Mapping[str, str]) -> str:
@@ -506,19 +465,3 @@ def filled(name: str, fields: Mapping[str, str]) -> str:
             raise ValueError(f"{name!r} has no {{{field}}} to tell the tensors apart")
         name = name.replace(f"{{{field}}}", value)
     return name
-
-
-def _axis(axis: int, shape: Shape) -> int:
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"there is no dim {axis} in {show_shape(shape)}")
-    return axis % len(shape)
-
-
-def _part_sizes(size: int, parts: int | tuple[int, ...]) -> list[int]:
-    if not isinstance(parts, int):
-        if sum(parts) != size:
-            raise ValueError(f"parts of {parts} do not make {size}")
-        return list(parts)
-    if size % parts:
-        raise ValueError(f"{size} is not {parts} equal parts; say sizes=(…)")
-    return [size // parts] * parts

@@ -31,11 +31,10 @@ be absent. Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`
 What other families have besides is said at each.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap.checkpoint import _mapping_families as _families
+from flax_layoutmap.checkpoint import _families as f
 from flax_layoutmap.checkpoint._steps import cast as cast
 from flax_layoutmap.checkpoint._steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._steps import linear as linear
@@ -47,21 +46,21 @@ from flax_layoutmap.checkpoint._steps import transpose as transpose
 from flax_layoutmap.checkpoint._steps import unflatten as unflatten
 
 Entry = tuple[Any, ...]
+_DENSE = f.rows(f.NORMS + f.ATTENTION + f.GATED)
+_SPARSE = f.rows(f.NORMS + f.ATTENTION)
 
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Llama 2 and 3, and others with the same names.
 
-    Rotary positions turn the first half of a head against the second, as in
-    `transformers`.
+    Rotary embeddings use the half-split convention of `transformers`.
 
     Args:
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding; a `lm_head.weight` in the
             checkpoint is then ignored.
     """
-    rows = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
-    return _families.decoder(rows, scanned=scanned, tied=tied)
+    return f.decoder(_DENSE, scanned, tied)
 
 
 def mistral(*, scanned: bool = False) -> list[Entry]:
@@ -88,8 +87,7 @@ def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
         scanned: as for `llama`.
         tied: as for `llama`; true of the models up to 4B.
     """
-    rows = _families.float8([*_families.NORMS, *_families.ATTENTION, *_families.GATED])
-    return _families.decoder(rows, scanned=scanned, tied=tied)
+    return f.decoder(f.float8(_DENSE), scanned, tied)
 
 
 def gemma(
@@ -97,21 +95,19 @@ def gemma(
 ) -> list[Entry]:
     """Mapping for Gemma; with `post_norms`, for Gemma 2 and the text of Gemma 3.
 
-    The norms of these models multiply by 1 + scale, and the embedding is multiplied by
-    the square root of the width; that is the model's to do. Tensors of Gemma 3's vision
-    are left out.
+    The model multiplies by 1 + scale in its norms, and the embedding by the square root
+    of the width. Tensors of Gemma 3's vision are left out.
 
     Args:
-        post_norms: whether what attention and mlp return is normed, too, by
+        post_norms: whether the outputs of attention and mlp are normed, too, by
             `attention_post_norm/scale` and `mlp_post_norm/scale`.
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
         tied: whether the model's output is its embedding.
     """
-    rows = _families.FOUR_NORMS if post_norms else _families.NORMS
-    rows = [*rows, *_families.ATTENTION, *_families.GATED]
+    norms = f.FOUR_NORMS if post_norms else f.NORMS
     prefixes = ("model.", "language_model.model.", "model.language_model.")
     return [
-        *_families.decoder(rows, scanned=scanned, tied=tied, prefixes=prefixes),
+        *f.decoder(f.rows(norms + f.ATTENTION + f.GATED), scanned, tied, prefixes),
         (None, r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"),
     ]
 
@@ -120,17 +116,13 @@ def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     """Mapping for Mixtral.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
         fused: whether the experts of a layer are one tensor, as in the modules of
             `transformers` 5; the published files have one for each.
     """
-    block = "mlp" if fused else "block_sparse_moe"
-    experts = _families.experts(f"{block}.experts", "w1", "w3", "w2")
-    rows = [
-        *(*_families.NORMS, *_families.ATTENTION, *_families.router(f"{block}.gate")),
-        *(_families.fused_experts("mlp.experts") if fused else experts),
-    ]
-    return _families.decoder(rows, scanned=scanned, tied=False)
+    fused_rows = [*f.rows(f.ROUTER), *f.FUSED_EXPERTS]
+    experts = fused_rows if fused else f.rows(f.MIXTRAL_EXPERTS)
+    return f.decoder([*_SPARSE, *experts], scanned)
 
 
 def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
@@ -139,15 +131,12 @@ def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     Weights in float8 are multiplied by their scales; see `dequantize`.
 
     Args:
-        scanned: as for `mixtral`.
+        scanned: as for `llama`.
         fused: as for `mixtral`.
     """
-    experts = (
-        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
-    )
-    shared = [*_families.NORMS, *_families.ATTENTION, *_families.GATED]
-    rows = [*_families.float8([*shared, *experts]), *_families.router("mlp.gate")]
-    return _families.decoder(rows, scanned=scanned, tied=False)
+    experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
+    weights = f.float8([*_DENSE, *experts])
+    return f.decoder([*weights, *f.rows(f.ROUTER)], scanned)
 
 
 def deepseek_v3(
@@ -176,31 +165,20 @@ def deepseek_v3(
         layers: how many layers there are; the tensors of one more, which predicts the
             next token but one, are left out.
     """
-    latent = _families.float8(
-        [*_families.NORMS, *_families.LATENT_ATTENTION], keep_float8
-    )
-    dense = _families.float8(_families.GATED, keep_float8)
-    experts = (
-        _families.fused_experts("mlp.experts") if fused else _families.QWEN_EXPERTS
-    )
-    own = _families.float8([*experts, *_families.SHARED_EXPERTS], keep_float8)
-    moe = [*_families.DEEPSEEK_ROUTER, *own]
-    entries = [*_families.around(tied=False), (None, rf"model\.layers\.{layers}\..*")]
+    shared = f.float8(f.rows(f.NORMS + f.LATENT_ATTENTION), keep_float8)
+    dense = f.float8(f.rows(f.GATED), keep_float8)
+    experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
+    weights = f.float8([*experts, *f.rows(f.SHARED_EXPERTS)], keep_float8)
+    moe = [*f.rows(f.DEEPSEEK_ROUTER), *weights]
+    entries = [*f.around(False), (None, rf"model\.layers\.{layers}\..*")]
     if not scanned:
-        rows = [*latent, *dense, *moe]
-        return [
-            *entries,
-            *_families.layers(rows, "layers", "model.layers", scanned=False),
-        ]
-    for stack_of, rows, start in (("dense", dense, 0), ("moe", moe, dense_layers)):
-        entries += _families.layers(
-            [*latent, *rows],
-            f"{stack_of}_layers",
-            "model.layers",
-            scanned=True,
-            start=start,
-        )
-    return entries
+        every = [*shared, *dense, *moe]
+        return [*entries, *f.layers(every, "layers", "model.layers", False)]
+    return [
+        *entries,
+        *f.layers([*shared, *dense], "dense_layers", "model.layers", True),
+        *f.layers([*shared, *moe], "moe_layers", "model.layers", True, dense_layers),
+    ]
 
 
 def gpt_oss(
@@ -212,7 +190,7 @@ def gpt_oss(
     up, whose outputs alternate in the file, are apart.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
         mxfp4: whether the experts are in MXFP4, as in the published files. They are
             multiplied by their scales: see `dequantize`. Pass False for files in
             bfloat16, and to save.
@@ -225,11 +203,9 @@ def gpt_oss(
             "gpt_oss(mxfp4=False, keep_mxfp4=True): files in bfloat16 have no MXFP4 to "
             "keep; leave one of them out"
         )
-    sinks: list[Any] = [("attention/sinks", "self_attn.sinks", ())]
-    experts = _families.gpt_oss_experts(mxfp4, keep_mxfp4)
-    experts = [*_families.router("mlp.router"), *experts]
-    rows = [*_families.NORMS, *_families.ATTENTION, *sinks, *experts]
-    return _families.decoder(rows, scanned=scanned, tied=False)
+    more = "leaf attention/sinks self_attn.sinks\ndense mlp/router mlp.router\n"
+    experts = f.gpt_oss_experts(mxfp4, keep_mxfp4)
+    return f.decoder([*_SPARSE, *f.rows(more), *experts], scanned)
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
@@ -238,25 +214,18 @@ def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
     Besides, there are `positions/embedding`, and biases of norms and of kernels.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
         tied: whether the model's output is its embedding.
     """
     prefixes = ("transformer.", "")
-    embed = _families.names(prefixes, "wte.weight")
+    head = ("lm_head.weight", *f.names(prefixes, "wte.weight"))
     return [
-        ("embed/embedding", embed),
-        ("positions/embedding", _families.names(prefixes, "wpe.weight")),
-        *_whole(_families.norm("norm", "ln_f"), prefixes),
-        ("lm_head/kernel", ("lm_head.weight", *embed), linear()),
+        *f.whole("embed embed wte\nembed positions wpe\nnorm norm ln_f", prefixes),
+        ("lm_head/kernel", head, linear()),
         # Masks, which old checkpoints hold.
         (None, r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"),
         *([(None, r"lm_head\.weight")] if tied else []),
-        *_families.layers(
-            _families.gpt2_layer(),
-            "layers",
-            _families.names(prefixes, "h"),
-            scanned=scanned,
-        ),
+        *f.layers(f.gpt2_layer(), "layers", f.names(prefixes, "h"), scanned),
     ]
 
 
@@ -269,7 +238,7 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
 
     Args:
         gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5.
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
         tied: whether the model's output is its embedding, as in T5 1.0.
     """
     bias = "relative_attention_bias"
@@ -282,13 +251,11 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
         (None, rf"decoder\.block\.0\.layer\.1\.EncDecAttention\.{bias}\.weight"),
     ]
     for side in ("encoder", "decoder"):
-        first = f"{side}.block.0.layer.0.SelfAttention.{bias}.weight"
-        rows = _families.t5_layer(is_decoder=side == "decoder", gated=gated)
-        entries += [
-            (f"{side}/{bias}/embedding", first),
-            (f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
-            *_families.layers(rows, f"{side}/layers", f"{side}.block", scanned=scanned),
-        ]
+        first = f"{side}.block.0.layer.0.SelfAttention.{bias}"
+        table = f"embed {side}/{bias} {first}\nnorm {side}/norm {side}.final_layer_norm"
+        of = f.t5_layer(side == "decoder", gated)
+        entries += f.whole(table)
+        entries += f.layers(of, f"{side}/layers", f"{side}.block", scanned)
     return entries
 
 
@@ -301,24 +268,21 @@ def whisper(*, scanned: bool = False) -> list[Entry]:
     `positions/embedding` and `norm/(scale, bias)`.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
     """
-    entries: list[Entry] = [
-        ("decoder/embed/embedding", "model.decoder.embed_tokens.weight"),
-        *_whole(_families.convolution("encoder/conv1", "encoder.conv1", 1), "model."),
-        *_whole(_families.convolution("encoder/conv2", "encoder.conv2", 1), "model."),
-        (None, r"proj_out\.weight"),
-    ]
+    table = """
+        embed decoder/embed decoder.embed_tokens
+        conv1d encoder/conv1 encoder.conv1
+        conv1d encoder/conv2 encoder.conv2
+        embed encoder/positions encoder.embed_positions
+        embed decoder/positions decoder.embed_positions
+        norm encoder/norm encoder.layer_norm
+        norm decoder/norm decoder.layer_norm
+    """
+    entries = [*f.whole(table, "model."), (None, r"proj_out\.weight")]
     for side in ("encoder", "decoder"):
-        rows = _families.whisper_layer(is_decoder=side == "decoder")
-        tensor = f"model.{side}"
-        entries += [
-            (f"{side}/positions/embedding", f"{tensor}.embed_positions.weight"),
-            *_families.norm(f"{side}/norm", f"{tensor}.layer_norm"),
-            *_families.layers(
-                rows, f"{side}/layers", f"{tensor}.layers", scanned=scanned
-            ),
-        ]
+        of = f.whisper_layer(side == "decoder")
+        entries += f.layers(of, f"{side}/layers", f"model.{side}.layers", scanned)
     return entries
 
 
@@ -329,25 +293,21 @@ def vit(*, scanned: bool = False) -> list[Entry]:
     `classifier/(kernel, bias)`; a pooler is left out.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
     """
-    prefixes, patches = ("vit.", ""), "embeddings.patch_embeddings.projection"
+    prefixes = ("vit.", "")
+    table = """
+        leaf cls_token embeddings.cls_token
+        leaf position_embeddings embeddings.position_embeddings
+        conv2d patch_embedding embeddings.patch_embeddings.projection
+        norm norm layernorm
+    """
+    tensor = f.names(prefixes, "encoder.layer")
     return [
-        ("cls_token", _families.names(prefixes, "embeddings.cls_token")),
-        (
-            "position_embeddings",
-            _families.names(prefixes, "embeddings.position_embeddings"),
-        ),
-        *_whole(_families.convolution("patch_embedding", patches, 2), prefixes),
-        *_whole(_families.norm("norm", "layernorm"), prefixes),
-        *_families.dense("classifier", "classifier"),
+        *f.whole(table, prefixes),
+        *f.whole("dense classifier classifier"),
         (None, r"(?:vit\.)?pooler\.dense\.(?:weight|bias)"),
-        *_families.layers(
-            _families.VIT_LAYER,
-            "layers",
-            _families.names(prefixes, "encoder.layer"),
-            scanned=scanned,
-        ),
+        *f.layers(f.rows(f.VIT_LAYER), "layers", tensor, scanned),
     ]
 
 
@@ -360,40 +320,25 @@ def clip(*, scanned: bool = False) -> list[Entry]:
     `(text, visual)_projection/kernel` and `logit_scale`.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0.
+        scanned: as for `llama`.
     """
-    text, vision = "text_model.embeddings", "vision_model.embeddings"
-    entries: list[Entry] = [
-        ("text/embed/embedding", f"{text}.token_embedding.weight"),
-        *_families.norm("text/norm", "text_model.final_layer_norm"),
-        ("vision/class_embedding", f"{vision}.class_embedding"),
-        *_families.convolution(
-            "vision/patch_embedding", f"{vision}.patch_embedding", 2
-        ),
-        *_families.norm("vision/pre_norm", "vision_model.pre_layrnorm"),
-        *_families.norm("vision/norm", "vision_model.post_layernorm"),
-        *_families.dense("text_projection", "text_projection"),
-        *_families.dense("visual_projection", "visual_projection"),
-        ("logit_scale", "logit_scale"),
-        (None, r"(?:text|vision)_model\.embeddings\.position_ids"),
-    ]
+    table = """
+        embed text/embed text_model.embeddings.token_embedding
+        embed text/positions text_model.embeddings.position_embedding
+        norm text/norm text_model.final_layer_norm
+        leaf vision/class_embedding vision_model.embeddings.class_embedding
+        conv2d vision/patch_embedding vision_model.embeddings.patch_embedding
+        embed vision/positions vision_model.embeddings.position_embedding
+        norm vision/pre_norm vision_model.pre_layrnorm
+        norm vision/norm vision_model.post_layernorm
+        dense text_projection text_projection
+        dense visual_projection visual_projection
+        leaf logit_scale logit_scale
+    """
+    entries = f.whole(table)
+    entries += [(None, r"(?:text|vision)_model\.embeddings\.position_ids")]
     for side in ("text", "vision"):
-        tensor = f"{side}_model"
-        positions = f"{tensor}.embeddings.position_embedding.weight"
-        entries += [
-            (f"{side}/positions/embedding", positions),
-            *_families.layers(
-                _families.CLIP_LAYER,
-                f"{side}/layers",
-                f"{tensor}.encoder.layers",
-                scanned=scanned,
-            ),
-        ]
+        tensor = f"{side}_model.encoder.layers"
+        of = f.rows(f.CLIP_LAYER)
+        entries += f.layers(of, f"{side}/layers", tensor, scanned)
     return entries
-
-
-def _whole(rows: Sequence[Any], prefixes: str | Sequence[str]) -> list[Entry]:
-    """Rows about the model, with what is before the names of their tensors."""
-    return [
-        (path, _families.names(prefixes, name), steps) for path, name, steps in rows
-    ]

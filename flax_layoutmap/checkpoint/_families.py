@@ -1,0 +1,318 @@
+"""The tables of the families in `mappings`: modules, their tensors, and steps.
+
+A line of a table is `kind, path of the module, name of the tensors`; `_KINDS` has the
+leaves of a kind. A leaf that a model lacks, such as a bias, does nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax_layoutmap.checkpoint._steps import (
+    dequantize,
+    linear,
+    rearrange,
+    split,
+    stack,
+    transpose,
+    unflatten,
+)
+
+Row = tuple[str, str, tuple[Any, ...]]
+Entry = tuple[Any, ...]
+
+_BIAS: Row = ("/bias", ".bias", ())
+_KINDS: dict[str, list[Row]] = {
+    "embed": [("/embedding", ".weight", ())],
+    "norm": [("/scale", ".weight", ()), _BIAS],
+    "dense": [("/kernel", ".weight", (linear(),)), _BIAS],
+    # Heads may be dims of their own.
+    "heads": [("/kernel", ".weight", (linear(),)), ("/bias", ".bias", (unflatten(),))],
+    "out": [("/kernel", ".weight", (linear(outputs=1),)), _BIAS],
+    # Kernels that are (in, out) in the file, too.
+    "plain": [("/kernel", ".weight", ()), _BIAS],
+    "plain_out": [("/kernel", ".weight", (transpose(), linear(outputs=1))), _BIAS],
+    "conv1d": [("/kernel", ".weight", (transpose(2, 1, 0),)), _BIAS],
+    "conv2d": [("/kernel", ".weight", (transpose(2, 3, 1, 0),)), _BIAS],
+    # Experts that are modules; the leaf is (experts, in, out).
+    "experts": [("/kernel", ".{expert}.weight", (linear(), stack(0, field="expert")))],
+    "leaf": [("", "", ())],
+}
+
+
+def rows(table: str) -> list[Row]:
+    """The leaves, tensors and steps of a table."""
+    lines = [line.split() for line in table.splitlines() if line.strip()]
+    return [
+        (leaf + last, _before_field(tensor, end), steps)
+        for kind, leaf, tensor in lines
+        for last, end, steps in _KINDS[kind]
+    ]
+
+
+def _before_field(tensor: str, end: str) -> str:
+    # `experts.w1` are the tensors `experts.0.w1.weight`, …
+    field = ".{expert}"
+    if not end.startswith(field):
+        return tensor + end
+    head, _, last = tensor.rpartition(".")
+    return f"{head}{field}.{last}{end.removeprefix(field)}"
+
+
+def names(prefixes: str | Sequence[str], name: str) -> tuple[str, ...]:
+    """The names of a tensor, to try in turn."""
+    several = [prefixes] if isinstance(prefixes, str) else prefixes
+    return tuple(f"{prefix}{name}" for prefix in several)
+
+
+def whole(table: str, prefixes: str | Sequence[str] = "") -> list[Entry]:
+    """Entries about the model, with what is before the names of their tensors."""
+    return [(path, names(prefixes, name), steps) for path, name, steps in rows(table)]
+
+
+def layers(
+    of: Sequence[Row],
+    leaf: str,
+    tensor: str | Sequence[str],
+    scanned: bool,
+    start: int = 0,
+) -> list[Entry]:
+    """The entries of layers that are numbered in a list, or stacked along dim 0.
+
+    Args:
+        of: the rows of one layer.
+        leaf: what is before the number of the layer in a path.
+        tensor: what is before it in the name of a tensor; several are tried in turn.
+        scanned: whether the layers are stacked.
+        start: the number of the first layer, if they are.
+    """
+    number, before = (r"\1", rf"{leaf}/(\d+)")
+    stacked: tuple[Any, ...] = ()
+    if scanned:
+        number, before, stacked = "{layer}", leaf, (stack(0, start=start),)
+    return [
+        (f"{before}/{path}", names(tensor, f".{number}.{name}"), (*steps, *stacked))
+        for path, name, steps in of
+    ]
+
+
+def decoder(
+    of: Sequence[Row],
+    scanned: bool,
+    tied: bool = False,
+    prefixes: str | Sequence[str] = "model.",
+) -> list[Entry]:
+    """A decoder with these rows in a layer, and the names that most share."""
+    entries = around(tied, prefixes)
+    return [*entries, *layers(of, "layers", names(prefixes, "layers"), scanned)]
+
+
+def around(tied: bool, prefixes: str | Sequence[str] = "model.") -> list[Entry]:
+    """What a decoder has besides its layers."""
+    embed = names(prefixes, "embed_tokens.weight")
+    return [
+        ("embed/embedding", embed),
+        ("norm/scale", names(prefixes, "norm.weight")),
+        ("lm_head/kernel", ("lm_head.weight", *embed), linear()),
+        # Of old checkpoints.
+        (None, r"model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+        *([(None, r"lm_head\.weight")] if tied else []),
+    ]
+
+
+# ------------------------------------------------------------------------ decoders
+
+NORMS = """
+norm attention_norm input_layernorm
+norm mlp_norm post_attention_layernorm
+"""
+# Gemma 2 and 3 also norm what attention and mlp return.
+FOUR_NORMS = """
+norm attention_norm input_layernorm
+norm attention_post_norm post_attention_layernorm
+norm mlp_norm pre_feedforward_layernorm
+norm mlp_post_norm post_feedforward_layernorm
+"""
+ATTENTION = """
+heads attention/query self_attn.q_proj
+heads attention/key self_attn.k_proj
+heads attention/value self_attn.v_proj
+out attention/out self_attn.o_proj
+norm attention/query_norm self_attn.q_norm
+norm attention/key_norm self_attn.k_norm
+"""
+GATED = """
+dense (?:mlp/)?gate mlp.gate_proj
+dense (?:mlp/)?up mlp.up_proj
+dense (?:mlp/)?down mlp.down_proj
+"""
+# V2 Lite has queries without a low rank.
+LATENT_ATTENTION = """
+dense attention/q_a self_attn.q_a_proj
+norm attention/q_a_norm self_attn.q_a_layernorm
+dense attention/q_b self_attn.q_b_proj
+dense attention/query self_attn.q_proj
+dense attention/kv_a self_attn.kv_a_proj_with_mqa
+norm attention/kv_a_norm self_attn.kv_a_layernorm
+dense attention/kv_b self_attn.kv_b_proj
+out attention/out self_attn.o_proj
+"""
+SHARED_EXPERTS = """
+dense mlp/shared_experts/gate mlp.shared_experts.gate_proj
+dense mlp/shared_experts/up mlp.shared_experts.up_proj
+dense mlp/shared_experts/down mlp.shared_experts.down_proj
+"""
+ROUTER = "dense mlp/router mlp.gate\n"
+DEEPSEEK_ROUTER = f"leaf mlp/router/bias mlp.gate.e_score_correction_bias\n{ROUTER}"
+QWEN_EXPERTS = """
+experts mlp/experts/gate mlp.experts.gate_proj
+experts mlp/experts/up mlp.experts.up_proj
+experts mlp/experts/down mlp.experts.down_proj
+"""
+MIXTRAL_EXPERTS = """
+dense mlp/router block_sparse_moe.gate
+experts mlp/experts/gate block_sparse_moe.experts.w1
+experts mlp/experts/up block_sparse_moe.experts.w3
+experts mlp/experts/down block_sparse_moe.experts.w2
+"""
+_TURNED = (transpose(0, 2, 1),)
+# All experts of a layer as (experts, out, in), gate before up.
+FUSED_EXPERTS: list[Row] = [
+    ("mlp/experts/gate/kernel", "mlp.experts.gate_up_proj", (split(1, 0, 2), *_TURNED)),
+    ("mlp/experts/up/kernel", "mlp.experts.gate_up_proj", (split(1, 1, 2), *_TURNED)),
+    ("mlp/experts/down/kernel", "mlp.experts.down_proj", _TURNED),
+]
+
+
+def gpt_oss_experts(mxfp4: bool, keep: bool) -> list[Row]:
+    """Experts as (experts, in, out), where outputs of gate and up alternate.
+
+    Tensors in MXFP4 are (experts, out, blocks, bytes), with the scales of the blocks,
+    and so are their leaves if they are kept.
+    """
+    numbers = (dequantize("mxfp4"), *_TURNED) if mxfp4 else ()
+    # Leaf, the end of the tensor's name, steps, and the dims around its outputs.
+    parts = [("kernel", "_blocks" if mxfp4 else "", numbers, "e i", "")]
+    if keep:
+        parts = [("blocks", "_blocks", (), "e", "block byte")]
+        parts += [("scales", "_scales", (), "e", "block")]
+    found: list[Row] = []
+    for leaf, end, steps, before, after in [*parts, ("bias", "_bias", (), "e", "")]:
+        tensor, dim = f"mlp.experts.gate_up_proj{end}", len(before.split())
+        pattern = f"{before} (out two) {after} -> {before} (two out) {after}"
+        apart = (*steps, rearrange(pattern, two=2))
+        found += [
+            (f"mlp/experts/gate/{leaf}", tensor, (*apart, split(dim, 0, 2))),
+            (f"mlp/experts/up/{leaf}", tensor, (*apart, split(dim, 1, 2))),
+            (f"mlp/experts/down/{leaf}", f"mlp.experts.down_proj{end}", steps),
+        ]
+    return found
+
+
+def float8(of: Sequence[Row], keep: bool = False) -> list[Row]:
+    """The same for matrices in float8, with the scales of their blocks.
+
+    Args:
+        of: the rows of one layer.
+        keep: whether the leaves stay in float8, with scales in leaves `kernel_scale`.
+    """
+    found: list[Row] = []
+    for path, name, steps in of:
+        is_scaled = path.endswith("/kernel") and name.endswith(".weight")
+        if is_scaled and keep:
+            found.append((f"{path}_scale", f"{name}_scale_inv", steps))
+        if is_scaled and not keep:
+            steps = (dequantize(), *steps)
+        found.append((path, name, steps))
+    return found
+
+
+# ----------------------------------------------------------------- other families
+
+_GPT2 = """
+norm attention_norm ln_1
+norm mlp_norm ln_2
+plain_out attention/out attn.c_proj
+plain (?:mlp/)?up mlp.c_fc
+plain (?:mlp/)?down mlp.c_proj
+"""
+
+
+def gpt2_layer() -> list[Row]:
+    """A layer of GPT-2, whose query, key and value are one tensor."""
+    found = rows(_GPT2)
+    for at, part in enumerate(("query", "key", "value")):
+        leaf, kernel = f"attention/{part}", (split(1, at, 3), transpose(), linear())
+        found.append((f"{leaf}/kernel", "attn.c_attn.weight", kernel))
+        bias = (split(0, at, 3), unflatten())
+        found.append((f"{leaf}/bias", "attn.c_attn.bias", bias))
+    return found
+
+
+T5_ATTENTION = """
+norm {leaf}_norm layer.{at}.layer_norm
+heads {leaf}/query layer.{at}.{tensor}.q
+heads {leaf}/key layer.{at}.{tensor}.k
+heads {leaf}/value layer.{at}.{tensor}.v
+out {leaf}/out layer.{at}.{tensor}.o
+"""
+T5_MLP = """
+norm mlp_norm layer.{at}.layer_norm
+dense mlp/down layer.{at}.DenseReluDense.wo
+"""
+T5_GATED = """
+dense mlp/gate layer.{at}.DenseReluDense.wi_0
+dense mlp/up layer.{at}.DenseReluDense.wi_1
+"""
+WHISPER_ATTENTION = """
+heads {leaf}/query {tensor}.q_proj
+heads {leaf}/key {tensor}.k_proj
+heads {leaf}/value {tensor}.v_proj
+out {leaf}/out {tensor}.out_proj
+norm {leaf}_norm {tensor}_layer_norm
+"""
+WHISPER_MLP = """
+norm mlp_norm final_layer_norm
+dense mlp/up fc1
+dense mlp/down fc2
+"""
+VIT_LAYER = """
+norm attention_norm layernorm_before
+heads attention/query attention.attention.query
+heads attention/key attention.attention.key
+heads attention/value attention.attention.value
+out attention/out attention.output.dense
+norm mlp_norm layernorm_after
+dense mlp/up intermediate.dense
+dense mlp/down output.dense
+"""
+CLIP_LAYER = """
+norm attention_norm layer_norm1
+heads attention/query self_attn.q_proj
+heads attention/key self_attn.k_proj
+heads attention/value self_attn.v_proj
+out attention/out self_attn.out_proj
+norm mlp_norm layer_norm2
+dense mlp/up mlp.fc1
+dense mlp/down mlp.fc2
+"""
+
+
+def t5_layer(is_decoder: bool, gated: bool) -> list[Row]:
+    """A layer of T5's encoder or decoder."""
+    table = T5_ATTENTION.format(leaf="attention", at=0, tensor="SelfAttention")
+    bias = "relative_attention_bias"  # in each layer of UMT5
+    table += f"embed attention/{bias} layer.0.SelfAttention.{bias}\n"
+    if is_decoder:
+        cross = {"leaf": "cross_attention", "tensor": "EncDecAttention"}
+        table += T5_ATTENTION.format(at=1, **cross)
+    up = T5_GATED if gated else "dense mlp/up layer.{at}.DenseReluDense.wi"
+    return rows(table + (T5_MLP + up).format(at=2 if is_decoder else 1))
+
+
+def whisper_layer(is_decoder: bool) -> list[Row]:
+    """A layer of Whisper's encoder or decoder."""
+    table = WHISPER_ATTENTION.format(leaf="attention", tensor="self_attn")
+    if is_decoder:
+        cross = {"leaf": "cross_attention", "tensor": "encoder_attn"}
+        table += WHISPER_ATTENTION.format(**cross)
+    return rows(table + WHISPER_MLP)
