@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
 from mapped_families import FAMILIES, leaf_dtype, write_headers
 from same import assert_placed, assert_same
 from shapes import nested
@@ -16,7 +17,6 @@ import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_restore as _restore
 from flax_layoutmap.checkpoint._mapping import NameMapping
 from flax_layoutmap.checkpoint._options import checked_options
-from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
 
 CASES = [
     pytest.param(name, scanned, id=f"{name}{', scanned' if scanned else ''}")

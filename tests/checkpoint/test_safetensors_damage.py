@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax_layoutmap.checkpoint._safetensors_header import DTYPES, open_safetensors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -19,7 +20,6 @@ from same import refused
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_restore, mappings
-from flax_layoutmap.checkpoint._safetensors_header import DTYPES, open_safetensors
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 B = np.arange(4, dtype=np.int64)

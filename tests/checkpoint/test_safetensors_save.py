@@ -1,8 +1,14 @@
-"""save_safetensors: what other readers read, and failures that leave no files."""
+"""save_safetensors: what other readers read, and whole models whatever happens."""
 
+import builtins
+import contextlib
 import errno
+import itertools
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +20,16 @@ import safetensors
 import safetensors.flax
 import safetensors.numpy
 from flax import nnx
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from same import refused
-from test_safetensors_reading import evaluate, pipelines
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _safetensors_write
 from flax_layoutmap.checkpoint import mappings as m
-from flax_layoutmap.checkpoint._mapping import Source
-from flax_layoutmap.checkpoint._mapping_steps import Split
 
 P = PartitionSpec
 RNG = np.random.default_rng(0)
 A = RNG.normal(size=(8, 16)).astype(np.float32)
-
-
-def save(*args: Any, **options: Any) -> None:
-    flm.checkpoint.save_safetensors(*args, **options)
+save = flm.checkpoint.save_safetensors
 
 
 def load(folder: Path) -> dict[str, np.ndarray]:
@@ -90,14 +87,14 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     tree = {f"w{at}": np.full((4, 4), at, np.float32) for at in range(5)}
     told: list[tuple[int, int]] = []
     save(tmp_path, tree, max_file_bytes=130, progress=lambda *x: told.append(x))
-    files = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
-    assert names(tmp_path) == [*files, "model.safetensors.index.json"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 320}
+    assert set(index["weight_map"]) == set(tree)
+    files = set(index["weight_map"].values())
+    assert len(files) == 3 and len(names(tmp_path)) == 4
     for name, file in index["weight_map"].items():
         held = safetensors.numpy.load_file(tmp_path / file)
         np.testing.assert_array_equal(held[name], tree[name])
-    assert set(index["weight_map"]) == set(tree)
     assert told == [(64 * at, 320) for at in range(1, 6)]
 
 
@@ -124,28 +121,6 @@ def test_layers_of_a_sharded_stack(kind: AxisType, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[f"h.{at}.w"], value[at].T)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_saving_undoes_any_steps(data: st.DataObject, tmp_path: Path) -> None:
-    name, steps, _, shape = data.draw(pipelines())
-    if any(isinstance(step, Split) for step in steps):
-        return  # of which one leaf alone makes no whole tensor
-    try:
-        recipe = Source((name,), steps).recipes(shape)[0]
-    except ValueError:
-        return
-    tensors = {
-        held: RNG.integers(0, 99, size).astype(np.int32)
-        for held, size in recipe.shapes.items()
-    }
-    leaf = evaluate(name, steps, tensors)
-    save(tmp_path, {"w": leaf}, mapping=[("w", name, steps)], overwrite=True)
-    found = load(tmp_path)
-    assert found.keys() == tensors.keys()
-    for held, value in tensors.items():
-        np.testing.assert_array_equal(found[held], value, strict=True)
-
-
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -155,82 +130,62 @@ def deleted() -> jax.Array:
     return x
 
 
-def mapped(*entries: Any) -> dict[str, Any]:
-    return {"mapping": list(entries)}
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = {
-    "a number": (lambda: {"w": 3}, {}, ("w: a Python int is no array",)),
-    "keys": (
-        lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)),
-        {},
-        ("rngs/key: key<fry> () (PRNG keys) is no array", "nnx.Param"),
-    ),
-    "an object": (lambda: {"w": object()}, {}, ("w: object is no array",)),
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a number": (lambda: {"w": 3}, None, "w: a Python int is not an array"),
+    "keys": (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), None, "() (PRNG keys) is not"),
+    "an object": (lambda: {"w": object()}, None, "w: object is not an array"),
     "abstract": (
         lambda: {"w": jax.ShapeDtypeStruct((3,), "float32")},
-        {},
-        ("w: it is abstract",),
+        None,
+        "w: it is abstract",
     ),
-    "deleted": (lambda: {"w": deleted()}, {}, ("w: it was deleted",)),
-    "a single leaf": (lambda: A, {}, ("the tree is a single leaf",)),
-    "nothing": (lambda: {}, {}, ("the tree holds no array",)),
+    "deleted": (lambda: {"w": deleted()}, None, "w: it was deleted"),
+    "a single leaf": (lambda: A, None, "the tree is a single leaf"),
+    "nothing": (lambda: {}, None, "the tree holds no array"),
     "a dtype": (
         lambda: {"w": np.ones(2, np.complex64)},
-        {},
-        ("w: safetensors cannot hold complex64",),
+        None,
+        "w (2,): safetensors cannot hold complex64",
     ),
-    "no entry": (
-        lambda: {"w": A},
-        mapped(("v", "v")),
-        ("w (8,16): no entry of the mapping matches",),
-    ),
-    "steps": (
-        lambda: {"w": A},
-        mapped(("w", "w", m.stack(2))),
-        ("{layer} for stack",),
-    ),
+    "no entry": (lambda: {"w": A}, ("v", "v"), "w (8,16): no entry of the mapping"),
     "rank": (
         lambda: {"w": A},
-        mapped(("w", "w", m.rearrange("a -> a"))),
-        ("w (8,16): the mapping's steps do not make this shape",),
+        ("w", "w", m.rearrange("a -> a")),
+        "w (8,16): the mapping's steps do not make this shape",
     ),
     "two leaves, one name": (
         lambda: {"v": A, "w": A},
-        mapped(("[vw]", "t")),
-        ("v, w: some elements of the tensor 't' would be written twice",),
+        ("[vw]", "t"),
+        "v, w: would write some elements of the tensor 't' twice",
     ),
     "two shapes, one name": (
         lambda: {"v": A, "w": A[0]},
-        mapped(("[vw]", "t")),
-        ("w: would make the tensor 't' float32 (16,), and v float32 (8,16)",),
+        ("[vw]", "t"),
+        "w: would make the tensor 't' float32 (16,), and v float32 (8,16)",
     ),
     "one part twice": (
         lambda: {"v": A, "w": A},
-        mapped(("[vw]", "t", m.split(1, 1, 2))),
-        ("v, w: some elements", "twice"),
+        ("[vw]", "t", m.split(1, 0, 2)),
+        "v, w: would write some elements of the tensor 't' twice",
     ),
     "a part alone": (
         lambda: {"w": A},
-        mapped(("w", "t", m.split(1, 1, 2))),
-        ("w: make only a part of the tensor 't' (8,32)",),
+        ("w", "t", m.split(1, 1, 2)),
+        "w: make only a part of the tensor 't' (8,32)",
     ),
     "names that differ in the dots": (
         lambda: {"a": {"b": A}, "a.b": A},
-        {},
-        ("a/b, a.b: some elements of the tensor 'a.b' would be written twice",),
+        None,
+        "a/b, a.b: would write some elements of the tensor 'a.b' twice",
     ),
-    "a wrong dtype": (lambda: {"w": A}, {"dtype": "int8"}, ("is not floating-point",)),
-    "no dtype": (lambda: {"w": A}, {"dtype": "floaty"}, ("is no dtype",)),
-    "nothing found": (lambda: {"w": A}, {"include": "x"}, ("finds no leaf",)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
-    make, options, texts = REFUSED[name]
-    with refused(*texts):
-        save(tmp_path / "new", make(), **options)
+    make, entry, text = REFUSED[name]
+    with refused(text):
+        save(tmp_path / "new", make(), mapping=None if entry is None else [entry])
     assert names(tmp_path) == []
 
 
@@ -240,111 +195,170 @@ def test_inside_of_jit(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_replaced_only_on_request(tmp_path: Path) -> None:
-    tree = {f"w{at}": A + at for at in range(3)}
-    save(tmp_path, tree, max_file_bytes=1)
+    save(tmp_path, {f"w{at}": A + at for at in range(3)}, max_file_bytes=1)
     (tmp_path / "config.json").write_text("{}")
-    save_file = tmp_path / "adapter.safetensors"
-    save(save_file, {"adapter": A})
+    adapter = tmp_path / "adapter.safetensors"
+    save(adapter, {"adapter": A})
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
     with refused("00001-of-00003.safetensors exists"):
         save(tmp_path, {"w": A})
     with refused("adapter.safetensors exists; save to"):
-        save(save_file, {"w": A})
+        save(adapter, {"w": A})
     assert {n: (tmp_path / n).read_bytes() for n in names(tmp_path)} == before
     save(tmp_path, {"w": A}, overwrite=True)
-    assert names(tmp_path) == [
-        "adapter.safetensors",
-        "config.json",
-        "model.safetensors",
-    ]
-    save(save_file, {"w": A + 1}, overwrite=True)
-    np.testing.assert_array_equal(safetensors.numpy.load_file(save_file)["w"], A + 1)
+    kept = ["adapter.safetensors", "config.json", "model.safetensors"]
+    assert names(tmp_path) == kept
+    save(adapter, {"w": A + 1}, overwrite=True)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(adapter)["w"], A + 1)
 
 
-def test_places_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with refused("is a file, not a directory"):
         save(tmp_path / "file", {"w": A})
-    monkeypatch.setattr(_safetensors_write.os, "access", lambda path, mode: False)
-    with pytest.raises(
-        flm.errors.CheckpointError, match=f"{tmp_path} cannot be written to"
-    ):
-        save(tmp_path / "a" / "b", {"w": A})
+    with refused("cannot save to", "Not a directory"):
+        save(tmp_path / "file" / "below", {"w": A})
     with refused("local files only, not at gs://"):
         save("gs://bucket/model", {"w": A})
 
 
 # --------------------------------------------------------------- failures in the middle
 
+CALLS = [(os, name) for name in ("replace", "remove", "mkdir", "fsync", "rmdir")]
+CALLS += [(os, "makedirs"), (os, "unlink"), (builtins, "open")]
 
-@pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("at", [1, 5])
-def test_a_full_disk_leaves_nothing_behind(
-    existing: bool, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+@contextlib.contextmanager
+def failing(at: int, error: BaseException, after: bool) -> Iterator[list[str]]:
+    """Raises in call number `at` to the file system, before or after its work."""
+    seen: list[str] = []
+
+    def patched(name: str, plain: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            is_it = len(seen) == at + 1
+            if is_it and not after:
+                raise error
+            result = plain(*args, **options)
+            if is_it:
+                raise error
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in CALLS:
+            patch.setattr(module, name, patched(name, getattr(module, name)))
+        yield seen
+
+
+def model(value: int, files: int) -> dict[str, np.ndarray]:
+    return {f"w{at}": np.full(4, value, np.float32) for at in range(files)}
+
+
+def value_of(folder: Path) -> int | None:
+    """The value of the model in a folder, which must be whole; None without a model."""
+    rules = flm.LayoutMap("data=-1", strict=False)
+    try:
+        found: Any = flm.checkpoint.restore_safetensors(folder, layout_map=rules)
+    except flm.errors.CheckpointError as error:
+        assert "no .safetensors files" in str(error) or "no file or dir" in str(error)
+        return None
+    [value] = {float(x) for leaf in found.values() for x in np.asarray(leaf)}
+    assert len(found) == {1: 1, 2: 3, 3: 1, 4: 3}[int(value)]
+    return int(value)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("old", [None, 1, 2])
+@pytest.mark.parametrize("new", [3, 4])
+def test_the_old_model_or_the_new_one_whatever_fails(
+    old: int | None, new: int, after: bool, tmp_path: Path
 ) -> None:
-    tree = {f"w{number}": A + number for number in range(4)}
-    folder = tmp_path / "made"
-    if existing:
-        save(folder, {"old": A})
-    before = {name: (folder / name).read_bytes() for name in existing and names(folder)
-              or ()}  # fmt: skip
-    plain, calls = _safetensors_write.os.fsync, []
+    """1 and 3 are models in one file, 2 and 4 in three."""
+    errors = (KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"))
+    values = set()
+    for error, at in itertools.product(errors, range(1000)):
+        folder = tmp_path / f"{type(error).__name__}-{at}"
+        if old is not None:
+            save(folder, model(old, 1 if old == 1 else 3), max_file_bytes=16)
+            (folder / "mine.json").write_text("{}")
+        options = {"max_file_bytes": 16, "overwrite": True}
+        arrays = model(new, 1 if new == 3 else 3)
+        said: BaseException | None = None
+        with failing(at, error, after) as seen:
+            try:
+                save(folder, arrays, **options)
+            except (KeyboardInterrupt, flm.errors.CheckpointError) as caught:
+                said = caught
+        value = value_of(folder)
+        values.add(value)
+        assert value == new or (value == old and said is not None), seen
+        # The next save succeeds, and leaves nothing else behind.
+        save(folder, arrays, **options)
+        assert value_of(folder) == new
+        rest = [n for n in names(folder) if not n.startswith(".")]
+        expected = (1 if new == 3 else 4) + (old is not None)
+        assert len(rest) == expected, rest
+        assert (folder / "mine.json").exists() == (old is not None)
+        if len(seen) <= at:
+            break
+    assert values == {old, new}
 
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == at:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        plain(descriptor)
 
-    monkeypatch.setattr(_safetensors_write.os, "fsync", full)
-    with refused(str(folder), "No space left on device", "nothing was left behind"):
-        save(folder, tree, max_file_bytes=600, overwrite=True)
-    assert len(calls) == at
-    if existing:
-        assert {n: (folder / n).read_bytes() for n in names(folder)} == before
-    else:
-        assert names(tmp_path) == []
-
-
-def test_too_little_space_is_seen_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Usage:
-        free = 100
-
-    monkeypatch.setattr(_safetensors_write.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="512 bytes are to be .* 100 are free"
-    ):
-        save(tmp_path / "made", {"w": A})
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    said = refused(f"cannot save to {tmp_path}/made: No space left on device; what was")
+    with said, failing(4, error, False):
+        save(tmp_path / "made", model(2, 3), max_file_bytes=16)
     assert names(tmp_path) == []
 
 
-def test_a_program_that_stops_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stop(BaseException):
-        pass
-
+def test_a_program_that_stops_in_the_middle(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
-        raise Stop
+        raise KeyboardInterrupt
 
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "made", {"v": A, "w": A}, progress=stop)
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_save_left_does_no_harm(
-    tmp_path: Path, mesh: flm.DeviceMesh
-) -> None:
-    save(tmp_path, {"old": A})
-    unfinished = tmp_path / ".model.unfinished"
-    unfinished.mkdir()
-    (unfinished / "model-00001-of-00009.safetensors").write_bytes(b"half")
-    found = flm.checkpoint.restore_safetensors(
-        tmp_path, layout_map=flm.LayoutMap(mesh, strict=False)
+PROGRAM = """
+import sys, numpy as np, flax_layoutmap as flm
+value = int(sys.argv[2])
+for round in range(30):
+    arrays = {f"w{at}": np.full(4, value, np.float32) for at in range(int(sys.argv[3]))}
+    flm.checkpoint.save_safetensors(
+        sys.argv[1], arrays, max_file_bytes=16, overwrite=True
     )
-    assert set(found) == {"old"}
-    save(tmp_path, {"v": A, "w": A}, max_file_bytes=1, overwrite=True)
-    assert set(load(tmp_path)) == {"v", "w"}
-    assert len(names(tmp_path)) == 3
+"""
+
+
+@pytest.mark.parametrize("kinds", [(2, 4), (1, 4)], ids=["files", "a file and files"])
+def test_two_programs_that_save_to_one_folder(
+    kinds: tuple[int, int], tmp_path: Path
+) -> None:
+    """While they save, and at the end, there is the whole model of one of them."""
+    save(tmp_path, model(kinds[0], 1 if kinds[0] == 1 else 3), max_file_bytes=16)
+    programs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                tmp_path,
+                str(kind),
+                "1" if kind == 1 else "3",
+            ],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for kind in kinds
+    ]
+    for program in programs:
+        _, said = program.communicate(timeout=120)
+        assert program.returncode == 0, said
+    value = value_of(tmp_path)
+    assert value in kinds
+    assert len(names(tmp_path)) == (1 if value == 1 else 4)
