@@ -1,6 +1,7 @@
 """flm.checkpoint.restore_safetensors."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, meant
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
@@ -231,7 +232,7 @@ def _plan(
     used: set[str] = set()
     absent: dict[str, str] = {}
     makers: dict[str, Maker] = {}
-    wanted = target.leaves
+    wanted, near = target.leaves, _hints(stored)
     for (path, value), short in zip(wanted.items(), target.flat.paths, strict=True):
         is_selected, shape = path in options.selection, np.shape(value)
         recipe = names.recipe(short, path)
@@ -253,9 +254,7 @@ def _plan(
             elif is_selected:
                 makers[path] = maker
         elif is_selected:
-            # A hint compares all names, which takes long for many leaves.
-            near = did_you_mean(maker, stored.tensors) if maker and not absent else ""
-            text = f"there is no tensor {maker!r} in {stored.where}{near}"
+            text = f"there is no tensor {maker!r} in {stored.where}{near(maker)}"
             absent[path] = text if maker else names.unmatched(short)
     if options.unexpected == "error":
         problems += _unexpected(stored, used, names)
@@ -327,6 +326,25 @@ def _other_linear(maker: Maker, shape: Shape, stored: Stored) -> str:
     return ""
 
 
+def _hints(stored: Stored) -> Callable[[str], str]:
+    """A function that says which tensor a name most likely misspells.
+
+    Numbers are not compared: the names of all layers are alike, and are too many.
+    """
+    forms = {re.sub(r"\d+", "0", name): name for name in reversed(stored.tensors)}
+    meant_by = functools.cache(lambda form: meant(form, forms))
+
+    def hint(name: str) -> str:
+        form = re.sub(r"\d+", "0", name)
+        near, numbers = meant_by(form), iter(re.findall(r"\d+", name))
+        if near is None or near == form:
+            return ""
+        text = re.sub(r"\d+", lambda _: next(numbers, "0"), near)
+        return f"; did you mean {text if text in stored.tensors else forms[near]!r}?"
+
+    return hint
+
+
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
     """A problem for each tensor that no leaf uses."""
     tied = "; where the model ties its output to the embedding, pass tied=True"
@@ -334,41 +352,42 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
     for name, tensor in stored.tensors.items():
         if name in used or names.ignores(name):
             continue
-        pattern = repr(name.replace(".", r"\.")).replace("\\\\", "\\")
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
         problems.append(
             f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
-            f"tensor; to leave it out, add (None, r{pattern}) to the mapping, or pass "
-            f"unexpected='ignore'{tied if name == 'lm_head.weight' else ''}"
+            f"tensor; to leave it out, add (None, r'{pattern}') to the mapping, or "
+            f"pass unexpected='ignore'{tied if name == 'lm_head.weight' else ''}"
         )
     return problems
-
-
-_IN_A_NAME = re.compile(r"(?<=[/.'])\d+(?=[/.'\\])")
 
 
 def folded(problems: Sequence[str]) -> list[str]:
     """The problems, where equal ones of several layers are one.
 
-    A problem begins with the path of a leaf. The numbers of layers in the names that
-    follow may be those of the path.
+    A problem begins with the path of a leaf, or the name of a tensor. The numbers in
+    the names that follow may be those of the path.
     """
-    paths = [text.partition(" (")[0] for text in problems]
-    rests = []
-    for path, text in zip(paths, problems, strict=True):
+    paths, rests = [], []
+    for text in problems:
+        path = text.partition(" (")[0]
         numbers = re.findall(r"\d+", path)
 
         def mark(number: re.Match[str], numbers: Sequence[str] = numbers) -> str:
-            slot = numbers.index(number[0]) if number[0] in numbers else None
-            return number[0] if slot is None else f"{{{slot}}}"
+            is_own = number[0] in numbers
+            return f"{{{numbers.index(number[0])}}}" if is_own else number[0]
 
-        rests.append(_IN_A_NAME.sub(mark, text[len(path) :]))
+        rests.append(re.sub(r"(?<=[/.'])\d+(?=[/.'])", mark, text[len(path) :]))
+        paths.append(path if "/" in path else path.replace(".", "/"))
     lines = []
     for row in fold(paths, rests):
-        line = problems[row.members[0]]
-        if len(row.members) > 1:
-            line = row.text + rests[row.members[0]]
-            for at, slot in enumerate(row.slots):
-                line = line.replace(f"{{{at}}}", slot)
+        line, first = row.text, problems[row.members[0]]
+        if len(row.members) == 1:
+            lines.append(first)
+            continue
+        line = line if "/" in first.partition(" (")[0] else line.replace("/", ".")
+        line += rests[row.members[0]]
+        for at, slot in enumerate(row.slots):
+            line = line.replace(f"{{{at}}}", slot)
         lines.append(line)
     return lines
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from mapped_families import FAMILIES
@@ -14,194 +15,149 @@ from same import refused
 from shapes import nested
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import _safetensors_read, _safetensors_scales
 from flax_layoutmap.checkpoint import mappings as m
 
 Tensors = dict[str, np.ndarray]
-A, E = "model.layers.1.self_attn.", "model.layers.1.mlp.experts."
-W = "model.layers.1.block_sparse_moe."
+Value = Callable[[np.ndarray], np.ndarray]
+restore = flm.checkpoint.restore_safetensors
+
+
+def heads(n: int, dim: int) -> Value:
+    """A kernel with so many heads, of a weight (n * dim, in)."""
+    return lambda w: w.reshape(n, dim, -1).transpose(2, 0, 1)
+
+
+def from_heads(n: int) -> Value:
+    """A kernel after attention, of a weight (out, n * dim)."""
+    return lambda w: w.T.reshape(n, -1, len(w))
+
+
+def turned(w: np.ndarray) -> np.ndarray:
+    return w.swapaxes(-1, -2)
+
+
+def same(w: np.ndarray) -> np.ndarray:
+    return w
+
+
+L, E = "model.layers.1.", "model.layers.1.mlp.experts."
 T, V, C = "decoder.block.1.layer.", "vit.encoder.layer.1.", "vision_model."
 
-
-def each(tensors: Tensors, name: str) -> np.ndarray:
-    """The kernels of all experts."""
-    return np.stack([tensors[name.format(e)].T for e in range(4)])
-
-
-# Family, leaf of layer 1, and what it is made of; heads are 4 or 2, of 8.
-LEAVES: list[tuple[str, str, Callable[[Tensors], np.ndarray]]] = [
-    (
-        "llama",
-        "layers/1/attention/query/kernel",
-        lambda t: t[f"{A}q_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1),
-    ),
-    (
-        "mistral",
-        "layers/1/attention/out/kernel",
-        lambda t: t[f"{A}o_proj.weight"].reshape(32, 4, 8).transpose(1, 2, 0),
-    ),
+# Family, leaf, the tensor (with `{}` for all experts), and what is made of it. Leaves
+# without a number at their beginning are of layer 1.
+LEAVES: list[tuple[str, str, str, Value]] = [
+    ("llama", "attention/query/kernel", f"{L}self_attn.q_proj.weight", heads(4, 8)),
+    ("mistral", "attention/out/kernel", f"{L}self_attn.o_proj.weight", from_heads(4)),
     (
         "qwen2",
-        "layers/1/attention/key/bias",
-        lambda t: t[f"{A}k_proj.bias"].reshape(2, 8),
+        "attention/key/bias",
+        f"{L}self_attn.k_proj.bias",
+        lambda b: b.reshape(2, 8),
     ),
-    ("qwen3", "layers/1/attention/key_norm/scale", lambda t: t[f"{A}k_norm.weight"]),
-    (
-        "gemma",
-        "layers/1/mlp_norm/scale",
-        lambda t: t["model.layers.1.post_attention_layernorm.weight"],
-    ),
+    ("qwen3", "attention/key_norm/scale", f"{L}self_attn.k_norm.weight", same),
+    ("gemma", "mlp_norm/scale", f"{L}post_attention_layernorm.weight", same),
     (
         "gemma 3",
-        "layers/1/attention_post_norm/scale",
-        lambda t: t["model.layers.1.post_attention_layernorm.weight"],
+        "attention_post_norm/scale",
+        f"{L}post_attention_layernorm.weight",
+        same,
     ),
     (
         "gemma 3, with vision",
-        "layers/1/mlp_norm/scale",
-        lambda t: t["language_model.model.layers.1.pre_feedforward_layernorm.weight"],
-    ),
-    (
-        "gpt2",
-        "layers/1/attention/key/kernel",
-        lambda t: t["h.1.attn.c_attn.weight"][:, 32:64].reshape(32, 4, 8),
-    ),
-    ("gpt2", "layers/1/mlp/up/kernel", lambda t: t["h.1.mlp.c_fc.weight"]),
-    ("mixtral", "layers/1/mlp/router/kernel", lambda t: t[f"{W}gate.weight"].T),
-    (
-        "mixtral",
-        "layers/1/mlp/experts/gate/kernel",
-        lambda t: each(t, f"{W}experts.{{}}.w1.weight"),
-    ),
-    (
-        "mixtral",
-        "layers/1/mlp/experts/up/kernel",
-        lambda t: each(t, f"{W}experts.{{}}.w3.weight"),
-    ),
-    (
-        "mixtral",
-        "layers/1/mlp/experts/down/kernel",
-        lambda t: each(t, f"{W}experts.{{}}.w2.weight"),
-    ),
-    (
-        "mixtral, fused",
-        "layers/1/mlp/experts/gate/kernel",
-        lambda t: t[f"{E}gate_up_proj"][:, :32].transpose(0, 2, 1),
-    ),
-    (
-        "qwen3_moe, fused",
-        "layers/1/mlp/experts/up/kernel",
-        lambda t: t[f"{E}gate_up_proj"][:, 32:].transpose(0, 2, 1),
-    ),
-    (
-        "qwen3_moe, fused",
-        "layers/1/mlp/experts/down/kernel",
-        lambda t: t[f"{E}down_proj"].transpose(0, 2, 1),
-    ),
-    (
-        "qwen3_moe",
-        "layers/1/mlp/experts/up/kernel",
-        lambda t: each(t, f"{E}{{}}.up_proj.weight"),
-    ),
-    (
-        "deepseek_v3",
-        "layers/1/attention/q_b/kernel",
-        lambda t: t[f"{A}q_b_proj.weight"].reshape(4, 12, 16).transpose(2, 0, 1),
-    ),
-    (
-        "deepseek_v3",
-        "layers/1/attention/kv_b/kernel",
-        lambda t: t[f"{A}kv_b_proj.weight"].reshape(4, 14, 20).transpose(2, 0, 1),
-    ),
-    (
-        "deepseek_v3",
-        "layers/1/mlp/router/bias",
-        lambda t: t["model.layers.1.mlp.gate.e_score_correction_bias"],
-    ),
-    (
-        "deepseek_v3",
-        "layers/0/mlp/up/kernel",
-        lambda t: t["model.layers.0.mlp.up_proj.weight"].T,
-    ),
-    (
-        "deepseek_v3",
-        "layers/1/mlp/shared_experts/up/kernel",
-        lambda t: t["model.layers.1.mlp.shared_experts.up_proj.weight"].T,
-    ),
-    (
-        "gpt_oss",
-        "layers/1/mlp/experts/gate/kernel",
-        lambda t: t[f"{E}gate_up_proj"][..., ::2],
-    ),
-    (
-        "gpt_oss",
-        "layers/1/mlp/experts/up/kernel",
-        lambda t: t[f"{E}gate_up_proj"][..., 1::2],
-    ),
-    ("gpt_oss", "layers/1/mlp/experts/down/kernel", lambda t: t[f"{E}down_proj"]),
-    (
-        "gpt_oss",
-        "layers/1/mlp/experts/up/bias",
-        lambda t: t[f"{E}gate_up_proj_bias"][:, 1::2],
-    ),
-    (
-        "gpt_oss, in MXFP4",
-        "layers/1/mlp/experts/gate/blocks",
-        lambda t: t[f"{E}gate_up_proj_blocks"][:, ::2],
-    ),
-    (
-        "gpt_oss, in MXFP4",
-        "layers/1/mlp/experts/up/scales",
-        lambda t: t[f"{E}gate_up_proj_scales"][:, 1::2],
-    ),
-    (
-        "t5",
-        "decoder/layers/1/cross_attention/key/kernel",
-        lambda t: (
-            t[f"{T}1.EncDecAttention.k.weight"].reshape(4, 8, 32).transpose(2, 0, 1)
+        *(
+            "mlp_norm/scale",
+            f"language_model.{L}pre_feedforward_layernorm.weight",
+            same,
         ),
     ),
     (
-        "t5",
-        "decoder/layers/1/mlp/gate/kernel",
-        lambda t: t[f"{T}2.DenseReluDense.wi_0.weight"].T,
+        *("gpt2", "attention/key/kernel", "h.1.attn.c_attn.weight"),
+        lambda w: w[:, 32:64].reshape(32, 4, 8),
+    ),
+    ("gpt2", "mlp/up/kernel", "h.1.mlp.c_fc.weight", same),
+    ("mixtral", "mlp/router/kernel", f"{L}block_sparse_moe.gate.weight", turned),
+    *(
+        (
+            *("mixtral", f"mlp/experts/{leaf}/kernel"),
+            *(f"{L}block_sparse_moe.experts.{{}}.{name}.weight", turned),
+        )
+        for leaf, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     ),
     (
-        "t5",
-        "decoder/layers/1/mlp/up/kernel",
-        lambda t: t[f"{T}2.DenseReluDense.wi_1.weight"].T,
-    ),
-    ("t5, 1.0", "lm_head/kernel", lambda t: t["shared.weight"].T),
-    (
-        "whisper",
-        "encoder/conv1/kernel",
-        lambda t: t["model.encoder.conv1.weight"].transpose(2, 1, 0),
+        *("mixtral, fused", "mlp/experts/gate/kernel", f"{E}gate_up_proj"),
+        lambda w: turned(w[:, :32]),
     ),
     (
-        "whisper",
-        "decoder/layers/1/mlp_norm/bias",
-        lambda t: t["model.decoder.layers.1.final_layer_norm.bias"],
+        *("qwen3_moe, fused", "mlp/experts/up/kernel", f"{E}gate_up_proj"),
+        lambda w: turned(w[:, 32:]),
+    ),
+    ("qwen3_moe, fused", "mlp/experts/down/kernel", f"{E}down_proj", turned),
+    ("qwen3_moe", "mlp/experts/up/kernel", f"{E}{{}}.up_proj.weight", turned),
+    (
+        "deepseek_v3",
+        "attention/q_b/kernel",
+        f"{L}self_attn.q_b_proj.weight",
+        heads(4, 12),
     ),
     (
-        "vit",
-        "patch_embedding/kernel",
-        lambda t: t["vit.embeddings.patch_embeddings.projection.weight"].transpose(
-            2, 3, 1, 0
-        ),
+        "deepseek_v3",
+        "attention/kv_b/kernel",
+        f"{L}self_attn.kv_b_proj.weight",
+        heads(4, 14),
+    ),
+    ("deepseek_v3", "mlp/router/bias", f"{L}mlp.gate.e_score_correction_bias", same),
+    ("deepseek_v3", "0/mlp/up/kernel", "model.layers.0.mlp.up_proj.weight", turned),
+    (
+        *("deepseek_v3", "mlp/shared_experts/up/kernel"),
+        *(f"{L}mlp.shared_experts.up_proj.weight", turned),
+    ),
+    ("gpt_oss", "mlp/experts/gate/kernel", f"{E}gate_up_proj", lambda w: w[..., ::2]),
+    ("gpt_oss", "mlp/experts/up/kernel", f"{E}gate_up_proj", lambda w: w[..., 1::2]),
+    ("gpt_oss", "mlp/experts/down/kernel", f"{E}down_proj", same),
+    ("gpt_oss", "mlp/experts/up/bias", f"{E}gate_up_proj_bias", lambda w: w[:, 1::2]),
+    (
+        *("gpt_oss, in MXFP4", "mlp/experts/gate/blocks", f"{E}gate_up_proj_blocks"),
+        lambda w: w[:, ::2],
     ),
     (
-        "vit",
-        "layers/1/attention/out/kernel",
-        lambda t: t[f"{V}attention.output.dense.weight"].T.reshape(4, 8, 32),
+        *("gpt_oss, in MXFP4", "mlp/experts/up/scales", f"{E}gate_up_proj_scales"),
+        lambda w: w[:, 1::2],
     ),
-    ("vit", "layers/1/mlp/down/kernel", lambda t: t[f"{V}output.dense.weight"].T),
     (
-        "clip",
-        "vision/layers/1/mlp/down/bias",
-        lambda t: t[f"{C}encoder.layers.1.mlp.fc2.bias"],
+        *("t5", "decoder/1/cross_attention/key/kernel"),
+        *(f"{T}1.EncDecAttention.k.weight", heads(4, 8)),
     ),
-    ("clip", "vision/pre_norm/scale", lambda t: t[f"{C}pre_layrnorm.weight"]),
+    ("t5", "decoder/1/mlp/gate/kernel", f"{T}2.DenseReluDense.wi_0.weight", turned),
+    ("t5", "decoder/1/mlp/up/kernel", f"{T}2.DenseReluDense.wi_1.weight", turned),
+    ("t5, 1.0", "/lm_head/kernel", "shared.weight", turned),
+    (
+        *("whisper", "/encoder/conv1/kernel", "model.encoder.conv1.weight"),
+        lambda w: w.transpose(2, 1, 0),
+    ),
+    (
+        *("whisper", "decoder/1/mlp_norm/bias"),
+        *("model.decoder.layers.1.final_layer_norm.bias", same),
+    ),
+    (
+        *("vit", "/patch_embedding/kernel"),
+        "vit.embeddings.patch_embeddings.projection.weight",
+        lambda w: w.transpose(2, 3, 1, 0),
+    ),
+    ("vit", "attention/out/kernel", f"{V}attention.output.dense.weight", from_heads(4)),
+    ("vit", "mlp/down/kernel", f"{V}output.dense.weight", turned),
+    ("clip", "vision/1/mlp/down/bias", f"{C}encoder.layers.1.mlp.fc2.bias", same),
+    ("clip", "/vision/pre_norm/scale", f"{C}pre_layrnorm.weight", same),
 ]
+
+
+def path_of(leaf: str) -> str:
+    """The path: `/a` as it is, `1/a` or `a` of a layer, `side/1/a` of one of a side."""
+    if leaf.startswith("/"):
+        return leaf[1:]
+    side, _, rest = leaf.partition("/1/")
+    if rest:
+        return f"{side}/layers/1/{rest}"
+    return f"layers/{leaf}" if leaf[0].isdigit() else f"layers/1/{leaf}"
 
 
 def numbered(family: str) -> Tensors:
@@ -214,23 +170,23 @@ def numbered(family: str) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "path", "made"), LEAVES, ids=[f"{f}-{p}" for f, p, _ in LEAVES]
-)
+@pytest.mark.parametrize("case", LEAVES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_leaf_has_the_right_numbers(
-    family: str, path: str, made: Callable[[Tensors], np.ndarray], tmp_path: Path
+    case: tuple[str, str, str, Value], tmp_path: Path
 ) -> None:
-    tensors = numbered(family)
+    family, path, name, made = FAMILIES[case[0]], path_of(case[1]), case[2], case[3]
+    tensors = numbered(case[0])
     save_file(tensors, tmp_path / "model.safetensors")
-    expected = made(tensors)
-    own = FAMILIES[family]
-    assert (
-        own.model(own.tiny, scanned=False).get(path, expected.shape) == expected.shape
-    )
-    found = flm.checkpoint.restore_safetensors(
+    if "{}" in name:
+        expected = np.stack([made(tensors[name.format(at)]) for at in range(4)])
+    else:
+        expected = made(tensors[name])
+    shape = family.model(family.tiny, scanned=False).get(path, expected.shape)
+    assert shape == expected.shape
+    found = restore(
         tmp_path,
         nested({path: np.zeros(expected.shape, np.int32)}),
-        mapping=own.entries(own.tiny, False),
+        mapping=family.entries(family.tiny, False),
         unexpected="ignore",
     )
     [leaf] = jax.tree.leaves(found)
@@ -239,18 +195,16 @@ def test_a_leaf_has_the_right_numbers(
 
 def test_stacks_begin_with_their_own_layer(tmp_path: Path) -> None:
     """The layers with experts of DeepSeek V3 come after the dense ones."""
-    tensors, own = numbered("deepseek_v3"), FAMILIES["deepseek_v3"]
+    tensors, family = numbered("deepseek_v3"), FAMILIES["deepseek_v3"]
     save_file(tensors, tmp_path / "model.safetensors")
-    target = nested(
-        {
-            f"{stack}/attention/kv_a/kernel": np.zeros((count, 32, 24), np.int32)
-            for stack, count in (("dense_layers", 1), ("moe_layers", 2))
-        }
-    )
-    found = flm.checkpoint.restore_safetensors(
-        tmp_path, target, mapping=own.entries(own.tiny, True), unexpected="ignore"
-    )
-    for stack, numbers in (("dense_layers", [0]), ("moe_layers", [1, 2])):
+    stacks = {"dense_layers": [0], "moe_layers": [1, 2]}
+    shapes = {
+        f"{stack}/attention/kv_a/kernel": np.zeros((len(numbers), 32, 24), np.int32)
+        for stack, numbers in stacks.items()
+    }
+    mapping = family.entries(family.tiny, True)
+    found = restore(tmp_path, nested(shapes), mapping=mapping, unexpected="ignore")
+    for stack, numbers in stacks.items():
         kernel = found[stack]["attention"]["kv_a"]["kernel"]
         for at, layer in enumerate(numbers):
             name = f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
@@ -275,13 +229,6 @@ def product(weight: np.ndarray, scales: np.ndarray, block: int = 128) -> np.ndar
     return weight.astype(np.float32) * each
 
 
-@pytest.fixture(params=[1 << 20, 64])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all numbers multiplied at once, and with few."""
-    monkeypatch.setattr(_safetensors_scales, "_PRODUCTS", request.param)
-
-
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("block", [128, 48])
 @pytest.mark.parametrize(
     "layout", [("model", "data", None, None), (None, "data", "model", None)]
@@ -296,118 +243,73 @@ def test_float8_times_its_scales(
         weight, scales = scaled(rng, block)
         tensors[f"e.{expert}.weight"] = weight
         tensors[f"e.{expert}.weight_scale_inv"] = scales
-        own = product(weight, scales, block).astype(dtype)
-        expected.append(own.reshape(4, 75, IN).transpose(2, 0, 1))
+        value = product(weight, scales, block).astype(dtype)
+        expected.append(value.reshape(4, 75, IN).transpose(2, 0, 1))
     save_file(tensors, tmp_path / "model.safetensors")
     steps = (m.dequantize(block=block), m.linear(), m.stack(field="expert"))
     rules = flm.LayoutMap(mesh, strict=False)
     rules["kernel"] = layout
-    read: list[tuple[int, int]] = []
-    found = flm.checkpoint.restore_safetensors(
+    found = restore(
         tmp_path,
         {"kernel": jax.ShapeDtypeStruct((4, IN, 4, 75), dtype)},
         layout_map=rules,
         mapping=[("kernel", "e.{expert}.weight", steps)],
         dtype="target",
-        progress=lambda done, total: read.append((done, total)),
     )
     np.testing.assert_array_equal(found["kernel"], np.stack(expected), strict=True)
     assert not found["kernel"].sharding.is_fully_replicated
-    [(done, total)] = read
-    assert done == total
 
 
-def test_parts_of_a_float8_tensor(tmp_path: Path) -> None:
-    """Two leaves that share a tensor, one of which takes the numbers as they are."""
+def test_a_large_product_is_made_in_parts(tmp_path: Path) -> None:
+    """More numbers than are multiplied at a time."""
+    weight = np.ones((3000, 700), jnp.float8_e4m3fn)
+    scales = np.arange(24 * 6, dtype=np.float32).reshape(24, 6)
+    save_file({"w": weight, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    target = {"w": np.zeros((3000, 700), np.float32)}
+    mapping = [("w", "w", m.dequantize())]
+    found = restore(tmp_path, target, mapping=mapping, dtype="target")
+    each = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:3000, :700]
+    np.testing.assert_array_equal(found["w"], each)
+
+
+def test_float8_parts_and_tensors_that_are_kept(tmp_path: Path) -> None:
+    """Parts of a tensor, times their scales and as they are, and bfloat16 as it is."""
     weight, scales = scaled(np.random.default_rng(0))
-    tensors = {"w": weight, "w_scale_inv": scales}
+    plain = np.full((4, 6), 1.5, jnp.bfloat16)
+    tensors = {"w": weight, "w_scale_inv": scales, "plain": plain}
     save_file(tensors, tmp_path / "model.safetensors")
     mapping = [
         ("a", "w", (m.split(0, 1, 2), m.dequantize())),
         ("b", "w", m.split(0, 0, 2)),
+        ("c", "plain", m.dequantize()),
     ]
-    target = {
-        "a": np.zeros((OUT // 2, IN), jnp.bfloat16),
-        "b": np.zeros((OUT // 2, IN), jnp.float8_e4m3fn),
-    }
-    found = flm.checkpoint.restore_safetensors(tmp_path, target, mapping=mapping)
+    half = (OUT // 2, IN)
+    target = {"a": np.zeros(half, jnp.bfloat16), "c": np.zeros_like(plain)}
+    target["b"] = np.zeros(half, jnp.float8_e4m3fn)
+    found = restore(tmp_path, target, mapping=mapping)
     both = product(weight, scales).astype(jnp.bfloat16)
     np.testing.assert_array_equal(found["a"], both[OUT // 2 :])
     np.testing.assert_array_equal(found["b"], weight[: OUT // 2])
-
-
-def test_tensors_that_are_not_float8_need_no_scales(tmp_path: Path) -> None:
-    """Bfloat16 weights of the same model, as `save_safetensors` writes them."""
-    value = np.ones((4, 6), jnp.bfloat16)
-    mapping = [("a", "w", m.dequantize())]
-    flm.checkpoint.save_safetensors(tmp_path, {"a": value}, mapping=mapping)
-    found = flm.checkpoint.restore_safetensors(tmp_path, {"a": value}, mapping=mapping)
-    np.testing.assert_array_equal(found["a"], value, strict=True)
+    np.testing.assert_array_equal(found["c"], plain, strict=True)
 
 
 def test_float8_kept_with_its_scales(tmp_path: Path) -> None:
     """The published tensors of DeepSeek V3, bit for bit."""
-    own = FAMILIES["deepseek_v3, float8 kept"]
+    family = FAMILIES["deepseek_v3, float8 kept"]
     weight, scales = scaled(np.random.default_rng(0))
     name = "model.layers.0.mlp.up_proj.weight"
     tensors = {name: weight, f"{name}_scale_inv": scales}
     save_file(tensors, tmp_path / "model.safetensors")
-    layer = {
-        "kernel": np.zeros((IN, OUT), jnp.float8_e4m3fn),
-        "kernel_scale": np.zeros((2, 3), np.float32),
-    }
-    found = flm.checkpoint.restore_safetensors(
-        tmp_path,
-        {"layers": [{"mlp": {"up": layer}}]},
-        mapping=own.entries(own.tiny, False),
-    )
+    layer = {"kernel": np.zeros((IN, OUT), jnp.float8_e4m3fn)}
+    layer["kernel_scale"] = np.zeros((2, 3), np.float32)
+    target = {"layers": [{"mlp": {"up": layer}}]}
+    found = restore(tmp_path, target, mapping=family.entries(family.tiny, False))
     up = found["layers"][0]["mlp"]["up"]
     np.testing.assert_array_equal(up["kernel"], weight.T, strict=True)
     np.testing.assert_array_equal(up["kernel_scale"], scales.T, strict=True)
 
 
-def restore(tensors: Tensors, path: Path, steps: Any, shape: Any = (OUT, IN)) -> Any:
-    save_file(tensors, path / "model.safetensors")
-    target = {"kernel": np.zeros(shape, jnp.bfloat16)}
-    mapping = [("kernel", "w", steps)]
-    return flm.checkpoint.restore_safetensors(
-        path, target, mapping=mapping, dtype="target"
-    )
-
-
-def test_errors_of_scales(tmp_path: Path) -> None:
-    weight, scales = scaled(np.random.default_rng(0))
-    with refused(
-        "kernel (300,200): is made of a tensor in float8, whose scales 'w_scale_inv' "
-        "are not in",
-        "leave dequantize out of the entry",
-    ):
-        restore({"w": weight}, tmp_path, m.dequantize())
-    tensors = {"w": weight, "w_scale_inv": scales}
-    with refused(
-        "kernel (300,200): needs tensor 'w_scale_inv' (3,2)", "have the shape (5,4)"
-    ):
-        restore(tensors, tmp_path, m.dequantize(block=64))
-    with refused(
-        "tensor 'w_scale_inv' (3,2) in",
-        "no leaf of the target is made of it",
-        "to multiply 'w' by it, add dequantize() to its steps",
-    ):
-        restore(tensors, tmp_path, ())
-    with refused("kernel (60000,): the mapping's steps", "in dims of their own"):
-        join = (m.dequantize(), m.rearrange("out into -> (out into)", into=IN))
-        restore(tensors, tmp_path, join, shape=(OUT * IN,))
-    with refused("dequantize is for tensors of two dims, not (3,2,2)"):
-        restore(tensors, tmp_path, m.dequantize(), shape=(3, 2, 2))
-    with refused("dequantize(block=0)"):
-        m.dequantize(block=0)
-
-
 # --------------------------------------------------------------------------- MXFP4
-
-# The numbers of four bits, as `transformers` lists them (integrations/mxfp4.py).
-FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-FP4_VALUES += [-value for value in FP4_VALUES]
 
 
 def packed(rng: np.random.Generator, *shape: int) -> Tensors:
@@ -420,13 +322,12 @@ def packed(rng: np.random.Generator, *shape: int) -> Tensors:
 
 
 def unpacked(tensors: Tensors) -> np.ndarray:
-    """`convert_moe_packed_tensors` of `transformers`, before its transposition."""
-    blocks, exponents = tensors["_blocks"], tensors["_scales"].astype(np.int32) - 127
-    table = np.array(FP4_VALUES, np.float32)
-    numbers = np.empty((*blocks.shape[:-1], 32), np.float32)
-    numbers[..., 0::2] = table[blocks & 0x0F]
-    numbers[..., 1::2] = table[blocks >> 4]
-    numbers = np.ldexp(numbers, exponents[..., None])
+    """By the dtypes of the numbers and of the scales; exact in bfloat16."""
+    blocks, scales = tensors["_blocks"], tensors["_scales"]
+    pairs = np.stack([blocks & 15, blocks >> 4], -1).view(ml_dtypes.float4_e2m1fn)
+    numbers = pairs.reshape(*blocks.shape[:-1], 32).astype(np.float64)
+    factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    numbers *= factors[..., None]
     return numbers.reshape(*blocks.shape[:-2], -1).astype(jnp.bfloat16)
 
 
@@ -435,34 +336,20 @@ def bits(array: Any) -> np.ndarray:
     return np.asarray(array).view(np.uint16)
 
 
-@pytest.mark.parametrize("gap", [32 << 10, 0])
-@pytest.mark.parametrize("block", [8 << 20, 96])
 @pytest.mark.parametrize(
     "layout",
     [("model", "data", None), (None, "model", "data"), ("data", None, "model"), None],
 )
-def test_mxfp4_to_bfloat16(
-    layout: Any,
-    block: int,
-    gap: int,
-    mesh: flm.DeviceMesh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mxfp4_to_bfloat16(layout: Any, mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     """The experts of gpt-oss: gate and up alternate in one tensor."""
-    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", gap)
-    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", block)
     rng, at = np.random.default_rng(0), "model.layers.0.mlp.experts."
     fused, down = packed(rng, 4, 2 * 64, 96), packed(rng, 4, 96, 64)
     tensors = {f"{at}gate_up_proj{end}": value for end, value in fused.items()}
     tensors |= {f"{at}down_proj{end}": value for end, value in down.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    both = unpacked(fused).transpose(0, 2, 1)
-    expected = {
-        "gate": both[..., 0::2],
-        "up": both[..., 1::2],
-        "down": unpacked(down).transpose(0, 2, 1),
-    }
+    both = turned(unpacked(fused))
+    expected = {"gate": both[..., 0::2], "up": both[..., 1::2]}
+    expected["down"] = turned(unpacked(down))
     assert all(np.isfinite(value).all() for value in expected.values())
     rules = flm.LayoutMap(mesh, strict=False)
     rules["kernel"] = layout
@@ -470,137 +357,92 @@ def test_mxfp4_to_bfloat16(
         name: {"kernel": jax.ShapeDtypeStruct(value.shape, value.dtype)}
         for name, value in expected.items()
     }
-    read: list[tuple[int, int]] = []
-    found = flm.checkpoint.restore_safetensors(
-        tmp_path,
-        {"layers": [{"mlp": {"experts": kernels}}]},
-        layout_map=rules,
-        mapping=m.gpt_oss(),
-        progress=lambda done, total: read.append((done, total)),
-    )
+    target = {"layers": [{"mlp": {"experts": kernels}}]}
+    found = restore(tmp_path, target, layout_map=rules, mapping=m.gpt_oss())
     for name, value in expected.items():
         leaf = found["layers"][0]["mlp"]["experts"][name]["kernel"]
         assert leaf.sharding.is_fully_replicated == (layout is None)
         np.testing.assert_array_equal(bits(leaf), bits(value), strict=True)
-    done, total = read[-1]
-    assert done == total
-    if block == 8 << 20:  # each byte once
-        assert done == sum(value.nbytes for value in tensors.values())
 
 
-def test_numbers_of_mxfp4_are_those_of_ml_dtypes() -> None:
-    """All bytes with all scales, by the dtypes of the numbers and of the scales."""
-    import ml_dtypes
-
-    codes = np.arange(256, dtype=np.uint8)
-    blocks = np.tile(codes.reshape(-1, 16), (253, 1))
-    scales = np.repeat(np.arange(253, dtype=np.uint8), 16)
-    numbers = np.stack([blocks & 15, blocks >> 4], -1).reshape(-1, 32)
-    expected = numbers.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    expected *= scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)[:, None]
-    found = _safetensors_scales.from_mxfp4(blocks, scales)
-    np.testing.assert_array_equal(found, expected.reshape(-1))
-    both = unpacked({"_blocks": blocks, "_scales": scales})
-    np.testing.assert_array_equal(bits(found.astype(jnp.bfloat16)), bits(both.ravel()))
-
-
-def test_a_part_of_mxfp4_reads_its_blocks_alone(tmp_path: Path) -> None:
-    """One expert of four, and a row that is no whole number of reads."""
-    tensors = packed(np.random.default_rng(0), 4, 6, 64)
-    held = {f"w{end}": value for end, value in tensors.items()}
-    save_file(held, tmp_path / "model.safetensors")
-    numbers, read = unpacked(tensors), []
-    for part, expected, blocks in (
-        (m.split(0, 2, 4), numbers[2:3], 6 * 2),
-        (m.split(2, 5, (3, 3, 3, 3, 3, 5, 44)), numbers[..., 15:20], 4 * 6 * 2 - 1),
+def test_parts_of_mxfp4(tmp_path: Path) -> None:
+    """One expert of four, a row that ends within blocks, and all bytes and scales."""
+    codes = np.tile(np.arange(256, dtype=np.uint8).reshape(-1, 16), (253, 1))
+    every = {"_blocks": codes, "_scales": np.repeat(np.arange(253, dtype=np.uint8), 16)}
+    step, tensors = m.dequantize("mxfp4"), packed(np.random.default_rng(0), 4, 6, 64)
+    rest = (3, 3, 3, 3, 3, 5, 44)
+    for parts, of, expected in (
+        ((m.split(0, 2, 4),), tensors, unpacked(tensors)[2:3]),
+        ((m.split(2, 5, rest),), tensors, unpacked(tensors)[..., 15:20]),
+        ((), every, unpacked(every)),
     ):
-        found = flm.checkpoint.restore_safetensors(
-            tmp_path,
-            {"kernel": np.zeros(expected.shape, jnp.bfloat16)},
-            mapping=[("kernel", "w_blocks", (m.dequantize("mxfp4"), part))],
-            progress=lambda done, total: read.append((done, total)),
-        )
+        held = {f"w{end}": value for end, value in of.items()}
+        save_file(held, tmp_path / "model.safetensors")
+        target = {"kernel": np.zeros(expected.shape, jnp.bfloat16)}
+        mapping = [("kernel", "w_blocks", (step, *parts))]
+        found = restore(tmp_path, target, mapping=mapping)
         np.testing.assert_array_equal(bits(found["kernel"]), bits(expected))
-        assert read.pop() == (blocks * 17, blocks * 17)
 
 
-def test_errors_of_mxfp4(tmp_path: Path) -> None:
-    held = packed(np.random.default_rng(0), 6, 64)
-    tensors = {f"w{end}": value for end, value in held.items()}
-    step = m.dequantize("mxfp4")
+# --------------------------------------------------------------- scales that are wrong
 
-    def restored(tensors: Tensors, steps: Any, shape: Any = (6, 64)) -> None:
-        save_file(tensors, tmp_path / "model.safetensors")
-        flm.checkpoint.restore_safetensors(
-            tmp_path,
-            {"kernel": np.zeros(shape, jnp.bfloat16)},
-            mapping=[("kernel", "w_blocks", steps)],
-        )
-
-    restored(tensors, step)  # without a mistake
-    with refused(
-        "kernel (6,64): is made of a tensor in MXFP4, whose scales 'w_scales' are not",
-        "leave dequantize out of the entry",
-    ):
-        restored({"w_blocks": tensors["w_blocks"]}, step)
-    with refused("needs tensor 'w_blocks' (6,2,16)", "have the shape (6,4,16)"):
-        restored(tensors, step, (6, 128))
-    with refused("blocks of 32 numbers along the last dim", "do not make (6,63)"):
-        restored(tensors, step, (6, 63))
-    with refused(
-        "needs tensor 'w_scales' (6,2)", "to be uint8, as MXFP4 is, not float32"
-    ):
-        restored(tensors | {"w_scales": np.ones((6, 2), np.float32)}, step)
-    with refused(
-        "tensor 'w_scales' (6,2) in",
-        "to multiply 'w_blocks' by it, add dequantize('mxfp4') to its steps",
-    ):
-        restored(tensors, ())
-    with refused("block= and suffix= are for float8; write dequantize('mxfp4')"):
-        m.dequantize("mxfp4", block=64)
-    with refused("dequantize('int4'): the formats are 'float8' and 'mxfp4'"):
-        m.dequantize("int4")  # type: ignore[arg-type]
-    with refused(
-        "kernel (6,64): cannot be saved in MXFP4",
-        "such as mappings.gpt_oss(mxfp4=False)",
-    ):
-        flm.checkpoint.save_safetensors(
-            tmp_path / "out",
-            {"kernel": np.zeros((6, 64), jnp.bfloat16)},
-            mapping=[("kernel", "w_blocks", step)],
-        )
+MATRIX, BLOCKS = (300, 200), (6, 64)
+FLOAT8 = dict(zip(("w", "w_scale_inv"), scaled(np.random.default_rng(0)), strict=True))
+FOUR = {f"w{end}": v for end, v in packed(np.random.default_rng(0), 6, 64).items()}
+WRONG: dict[str, tuple[Tensors, str, Any, Any, str]] = {
+    "no scales": (
+        *({"w": FLOAT8["w"]}, "w", m.dequantize(), MATRIX),
+        "kernel (300,200): is made of a tensor in float8, whose scales 'w_scale_inv'",
+    ),
+    "other blocks": (
+        *(FLOAT8, "w", m.dequantize(block=64), MATRIX),
+        "needs tensor 'w_scale_inv' (3,2) to have the shape (5,4)",
+    ),
+    "not multiplied": (FLOAT8, "w", (), MATRIX, "w_scale_inv (3,2): no leaf of the"),
+    "three dims": (
+        *(FLOAT8, "w", m.dequantize(), (3, 2, 2)),
+        "dequantize is for tensors of two dims, not (3,2,2)",
+    ),
+    "MXFP4 without scales": (
+        *({"w_blocks": FOUR["w_blocks"]}, "w_blocks", m.dequantize("mxfp4"), BLOCKS),
+        "is made of a tensor in MXFP4, whose scales 'w_scales' are not in",
+    ),
+    "another size": (
+        *(FOUR, "w_blocks", m.dequantize("mxfp4"), (6, 128)),
+        "needs tensor 'w_blocks' (6,2,16) to have the shape (6,4,16)",
+    ),
+    "parts of blocks": (
+        *(FOUR, "w_blocks", m.dequantize("mxfp4"), (6, 63)),
+        "blocks of 32 numbers along the last dim, which do not make (6,63)",
+    ),
+    "another dtype": (
+        FOUR | {"w_scales": np.ones((6, 2), np.float32)},
+        *("w_blocks", m.dequantize("mxfp4"), BLOCKS),
+        "needs tensor 'w_scales' (6,2) to be uint8, as MXFP4 is, not float32",
+    ),
+}
 
 
-def test_a_hint_has_the_layer_of_the_leaf(tmp_path: Path) -> None:
-    """Names of other layers are alike, and not meant."""
-    tensors = {f"h.{n}.up_proj.weight": np.zeros((2, 2)) for n in range(12)}
+@pytest.mark.parametrize("name", WRONG)
+def test_scales_that_are_wrong(name: str, tmp_path: Path) -> None:
+    tensors, tensor, steps, shape, text = WRONG[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    for name, hint in (
-        (r"h.\1.up_prj.weight", "; did you mean 'h.11.up_proj.weight'?"),
-        (r"h.1\1.up_proj.weight", "'h.111.up_proj.weight' in"),
+    target = {"kernel": np.zeros(shape, jnp.bfloat16)}
+    mapping = [("kernel", tensor, steps)]
+    with refused(text):
+        restore(tmp_path, target, mapping=mapping, dtype="target")
+
+
+def test_steps_for_scales_that_are_refused(tmp_path: Path) -> None:
+    for make in (
+        lambda: m.dequantize(block=0),
+        lambda: m.dequantize("mxfp4", block=64),
+        lambda: m.dequantize("int4"),  # type: ignore[arg-type]
+        lambda: m.gpt_oss(mxfp4=False, keep_mxfp4=True),
     ):
-        with refused(hint):
-            flm.checkpoint.restore_safetensors(
-                tmp_path,
-                {"h": {"11": np.zeros((2, 2))}},
-                mapping=[(r"h/(\d+)", name)],
-                unexpected="ignore",
-            )
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_mapping_for_other_layers(scanned: bool, tmp_path: Path) -> None:
-    """Stacked layers with a mapping for numbered ones, and the reverse."""
-    save_file(numbered("llama"), tmp_path / "model.safetensors")
-    layer = {"mlp_norm": {"scale": np.zeros((2, 32) if scanned else 32)}}
-    target = {"layers": layer if scanned else [layer, layer]}
-    mapping = m.llama(scanned=not scanned)
-    path = "layers/mlp_norm/scale" if scanned else "layers/0/mlp_norm/scale"
-    other = "layers/0/mlp_norm/scale" if scanned else "layers/mlp_norm/scale"
-    fix = f"no entry of the mapping matches, but one would match {other}; pass scanned="
-    with refused(path, f"{fix}{scanned} to the function"):
-        flm.checkpoint.restore_safetensors(
-            tmp_path, target, mapping=mapping, unexpected="ignore"
-        )
-    with refused(path, f"{fix}{scanned} to the function"):
-        flm.checkpoint.save_safetensors(tmp_path / "saved", target, mapping=mapping)
+        with pytest.raises(flm.errors.CheckpointError, match="mxfp4"):
+            make()
+    mapping = [("kernel", "w_blocks", m.dequantize("mxfp4"))]
+    with refused("kernel (6,64): cannot be saved in MXFP4", "gpt_oss(mxfp4=False)"):
+        value = {"kernel": np.zeros((6, 64), jnp.bfloat16)}
+        flm.checkpoint.save_safetensors(tmp_path / "out", value, mapping=mapping)
