@@ -18,7 +18,14 @@ from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.paths import escape, fold
 from flax_layoutmap.checkpoint._join import Held, Plan, Read, join, opened
-from flax_layoutmap.checkpoint._lazy import Array, Box, from_mxfp4, full, scaled
+from flax_layoutmap.checkpoint._lazy import (
+    Array,
+    Box,
+    empty_like,
+    from_mxfp4,
+    full,
+    scaled,
+)
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._options import (
@@ -465,4 +472,6 @@ def _in_memory(leaf: Array, box: Box, dtype: Any) -> np.ndarray:
     value = np.asarray(leaf[box])
     if value.flags.writeable and value.dtype == dtype:
         return value
-    return np.array(value, dtype, order="K")
+    made = empty_like(value, value.shape, dtype)
+    made[...] = value
+    return made
