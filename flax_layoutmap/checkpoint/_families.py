@@ -1,9 +1,11 @@
 """The tables of the families in `mappings`: modules, their tensors, and steps.
 
-A line of a table is `kind, path of the module, name of the tensors`; `_KINDS` has the
-leaves of a kind. A leaf that a model lacks, such as a bias, does nothing.
+A line of a table is `kind, path of the module, name of the tensors`, and several lines
+where it has `[choices]`. `_KINDS` has the leaves of a kind. A leaf that a model lacks,
+such as a bias, does nothing.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,28 +36,23 @@ _KINDS: dict[str, list[Row]] = {
     "conv1d": [("/kernel", ".weight", (transpose(2, 1, 0),)), _BIAS],
     "conv2d": [("/kernel", ".weight", (transpose(2, 3, 1, 0),)), _BIAS],
     # Experts that are modules; the leaf is (experts, in, out).
-    "experts": [("/kernel", ".{expert}.weight", (linear(), stack(0, field="expert")))],
+    "experts": [("/kernel", ".weight", (linear(), stack(0, field="expert")))],
     "leaf": [("", "", ())],
 }
 
 
 def rows(table: str) -> list[Row]:
     """The leaves, tensors and steps of a table."""
-    lines = [line.split() for line in table.splitlines() if line.strip()]
-    return [
-        (leaf + last, _before_field(tensor, end), steps)
-        for kind, leaf, tensor in lines
-        for last, end, steps in _KINDS[kind]
-    ]
-
-
-def _before_field(tensor: str, end: str) -> str:
-    # `experts.w1` are the tensors `experts.0.w1.weight`, …
-    field = ".{expert}"
-    if not end.startswith(field):
-        return tensor + end
-    head, _, last = tensor.rpartition(".")
-    return f"{head}{field}.{last}{end.removeprefix(field)}"
+    found: list[Row] = []
+    for line in table.splitlines():
+        choices = [part.split(",") for part in re.findall(r"\[([\w,]+)\]", line)]
+        for chosen in zip(*choices, strict=True) if choices else [()]:
+            words = iter(chosen)
+            filled = re.sub(r"\[[\w,]+\]", lambda _, words=words: next(words), line)
+            for kind, leaf, tensor in [filled.split()] if filled.strip() else ():
+                kinds = _KINDS[kind]
+                found += [(leaf + end, tensor + name, how) for end, name, how in kinds]
+    return found
 
 
 def names(prefixes: str | Sequence[str], name: str) -> tuple[str, ...]:
@@ -78,12 +75,8 @@ def layers(
 ) -> list[Entry]:
     """The entries of layers that are numbered in a list, or stacked along dim 0.
 
-    Args:
-        of: the rows of one layer.
-        leaf: what is before the number of the layer in a path.
-        tensor: what is before it in the name of a tensor; several are tried in turn.
-        scanned: whether the layers are stacked.
-        start: the number of the first layer, if they are.
+    `leaf` and `tensor` are before the number of the layer, which is `start` for the
+    first one of a stack.
     """
     number, before = (r"\1", rf"{leaf}/(\d+)")
     stacked: tuple[Any, ...] = ()
@@ -133,18 +126,11 @@ norm mlp_norm pre_feedforward_layernorm
 norm mlp_post_norm post_feedforward_layernorm
 """
 ATTENTION = """
-heads attention/query self_attn.q_proj
-heads attention/key self_attn.k_proj
-heads attention/value self_attn.v_proj
+heads attention/[query,key,value] self_attn.[q,k,v]_proj
 out attention/out self_attn.o_proj
-norm attention/query_norm self_attn.q_norm
-norm attention/key_norm self_attn.k_norm
+norm attention/[query,key]_norm self_attn.[q,k]_norm
 """
-GATED = """
-dense (?:mlp/)?gate mlp.gate_proj
-dense (?:mlp/)?up mlp.up_proj
-dense (?:mlp/)?down mlp.down_proj
-"""
+GATED = "dense (?:mlp/)?[gate,up,down] mlp.[gate,up,down]_proj\n"
 # V2 Lite has queries without a low rank.
 LATENT_ATTENTION = """
 dense attention/q_a self_attn.q_a_proj
@@ -157,22 +143,16 @@ dense attention/kv_b self_attn.kv_b_proj
 out attention/out self_attn.o_proj
 """
 SHARED_EXPERTS = """
-dense mlp/shared_experts/gate mlp.shared_experts.gate_proj
-dense mlp/shared_experts/up mlp.shared_experts.up_proj
-dense mlp/shared_experts/down mlp.shared_experts.down_proj
+dense mlp/shared_experts/[gate,up,down] mlp.shared_experts.[gate,up,down]_proj
 """
 ROUTER = "dense mlp/router mlp.gate\n"
 DEEPSEEK_ROUTER = f"leaf mlp/router/bias mlp.gate.e_score_correction_bias\n{ROUTER}"
 QWEN_EXPERTS = """
-experts mlp/experts/gate mlp.experts.gate_proj
-experts mlp/experts/up mlp.experts.up_proj
-experts mlp/experts/down mlp.experts.down_proj
+experts mlp/experts/[gate,up,down] mlp.experts.{expert}.[gate,up,down]_proj
 """
 MIXTRAL_EXPERTS = """
 dense mlp/router block_sparse_moe.gate
-experts mlp/experts/gate block_sparse_moe.experts.w1
-experts mlp/experts/up block_sparse_moe.experts.w3
-experts mlp/experts/down block_sparse_moe.experts.w2
+experts mlp/experts/[gate,up,down] block_sparse_moe.experts.{expert}.[w1,w3,w2]
 """
 _TURNED = (transpose(0, 2, 1),)
 # All experts of a layer as (experts, out, in), gate before up.
@@ -209,12 +189,7 @@ def gpt_oss_experts(mxfp4: bool, keep: bool) -> list[Row]:
 
 
 def float8(of: Sequence[Row], keep: bool = False) -> list[Row]:
-    """The same for matrices in float8, with the scales of their blocks.
-
-    Args:
-        of: the rows of one layer.
-        keep: whether the leaves stay in float8, with scales in leaves `kernel_scale`.
-    """
+    """Rows for matrices in float8, multiplied by their scales or kept beside them."""
     found: list[Row] = []
     for path, name, steps in of:
         is_scaled = path.endswith("/kernel") and name.endswith(".weight")
@@ -250,36 +225,26 @@ def gpt2_layer() -> list[Row]:
 
 T5_ATTENTION = """
 norm {leaf}_norm layer.{at}.layer_norm
-heads {leaf}/query layer.{at}.{tensor}.q
-heads {leaf}/key layer.{at}.{tensor}.k
-heads {leaf}/value layer.{at}.{tensor}.v
+heads {leaf}/[query,key,value] layer.{at}.{tensor}.[q,k,v]
 out {leaf}/out layer.{at}.{tensor}.o
 """
 T5_MLP = """
 norm mlp_norm layer.{at}.layer_norm
 dense mlp/down layer.{at}.DenseReluDense.wo
 """
-T5_GATED = """
-dense mlp/gate layer.{at}.DenseReluDense.wi_0
-dense mlp/up layer.{at}.DenseReluDense.wi_1
-"""
+T5_GATED = "dense mlp/[gate,up] layer.{at}.DenseReluDense.[wi_0,wi_1]\n"
 WHISPER_ATTENTION = """
-heads {leaf}/query {tensor}.q_proj
-heads {leaf}/key {tensor}.k_proj
-heads {leaf}/value {tensor}.v_proj
+heads {leaf}/[query,key,value] {tensor}.[q,k,v]_proj
 out {leaf}/out {tensor}.out_proj
 norm {leaf}_norm {tensor}_layer_norm
 """
 WHISPER_MLP = """
 norm mlp_norm final_layer_norm
-dense mlp/up fc1
-dense mlp/down fc2
+dense mlp/[up,down] [fc1,fc2]
 """
 VIT_LAYER = """
 norm attention_norm layernorm_before
-heads attention/query attention.attention.query
-heads attention/key attention.attention.key
-heads attention/value attention.attention.value
+heads attention/[query,key,value] attention.attention.[query,key,value]
 out attention/out attention.output.dense
 norm mlp_norm layernorm_after
 dense mlp/up intermediate.dense
@@ -287,13 +252,10 @@ dense mlp/down output.dense
 """
 CLIP_LAYER = """
 norm attention_norm layer_norm1
-heads attention/query self_attn.q_proj
-heads attention/key self_attn.k_proj
-heads attention/value self_attn.v_proj
+heads attention/[query,key,value] self_attn.[q,k,v]_proj
 out attention/out self_attn.out_proj
 norm mlp_norm layer_norm2
-dense mlp/up mlp.fc1
-dense mlp/down mlp.fc2
+dense mlp/[up,down] mlp.[fc1,fc2]
 """
 
 

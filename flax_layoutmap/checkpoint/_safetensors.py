@@ -153,9 +153,9 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
     return tuple(files), None
 
 
-def _is_file_name(name: Any) -> bool:
+def _is_file_name(name: str) -> bool:
     """Whether it names a visible .safetensors file in the same directory."""
-    if not isinstance(name, str) or name.startswith(".") or "\\" in name:
+    if name.startswith(".") or "\\" in name:
         return False
     return os.path.basename(name) == name and name.endswith(".safetensors")
 
@@ -177,23 +177,17 @@ def _files_of_index(index: str) -> tuple[tuple[str, ...], dict[str, str]]:
         raise CheckpointError(
             f"{index}: it has no 'weight_map', which says which file holds which tensor"
         )
-    folder, problems = os.path.dirname(index), []
-    for name, file in names.items():
-        if not _is_file_name(file):
-            problems.append(
-                f"{index}: tensor {name!r} is said to be in {file!r}, which is not the "
-                "name of a .safetensors file beside the index"
-            )
-    files = [] if problems else list(dict.fromkeys(names.values()))
-    problems += [
-        f"{index}: it names {file}, but there is no such file; was the download "
-        "complete?"
-        for file in files
-        if not os.path.isfile(os.path.join(folder, file))
+    folder = os.path.dirname(index)
+    files = {str(file): os.path.join(folder, str(file)) for file in names.values()}
+    problems = [
+        f"{index}: it names {file!r}, which is not a .safetensors file beside it; was "
+        "the download complete?"
+        for file, path in files.items()
+        if not _is_file_name(file) or not os.path.isfile(path)
     ]
     if problems:
         raise problem_list(f"cannot read {folder}", problems)
-    return tuple(os.path.join(folder, file) for file in files), names
+    return tuple(files.values()), names
 
 
 # -------------------------------------------------------------------- one header

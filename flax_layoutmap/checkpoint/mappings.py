@@ -28,7 +28,10 @@ be absent. Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`
 | layers/N/mlp/router/kernel | the router |
 | layers/N/mlp/experts/(gate, up, down)/kernel | all experts: (experts, in, out) |
 
-What other families have besides is said at each.
+What other families have besides is said at each. `scanned` says that the model has its
+layers stacked along dim 0; `tied`, that its output is its embedding (a `lm_head.weight`
+in the checkpoint is then ignored); `fused`, that the experts of a layer are one tensor,
+as in the modules of `transformers` 5, where the published files have one for each.
 """
 
 from typing import Any
@@ -54,11 +57,6 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Llama 2 and 3, and others with the same names.
 
     Rotary embeddings use the half-split convention of `transformers`.
-
-    Args:
-        scanned: whether the model has its layers stacked along dim 0.
-        tied: whether the model's output is its embedding; a `lm_head.weight` in the
-            checkpoint is then ignored.
     """
     return f.decoder(_DENSE, scanned, tied)
 
@@ -71,9 +69,7 @@ def mistral(*, scanned: bool = False) -> list[Entry]:
 def qwen2(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Qwen 2 and 2.5: that of `llama`, with biases of query, key and value.
 
-    Args:
-        scanned: as for `llama`.
-        tied: as for `llama`; true of the models up to 3B.
+    Models up to 3B are tied.
     """
     return llama(scanned=scanned, tied=tied)
 
@@ -81,11 +77,8 @@ def qwen2(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
 def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     """Mapping for Qwen 3: that of `llama`, with norms of queries and keys.
 
-    Weights in float8 are multiplied by their scales; see `dequantize`.
-
-    Args:
-        scanned: as for `llama`.
-        tied: as for `llama`; true of the models up to 4B.
+    Weights in float8 are multiplied by their scales; see `dequantize`. Models up to 4B
+    are tied.
     """
     return f.decoder(f.float8(_DENSE), scanned, tied)
 
@@ -101,8 +94,6 @@ def gemma(
     Args:
         post_norms: whether the outputs of attention and mlp are normed, too, by
             `attention_post_norm/scale` and `mlp_post_norm/scale`.
-        scanned: as for `llama`.
-        tied: whether the model's output is its embedding.
     """
     norms = f.FOUR_NORMS if post_norms else f.NORMS
     prefixes = ("model.", "language_model.model.", "model.language_model.")
@@ -113,13 +104,7 @@ def gemma(
 
 
 def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
-    """Mapping for Mixtral.
-
-    Args:
-        scanned: as for `llama`.
-        fused: whether the experts of a layer are one tensor, as in the modules of
-            `transformers` 5; the published files have one for each.
-    """
+    """Mapping for Mixtral."""
     fused_rows = [*f.rows(f.ROUTER), *f.FUSED_EXPERTS]
     experts = fused_rows if fused else f.rows(f.MIXTRAL_EXPERTS)
     return f.decoder([*_SPARSE, *experts], scanned)
@@ -129,10 +114,6 @@ def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     """Mapping for Qwen 3 with experts.
 
     Weights in float8 are multiplied by their scales; see `dequantize`.
-
-    Args:
-        scanned: as for `llama`.
-        fused: as for `mixtral`.
     """
     experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
     weights = f.float8([*_DENSE, *experts])
@@ -156,8 +137,6 @@ def deepseek_v3(
     are `dense_layers/…`, and those with experts `moe_layers/…`.
 
     Args:
-        scanned: whether the model has its layers stacked along dim 0, in two stacks.
-        fused: as for `mixtral`.
         keep_float8: whether the leaves stay in float8 if the weights are, with the
             scales of their blocks in `kernel_scale` beside each `kernel`, laid out as
             `(in / 128, out / 128)`. Otherwise they are multiplied: see `dequantize`.
@@ -190,7 +169,6 @@ def gpt_oss(
     up, whose outputs alternate in the file, are apart.
 
     Args:
-        scanned: as for `llama`.
         mxfp4: whether the experts are in MXFP4, as in the published files. They are
             multiplied by their scales: see `dequantize`. Pass False for files in
             bfloat16, and to save.
@@ -212,10 +190,6 @@ def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
     """Mapping for GPT-2, with or without the prefix `transformer.`.
 
     Besides, there are `positions/embedding`, and biases of norms and of kernels.
-
-    Args:
-        scanned: as for `llama`.
-        tied: whether the model's output is its embedding.
     """
     prefixes = ("transformer.", "")
     head = ("lm_head.weight", *f.names(prefixes, "wte.weight"))
@@ -237,9 +211,8 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
     has `norm/scale` and `relative_attention_bias/embedding` (of UMT5 in `attention/`).
 
     Args:
-        gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5.
-        scanned: as for `llama`.
-        tied: whether the model's output is its embedding, as in T5 1.0.
+        gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5; T5 1.0 has none, and
+            is tied.
     """
     bias = "relative_attention_bias"
     entries: list[Entry] = [
@@ -266,9 +239,6 @@ def whisper(*, scanned: bool = False) -> list[Entry]:
     decoder also have `cross_attention/…` and `cross_attention_norm/…`. There are
     `encoder/(conv1, conv2)/(kernel, bias)`, `decoder/embed/embedding`, and on each side
     `positions/embedding` and `norm/(scale, bias)`.
-
-    Args:
-        scanned: as for `llama`.
     """
     table = """
         embed decoder/embed decoder.embed_tokens
@@ -291,9 +261,6 @@ def vit(*, scanned: bool = False) -> list[Entry]:
 
     There are `cls_token`, `position_embeddings`, `patch_embedding/(kernel, bias)` and
     `classifier/(kernel, bias)`; a pooler is left out.
-
-    Args:
-        scanned: as for `llama`.
     """
     prefixes = ("vit.", "")
     table = """
@@ -318,9 +285,6 @@ def clip(*, scanned: bool = False) -> list[Entry]:
     `class_embedding`, `patch_embedding/kernel` and `pre_norm/(scale, bias)`; both have
     `positions/embedding`, `layers/N/…` and `norm/(scale, bias)`. Besides, there are
     `(text, visual)_projection/kernel` and `logit_scale`.
-
-    Args:
-        scanned: as for `llama`.
     """
     table = """
         embed text/embed text_model.embeddings.token_embedding

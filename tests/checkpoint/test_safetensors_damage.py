@@ -171,7 +171,7 @@ BAD_FOLDERS: dict[str, tuple[dict[str, str], Callable[[Path], Any] | None, str]]
     "a missing file": (
         {"b": "c.safetensors"},
         None,
-        "it names c.safetensors, but there",
+        "it names 'c.safetensors', which is not",
     ),
     "a missing tensor": ({"c": FIRST}, None, f"says that 'c' is in {FIRST}"),
     "another file": ({"a": SECOND, "b": FIRST}, None, f"but it is in {FIRST}"),
