@@ -16,7 +16,7 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
-from flax_layoutmap._tree.paths import escape, fold
+from flax_layoutmap._tree.paths import escape
 from flax_layoutmap.checkpoint._join import Held, Plan, Read, join, opened
 from flax_layoutmap.checkpoint._lazy import (
     Array,
@@ -143,7 +143,7 @@ def restore_safetensors(
             options = _for_all(stored, options)
         plan, makers = _plan(stored, names, options)
         if plan.problems:
-            raise problem_list(f"cannot restore {options.path}", folded(plan.problems))
+            raise problem_list(f"cannot restore {options.path}", plan.problems)
         if plan.resolution is not None:
             plan.resolution.announce()
         agreement.add(lambda: _parts(stored, plan))
@@ -353,50 +353,19 @@ def _hints(stored: Stored) -> Callable[[str], str]:
 
 
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
-    """A problem for each tensor that no leaf uses."""
+    """A problem for the tensors that no leaf uses, one for all layers."""
+    kinds: dict[str, list[str]] = {}
+    for name in stored.tensors:
+        if name not in used and not names.ignores(name):
+            kind = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
+            kinds.setdefault(kind, []).append(name)
     tied = "; where the model ties its output to the embedding, pass tied=True"
-    problems = []
-    for name, tensor in stored.tensors.items():
-        if name in used or names.ignores(name):
-            continue
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
-        problems.append(
-            f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
-            f"tensor; to leave it out, add (None, r'{pattern}') to the mapping, or "
-            f"pass unexpected='ignore'{tied if name == 'lm_head.weight' else ''}"
-        )
-    return problems
-
-
-def folded(problems: Sequence[str]) -> list[str]:
-    """The problems, where equal ones of several layers are one.
-
-    A problem begins with the path of a leaf, or the name of a tensor. The numbers in
-    the names that follow may be those of the path.
-    """
-    paths, rests = [], []
-    for text in problems:
-        path = text.partition(" (")[0]
-        numbers = re.findall(r"\d+", path)
-
-        def mark(number: re.Match[str], numbers: Sequence[str] = numbers) -> str:
-            is_own = number[0] in numbers
-            return f"{{{numbers.index(number[0])}}}" if is_own else number[0]
-
-        rests.append(re.sub(r"(?<=[/.'])\d+(?=[/.'])", mark, text[len(path) :]))
-        paths.append(path if "/" in path else path.replace(".", "/"))
-    lines = []
-    for row in fold(paths, rests):
-        line, first = row.text, problems[row.members[0]]
-        if len(row.members) == 1:
-            lines.append(first)
-            continue
-        line = line if "/" in first.partition(" (")[0] else line.replace("/", ".")
-        line += rests[row.members[0]]
-        for at, slot in enumerate(row.slots):
-            line = line.replace(f"{{{at}}}", slot)
-        lines.append(line)
-    return lines
+    return [
+        f"{stored.tensors[first]}{f' and {len(more)} like it' if more else ''}: no leaf "
+        f"of the target is made of it; to leave it out, add (None, r'{kind}') to the "
+        f"mapping, or pass unexpected='ignore'{tied if 'lm_head' in first else ''}"
+        for kind, (first, *more) in kinds.items()
+    ]
 
 
 # ---------------------------------------------------------------------- read

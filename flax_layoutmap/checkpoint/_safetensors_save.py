@@ -40,7 +40,6 @@ from flax_layoutmap.checkpoint._options import (
 )
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
-from flax_layoutmap.checkpoint._safetensors_restore import folded
 from flax_layoutmap.checkpoint._safetensors_write import Made, Writer, cannot_write
 from flax_layoutmap.checkpoint._steps import Split, filled
 
@@ -113,7 +112,7 @@ def save_safetensors(
         if jax.process_index() == 0:
             problems += cannot_write(place, overwrite)
         if problems:
-            raise problem_list(f"cannot save to {place}", folded(problems))
+            raise problem_list(f"cannot save to {place}", problems)
         agreement.add(lambda: {"leaves": [f"{tensor}" for tensor in tensors]})
     texts = {"format": "pt", **(metadata or {})}
     writer = Writer(place, tensors, max_file_bytes, texts)

@@ -398,7 +398,7 @@ WRONG: dict[str, tuple[Tensors, str, Any, Any, str]] = {
         *(FLOAT8, "w", m.dequantize(block=64), MATRIX),
         "needs tensor 'w_scale_inv' (3,2) to have the shape (5,4)",
     ),
-    "not multiplied": (FLOAT8, "w", (), MATRIX, "w_scale_inv (3,2): no leaf of the"),
+    "not multiplied": (FLOAT8, "w", (), MATRIX, "tensor 'w_scale_inv' (3,2): no leaf"),
     "three dims": (
         *(FLOAT8, "w", m.dequantize(), (3, 2, 2)),
         "dequantize is for tensors of two dims, not (3,2,2)",

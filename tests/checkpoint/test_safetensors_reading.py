@@ -125,7 +125,7 @@ def test_any_steps_on_any_mesh(
     expected = evaluate(name, drawn, make)
     save_file(tensors, tmp_path / "model.safetensors")
     axes = data.draw(
-        st.permutations(["data", "model"] + [None] * 3).filter(
+        st.permutations(["data", "model"] + [None] * 6).filter(
             lambda axes: all(
                 axis is None or size % {"data": 2, "model": 4}[axis] == 0
                 for axis, size in zip(axes, shape, strict=False)

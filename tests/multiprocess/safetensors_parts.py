@@ -21,7 +21,9 @@ def tensors() -> dict[str, np.ndarray]:
     """What the checkpoint holds: two layers, and a float8 matrix with its scales."""
     rng = np.random.default_rng(0)
     return {
-        **{f"h.{at}.w": rng.normal(size=(64, 32)).astype(np.float32) for at in range(2)},
+        **{
+            f"h.{at}.w": rng.normal(size=(64, 32)).astype(np.float32) for at in range(2)
+        },
         "w": rng.normal(size=(2 * 128, 3 * 128)).astype(jnp.float8_e4m3fn),
         "w_scale_inv": rng.random((2, 3), np.float32),
     }
