@@ -360,8 +360,9 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
             kind = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
             kinds.setdefault(kind, []).append(name)
     tied = "; where the model ties its output to the embedding, pass tied=True"
+    others = {kind: f" and {len(own) - 1} like it" for kind, own in kinds.items()}
     return [
-        f"{stored.tensors[first]}{f' and {len(more)} like it' if more else ''}: no leaf "
+        f"{stored.tensors[first]}{others[kind] if more else ''}: no leaf "
         f"of the target is made of it; to leave it out, add (None, r'{kind}') to the "
         f"mapping, or pass unexpected='ignore'{tied if 'lm_head' in first else ''}"
         for kind, (first, *more) in kinds.items()

@@ -9,10 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from mapped_families import FAMILIES, heads
 from safetensors.numpy import save_file
 
-D, HIDDEN, VOCAB, LAYERS = 1024, 4096, 8192, 6
-NORMS = ("input_layernorm", "post_attention_layernorm")
+# A Llama of 230 MiB, in bfloat16.
+SIZES = heads(6, 8192, 1024, 16, 16, 64, 4096)
 
 LOAD = """
 import json, sys
@@ -51,55 +52,25 @@ print(json.dumps({"grown": grown, "held": held}))
 """
 
 
-def tensors() -> dict[str, tuple[int, ...]]:
-    """Of a Llama of 230 MiB, in bfloat16."""
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, D),
-        "lm_head.weight": (VOCAB, D),
-        "model.norm.weight": (D,),
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        for name in "qkvo":
-            found[f"{prefix}.self_attn.{name}_proj.weight"] = (D, D)
-        for name in ("gate", "up"):
-            found[f"{prefix}.mlp.{name}_proj.weight"] = (HIDDEN, D)
-        found[f"{prefix}.mlp.down_proj.weight"] = (D, HIDDEN)
-        found |= {f"{prefix}.{name}.weight": (D,) for name in NORMS}
-    return found
-
-
-def leaves() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {
-        "embed/embedding": (VOCAB, D),
-        "lm_head/kernel": (D, VOCAB),
-        "norm/scale": (D,),
-    }
-    for layer in range(LAYERS):
-        prefix = f"layers/{layer}"
-        for name in ("query", "key", "value"):
-            found[f"{prefix}/attention/{name}/kernel"] = (D, 16, D // 16)
-        found[f"{prefix}/attention/out/kernel"] = (16, D // 16, D)
-        for name in ("gate", "up"):
-            found[f"{prefix}/mlp/{name}/kernel"] = (D, HIDDEN)
-        found[f"{prefix}/mlp/down/kernel"] = (HIDDEN, D)
-        for name in ("attention", "mlp"):
-            found[f"{prefix}/{name}_norm/scale"] = (D,)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="Linux says what a process had."
 )
 def test_a_load_takes_little_more_than_the_shards(tmp_path: Path) -> None:
     """A loader that holds each tensor twice, or the file, would take twice as much."""
+    family = FAMILIES["llama"]
     made: dict[str, Any] = {
         name: np.full(shape, 1.5, ml_dtypes.bfloat16)
-        for name, shape in tensors().items()
+        for name, shape in family.stored(SIZES).items()
     }
     save_file(made, tmp_path / "model.safetensors")
-    command = [sys.executable, "-c", LOAD, str(tmp_path), json.dumps(leaves())]
+    command = [
+        sys.executable,
+        "-c",
+        LOAD,
+        str(tmp_path),
+        json.dumps(family.model(SIZES, False)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -300,7 +300,7 @@ def test_float8_kept_with_its_scales(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors = {name: weight, f"{name}_scale_inv": scales}
     save_file(tensors, tmp_path / "model.safetensors")
-    layer = {"kernel": np.zeros((IN, OUT), jnp.float8_e4m3fn)}
+    layer: Tensors = {"kernel": np.zeros((IN, OUT), jnp.float8_e4m3fn)}
     layer["kernel_scale"] = np.zeros((2, 3), np.float32)
     target = {"layers": [{"mlp": {"up": layer}}]}
     found = restore(tmp_path, target, mapping=family.entries(family.tiny, False))
@@ -387,9 +387,11 @@ def test_parts_of_mxfp4(tmp_path: Path) -> None:
 # --------------------------------------------------------------- scales that are wrong
 
 MATRIX, BLOCKS = (300, 200), (6, 64)
-FLOAT8 = dict(zip(("w", "w_scale_inv"), scaled(np.random.default_rng(0)), strict=True))
+FLOAT8: Any = dict(
+    zip(("w", "w_scale_inv"), scaled(np.random.default_rng(0)), strict=True)
+)
 FOUR = {f"w{end}": v for end, v in packed(np.random.default_rng(0), 6, 64).items()}
-WRONG: dict[str, tuple[Tensors, str, Any, Any, str]] = {
+WRONG: dict[str, tuple[Any, ...]] = {
     "no scales": (
         *({"w": FLOAT8["w"]}, "w", m.dequantize(), MATRIX),
         "kernel (300,200): is made of a tensor in float8, whose scales 'w_scale_inv'",

@@ -63,7 +63,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         "tensor 'a' begins at byte 4 of the data, but the one before it ends at 0",
     ),
     "entry": (changed(a=3), "'a': its entry must have dtype, shape"),
-    "unknown dtype": (changed(a=entry([3, 4], 0, 48, "F31")), "dtype 'F31' is not known"),
+    "unknown dtype": (changed(a=entry([3, 4], 0, 48, "F31")), "'F31' is not known"),
     "dtype of a wrong kind": (changed(a=entry([3, 4], 0, 48, ["F32"])), "is not known"),
     "true as a size": (changed(a=entry([True, 4], 0, 16)), "the shape"),
     "infinite size": (
@@ -73,10 +73,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "many dims": (changed(a=entry([1] * 99, 0, 4)), "the shape"),
     "empty but gigantic": (changed(a=entry([0, 2**62, 2**62], 0, 0)), "is invalid"),
     "offsets": (changed(a=entry([3, 4], 48, 0)), "it has -48 bytes"),
-    "other bytes": (changed(a=entry([3, 5], 0, 48)), "48 bytes, but F32 (3,5) takes 60"),
+    "other bytes": (changed(a=entry([3, 5], 0, 48)), "but F32 (3,5) takes 60"),
     "overlap": (changed(b=entry([4], 40, 72, "I64")), "the one before it ends at 48"),
-    "hole": (changed(DATA + bytes(8), b=entry([4], 56, 88, "I64")), "begins at byte 56"),
-    "bytes at the end": (written(GOOD, DATA + b"more"), "4 bytes follow the last tensor"),
+    "hole": (changed(DATA + bytes(8), b=entry([4], 56, 88, "I64")), "at byte 56"),
+    "bytes at the end": (written(GOOD, DATA + b"more"), "4 bytes follow the last"),
 }  # fmt: skip
 
 

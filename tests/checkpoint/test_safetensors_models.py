@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings
 
-PARTS = ("query", "key", "value")
 MAPPINGS = {
     "llama": mappings.llama,
     "gemma": mappings.gemma,
@@ -122,40 +121,3 @@ def test_gpt2_without_a_prefix_and_with_masks(
     kernel = model.layers[1].attention.key.kernel[...]
     fused = there["transformer.h.1.attn.c_attn.weight"]
     np.testing.assert_array_equal(kernel, fused[:, 32:64].reshape(32, 4, 8))
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_biases_and_norms_of_queries(
-    scanned: bool, mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
-    """As Qwen's models have them."""
-    here = {}
-    for layer in range(2):
-        attention = f"model.layers.{layer}.self_attn"
-        for number, part in enumerate("qkv"):
-            bias = np.arange(32, dtype=np.float32) + 100 * layer + 1000 * number
-            here[f"{attention}.{part}_proj.bias"] = bias
-        here[f"{attention}.q_norm.weight"] = np.full(8, layer, np.float32)
-    save_file(here, tmp_path / "model.safetensors")
-
-    def leaves(lead: tuple[int, ...]) -> dict[str, Any]:
-        parts = {part: {"bias": np.zeros((*lead, 4, 8), np.float32)} for part in PARTS}
-        norm = {"scale": np.zeros((*lead, 8), np.float32)}
-        return {"attention": {**parts, "query_norm": norm}}
-
-    target = {"layers": leaves((2,)) if scanned else [leaves(()), leaves(())]}
-    mapping = mappings.llama(scanned=scanned)
-    found = flm.checkpoint.restore_safetensors(tmp_path, target, mapping=mapping)
-    flat = np.arange(32, dtype=np.float32).reshape(4, 8)
-    for layer in range(2):
-        for number, part in enumerate(PARTS):
-            if scanned:
-                bias = found["layers"]["attention"][part]["bias"][layer]
-            else:
-                bias = found["layers"][layer]["attention"][part]["bias"]
-            np.testing.assert_array_equal(bias, flat + 100 * layer + 1000 * number)
-    flm.checkpoint.save_safetensors(tmp_path / "again", found, mapping=mapping)
-    again = tensors(tmp_path / "again")
-    assert again.keys() == here.keys()
-    for name, value in here.items():
-        np.testing.assert_array_equal(again[name], value)

@@ -50,6 +50,7 @@ def main(folder: Path) -> dict[str, Any]:
         "replicated": (("h.1.w",), (None, None), both[1]),
         "float8": (("w", (mappings.dequantize(), turned)), (None, "data"), product.T),
     }  # fmt: skip
+    restored: Any = None
     for name, (entry, axes, wanted) in cases.items():
         layout_map = flm.LayoutMap(mesh)
         layout_map["."] = axes
