@@ -15,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,9 +165,8 @@ class Writer:
         except OSError:
             return False
 
-    def _remove(self, names: Iterator[str]) -> None:
-        # The single file, which counts before the index, goes first.
-        for name in sorted(names, key=lambda name: (name != SINGLE, name != INDEX)):
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self._folder, name))
 

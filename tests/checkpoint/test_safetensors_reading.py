@@ -174,6 +174,22 @@ def test_parts_that_are_joined_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again["w"], value)
 
 
+def test_parts_of_joined_dims(tmp_path: Path) -> None:
+    """Parts that begin and end within a row."""
+    value = np.arange(12, dtype=np.float32).reshape(6, 2)
+    save_file({"w": value}, tmp_path / "model.safetensors")
+    join, sizes = mappings.rearrange("a b -> (a b)", a=6), (3, 5, 4)
+    mapping = [(f"p{at}", "w", (join, mappings.split(0, at, sizes))) for at in range(3)]
+    target = {f"p{at}": np.zeros(size, np.float32) for at, size in enumerate(sizes)}
+    found = flm.checkpoint.restore_safetensors(tmp_path, target, mapping=mapping)
+    parts = np.split(value.reshape(-1), (3, 8))
+    for at, part in enumerate(parts):
+        np.testing.assert_array_equal(found[f"p{at}"], part)
+    flm.checkpoint.save_safetensors(tmp_path, found, mapping=mapping, overwrite=True)
+    again = load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(again["w"], value)
+
+
 def test_replicas_that_share_memory_survive_donation(tmp_path: Path) -> None:
     """JAX takes over the memory of NumPy on CPUs, here for eight devices at once."""
     value = np.arange(1 << 12, dtype=np.float32).reshape(64, 64)

@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -334,12 +336,8 @@ for round in range(12):
 """
 
 
-@pytest.mark.parametrize("kinds", [(2, 4), (1, 4)], ids=["files", "a file and files"])
-def test_two_programs_that_save_to_one_folder(
-    kinds: tuple[int, int], tmp_path: Path
-) -> None:
-    """While they save, and at the end, there is the whole model of one of them."""
-    save(tmp_path, model(kinds[0], 1 if kinds[0] == 1 else 3), max_file_bytes=16)
+def test_two_programs_that_save_to_one_folder(tmp_path: Path) -> None:
+    """At the end there is the whole model of one of them."""
     programs = [
         subprocess.Popen(
             [
@@ -348,17 +346,44 @@ def test_two_programs_that_save_to_one_folder(
                 PROGRAM,
                 tmp_path,
                 str(kind),
-                "1" if kind == 1 else "3",
+                str(min(3, 2 * kind - 1)),
             ],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for kind in kinds
+        for kind in (1, 4)
     ]
     for program in programs:
         _, said = program.communicate(timeout=120)
         assert program.returncode == 0, said
     value = value_of(tmp_path)
-    assert value in kinds
+    assert value in (1, 4)
     assert len(names(tmp_path)) == (1 if value == 1 else 4)
+
+
+@pytest.mark.parametrize("kinds", [(2, 4), (1, 4)], ids=["files", "a file and files"])
+def test_slow_renames_of_two_writers(
+    kinds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowed(plain: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            time.sleep(0.01)
+            plain(*args)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", slowed(os.replace))
+    monkeypatch.setattr(os, "remove", slowed(os.remove))
+    options: Any = {"max_file_bytes": 16, "overwrite": True}
+    for round in range(4):
+        folder = tmp_path / f"{round}"
+        with ThreadPoolExecutor(2) as pool:
+            done = [
+                pool.submit(save, folder, model(kind, 1 if kind == 1 else 3), **options)
+                for kind in kinds
+            ]
+        assert [future.result() for future in done] == [None, None]
+        value = value_of(folder)
+        assert value in kinds
+        assert len(names(folder)) == (1 if value == 1 else 4)
