@@ -219,9 +219,11 @@ class Maker:
 
         If that one can be converted, the others can.
         """
-        kinds = {stored.tensors[name].dtype for name in self.shapes}
-        if any(self.scales(stored, name) for name in self.shapes):
-            kinds = {np.dtype(jnp.bfloat16)}
+        product = np.dtype(jnp.bfloat16)
+        kinds = {
+            product if self.scales(stored, name) else stored.tensors[name].dtype
+            for name in self.shapes
+        }
         if self.recipe.dtype is not None:
             kinds = {self.recipe.dtype}
         wanted = getattr(value, "dtype", None)

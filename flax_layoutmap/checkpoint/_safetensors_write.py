@@ -85,8 +85,9 @@ class Writer:
         self._place, self._texts = place, texts
         self._folder = os.path.dirname(place) if _is_file(place) else place
         self._tag = os.urandom(4).hex()
-        name = os.path.basename(place) if _is_file(place) else "model"
-        self._hidden = os.path.join(self._folder, f".{name}.{self._tag}.unfinished")
+        self._single = os.path.basename(place) if _is_file(place) else SINGLE
+        hidden = f".{self._single}.{self._tag}.unfinished"
+        self._hidden = os.path.join(self._folder, hidden)
         limit = math.inf if _is_file(place) else max_file_bytes
         self._files = self._named(_groups(tensors, limit))
         self.tensors = [tensor for held in self._files.values() for tensor in held]
@@ -97,11 +98,7 @@ class Writer:
         """File name → its tensors; wide dtypes come first, which aligns all."""
         groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
         if len(groups) == 1:
-            return {
-                os.path.basename(self._place)
-                if _is_file(self._place)
-                else SINGLE: groups[0]
-            }
+            return {self._single: groups[0]}
         of = f"of-{len(groups):05}.safetensors"
         return {
             f"model-{self._tag}-{number:05}-{of}": group
