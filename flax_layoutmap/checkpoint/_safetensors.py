@@ -73,7 +73,6 @@ class Stored:
     """The headers of a checkpoint; `tensors` are in file and byte order."""
 
     where: str
-    files: tuple[str, ...]
     tensors: dict[str, Tensor]
 
 
@@ -109,7 +108,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Stored:
         ]
     if problems:
         raise problem_list(f"cannot read {where}", problems)
-    return Stored(where, files, tensors)
+    return Stored(where, tensors)
 
 
 def local(path: str | os.PathLike[str]) -> str:
