@@ -328,6 +328,20 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
     return found
 
 
+def named_objects(
+    arguments: Sequence[Argument], objects: Sequence[Sequence[Any]] | None = None
+) -> list[tuple[str, Any]]:
+    """Each outermost NNX object, or its copy in `objects`, with the argument's name."""
+    found = []
+    for argument, own in zip(
+        arguments, objects or [one.objects for one in arguments], strict=True
+    ):
+        several = len(own) > 1
+        for at, node in enumerate(own, 1):
+            found.append((argument.name + f" (object {at})" * several, node))
+    return found
+
+
 def leaves_with_owners(
     arguments: Iterable[Argument],
 ) -> Iterator[tuple[Argument, int, Any]]:

@@ -36,11 +36,12 @@ from flax_layoutmap._step.arguments import (
     first_four,
     is_on_mesh,
     leaves_with_owners,
+    named_objects,
     slots_of,
     take_apart,
 )
 from flax_layoutmap._step.program import Program
-from flax_layoutmap._step.refusals import check_not_shared
+from flax_layoutmap._step.refusals import check_apart
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Roots
@@ -82,7 +83,9 @@ def bind(
                 leaves = (place or place_data)(argument, rules)
                 argument = argument.with_leaves(leaves)
         arguments.append(argument)
-    check_not_shared(arguments)
+    raw = [leaf for one in arguments if one.has_objects for leaf in one.raw]
+    if len(set(map(id, raw))) < len(raw):  # a shared Variable is a leaf that recurs
+        check_apart(named_objects(arguments))
     return Call(args, kwargs, rules, slots, static, arguments)
 
 

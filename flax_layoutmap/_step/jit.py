@@ -35,6 +35,7 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     first_four,
+    named_objects,
     names_of,
     positional_names,
     signature_of,
@@ -399,7 +400,7 @@ def _key(call: Call) -> Any:
             (call.rules, static_key(call.static), places, context_key(), *keys)
         )
     except Uncomparable as error:
-        refuse_constants(call.arguments, error)
+        refuse_constants(named_objects(call.arguments), error)
         raise
 
 

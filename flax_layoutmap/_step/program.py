@@ -17,6 +17,7 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     Slot,
+    named_objects,
     spans,
     strong,
 )
@@ -120,7 +121,7 @@ def make_program(job: Job, call: Call) -> Program:
         LayoutError: rules, options or the function do not fit the arguments.
     """
     arguments, leaves = call.arguments, call.leaves
-    check_plain(arguments)
+    check_plain(named_objects(arguments))
     wanted, resolved = wanted_before(job, call)
     avals = [
         type_on_device(leaf if sharding is None else abstract(leaf, sharding))
@@ -270,7 +271,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     if change is not None or outcome.returns_objects:
         objects = objects_of([node for one in arguments for node in one.objects])
     if change is not None:
-        check_apart(arguments, [one.objects for one in arguments], object)
+        check_apart(named_objects(arguments), object)
     changed: list[Any] = []
     if outcome.changed:
         holders = [holder for argument in arguments for holder in argument.holders()]

@@ -1,109 +1,54 @@
-"""Checks of what `flm.jit` does not accept; errors name the Variable or constant.
+"""Checks of what `flm.jit` does not accept; each error names the Variable or constant.
 
-Variables that two arguments share, or that are references; constants that cannot be
-compared; gradients of integers; and Variables that a function reads though no argument
-holds them. The values of these would be constants of the program, and stale once the
-Variables change. So, while a function is traced, reading one returns a stand-in of the
-same shape; where it is computed with, an error names the module to pass.
+`named` are pairs: the name of an argument, and an outermost NNX object in it.
 """
 
-import collections
-import contextlib
+import dis
 import functools
 import inspect
 import itertools
+import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from flax.errors import TraceContextError
 from jax.core import Tracer
 
 from flax_layoutmap._core.errors import StructureError
-from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._step.arguments import Argument, first_four
+from flax_layoutmap._step.arguments import first_four
 from flax_layoutmap._tree.flax_internals import (
-    call_reading_as,
     constants_of,
-    is_nnx_object,
     is_plain_variable,
     named_objects_of,
-    read_value,
-    reader,
-    were_made_alike,
+    nnx_state,
 )
-from flax_layoutmap._tree.jaxprs import results_read
 from flax_layoutmap._tree.watch import Uncomparable, comparable
 
-# Names of the functions that make the stand-ins.
-_STAND_IN = "value_of_variable_"
-
-# Part of the key of JAX's own caches: a function of `jax.jit` that is called in the
-# trace has read stand-ins, so its trace must not be used elsewhere, nor the reverse.
-_TRACED: Any = jax.make_user_context(None)
-
-# A Variable that was made outside every trace.
-_EAGER = nnx.Variable(0)
-
-_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-
-# The errors of JAX where Python reads the values of a traced array.
-_ASKS_FOR_NUMBERS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-# How many objects are searched for a Variable at most, to name its path.
-_LOOKED_AT = 10_000
+Named = Iterable[tuple[str, Any]]
 
 
-# -------------------------------------------------------------------- arguments
-
-
-def named_parts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def named_parts(named: Named) -> Iterator[tuple[str, Any]]:
     """The objects and Variables in NNX objects with names, each with its path."""
     for name, node in named:
         for path, part in named_objects_of(node):
             yield "/".join((name, *map(str, path))), part
 
 
-def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
-    """The outermost NNX objects in arguments, each with the argument's name."""
-    return [
-        (argument.name, node) for argument in arguments for node in argument.objects
-    ]
-
-
-def check_not_shared(arguments: Sequence[Argument]) -> None:
-    """Raise StructureError where two NNX objects share a Variable.
-
-    Each is rebuilt on its own, so it would not stay shared.
-    """
-    leaves = [leaf for a in arguments if a.has_objects for leaf in a.raw]
-    # A shared Variable is a leaf that occurs twice; this check is much faster.
-    if len(set(map(id, leaves))) < len(leaves):
-        check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
-
-
-def check_apart(
-    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
-) -> None:
-    """Raise StructureError where NNX objects share a part of these kinds.
-
-    `nodes` are those of each argument, before or after the function has changed them.
-    """
-    named = [
-        (argument.name + (f" (object {at})" if len(own) > 1 else ""), node)
-        for argument, own in zip(arguments, nodes, strict=True)
-        for at, node in enumerate(own, 1)
-    ]
+def check_apart(named: Named, kinds: Any = nnx.Variable) -> None:
+    """Raise StructureError where two NNX objects share a part of these kinds."""
     owners: dict[int, tuple[int, str]] = {}
-    for number, one in enumerate(named):
-        for path, part in named_parts([one]):
+    for number, pair in enumerate(named):
+        for path, part in named_parts([pair]):
             if not isinstance(part, kinds):
                 continue
             first, other = owners.setdefault(id(part), (number, path))
@@ -114,9 +59,9 @@ def check_apart(
                 )
 
 
-def check_plain(arguments: Sequence[Argument]) -> None:
+def check_plain(named: Named) -> None:
     """Raise StructureError where a Variable holds a reference instead of a value."""
-    for path, part in named_parts(named_objects(arguments)):
+    for path, part in named_parts(named):
         if isinstance(part, nnx.Variable) and not is_plain_variable(part):
             raise StructureError(
                 f"{path} is a {type(part).__name__} with ref or hijax, which "
@@ -124,34 +69,29 @@ def check_plain(arguments: Sequence[Argument]) -> None:
             )
 
 
-def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
+def refuse_integers(candidates: Named, name: str, cause: Exception) -> None:
     """Raise StructureError for gradients of integers, if JAX has refused them.
 
-    It names the integer Params, and leaves of other states.
+    `candidates` are leaves that may be differentiated, with their paths.
     """
     if "requires real- or complex-valued inputs" not in str(cause):
         return
-    found = [
-        f"{argument.path(at)} {tuple(np.shape(leaf))} {leaf.dtype}"
-        for argument in arguments
-        if argument.is_state
-        for at, (leaf, holder) in enumerate(
-            zip(argument.leaves, argument.holders(), strict=True)
-        )
-        if (holder is None or isinstance(holder[0], nnx.Param))
-        and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
+    integers = [
+        f"{path} {tuple(np.shape(leaf))} {leaf.dtype}"
+        for path, leaf in candidates
+        if not jax.numpy.issubdtype(leaf.dtype, np.inexact)
     ]
-    if found:
+    if integers:
         raise StructureError(
-            f"{name} differentiates what is no real or complex number: "
-            f"{first_four(found)}; keep it in an nnx.Variable that is no "
-            "nnx.Param, or out of the tree that is differentiated"
+            f"{name} differentiates integers or booleans: {first_four(integers)}; keep "
+            "them in an nnx.Variable that is not an nnx.Param, or outside of the tree "
+            "that is differentiated"
         ) from cause
 
 
-def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
+def refuse_constants(named: Named, cause: Exception) -> None:
     """Raise StructureError for a constant in NNX objects that cannot be compared."""
-    for path, part in named_parts(named_objects(arguments)):
+    for path, part in named_parts(named):
         for name, value in constants_of(part).items():
             try:
                 comparable(value)
@@ -167,191 +107,109 @@ def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
 # -------------------------------------------------------------------- closures
 
 
-class Closures:
-    """The Variables that a function reads, and that none of its arguments holds.
+def refuse_closures(fun: Callable[..., Any], name: str, given: Container[str]) -> None:
+    """Raise StructureError for NNX objects that a function uses without being given.
 
-    To be made right before the trace; `given` are the arguments, with names.
+    Their values would be constants of the program. It looks at what the code of the
+    function, and of those it names, loads from closures, globals, `self` and defaults
+    (unless these are `given`), and at one attribute or entry below.
     """
-
-    def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
-        """Start empty."""
-        self._fun, self._name, self._given = fun, name, given
-        outer = reader()
-        around = outer if isinstance(outer, Closures) else None
-        self._levels: list[Any] = [_EAGER] if around is None else around._levels
-        self._levels = [*self._levels, nnx.Variable(0)]
-        # Shared with outer traces: a Variable that is read is read in all of them.
-        self._read: dict[int, Any] = {} if around is None else around._read
-
-    def call(self, call: Callable[[], Any]) -> Any:
-        """Call the function in the trace.
-
-        Raises:
-            StructureError: the call reads the values of such a Variable,
-                differentiates it, or changes it.
-        """
-        try:
-            with _TRACED(True):
-                return call_reading_as(self, call)
-        except TraceContextError as error:
-            changed = _self_of(error)
-            if not self._is_outside(changed):
-                raise
-            raise self._error("changes", {id(changed): changed}) from error
-        except _ASKS_FOR_NUMBERS as error:
-            if not self._read:
-                raise
-            call()  # raises if what has no numbers is not the stand-ins
-            raise self._error("reads", self._read) from error
-        except ValueError as error:
-            if not self._read or "different trace level" not in str(error):
-                raise
-            # Flax's own message prints all values of the Variable.
-            last = dict([list(self._read.items())[-1]])
-            raise self._error("differentiates", last) from None
-
-    def check(self, jaxpr: Any) -> None:
-        """Raise StructureError where the traced function uses a stand-in."""
-        names = results_read(jaxpr, _STAND_IN)
-        used = [int(name.removeprefix(_STAND_IN)) for name in names]
-        if used:
-            raise self._error("reads", {at: self._read.get(at) for at in used})
-
-    def _is_outside(self, variable: Any) -> bool:
-        return isinstance(variable, nnx.Variable) and any(
-            were_made_alike(variable, level) for level in self._levels
-        )
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        """What reading a Variable returns: its value, or a stand-in."""
-        if isinstance(value, Tracer) or not self._is_outside(variable):
-            return value
-        self._read[id(variable)] = variable
-
-        def stand_in(leaf: Any) -> Any:
-            if isinstance(leaf, Tracer) or not isinstance(leaf, _NUMBERS):
-                return leaf
-            kind: Any = jax.typeof(leaf)
-
-            def make() -> Any:
-                return jax.lax.full(kind.shape, 0, kind.dtype)
-
-            make.__name__ = f"{_STAND_IN}{id(variable)}"
-            return jax.jit(make)()
-
-        return jax.tree.map(stand_in, value)
-
-    def _error(self, verb: str, wanted: Mapping[int, Any]) -> StructureError:
-        objects = itertools.chain(
-            _objects_within([("", self._fun)]), _objects_within(self._given)
-        )
-        found = _paths(objects, dict(wanted))
-        paths = first_four(sorted(path for path, _ in found))
-        owners = first_four(sorted({owner for _, owner in found if owner}))
-        return StructureError(
-            f"{self._name} {verb} {paths} outside of its arguments: compiled, it would "
-            f"go on with the values that are there now; pass {owners or 'the module'} "
-            f"as an argument of {self._name} and use that"
-        )
+    parameters = inspect.signature(fun).parameters.values()
+    used = [(parameter.name, parameter.default) for parameter in parameters]
+    used = [(path, default) for path, default in used if path not in given]
+    paths = [path for path, value in (*used, *_used(fun)) if _holds_values(value)]
+    _raise_for(list(dict.fromkeys(paths)), name)
 
 
-def _self_of(error: Exception) -> Any:
-    """The object whose method has raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame.f_locals.get("self")
+def refuse_captured(constants: Iterable[Any], named: Named, name: str) -> None:
+    """Raise StructureError where constants of a program are arrays of arguments."""
+    paths = {
+        id(leaf): path
+        for path, part in named_parts(named)
+        if isinstance(part, nnx.Variable)
+        for leaf in jax.tree.leaves(part.get_raw_value())
+        if not isinstance(leaf, Tracer)
+    }
+    _raise_for([paths[id(x)] for x in constants if id(x) in paths], name)
 
 
-# ---------------------------------------------------------------------------- paths
+def _raise_for(used: Sequence[str], name: str) -> None:
+    if not used:
+        return
+    owners = first_four(list(dict.fromkeys(re.split(r"[./[]", x)[0] for x in used)))
+    what = "is not an argument. Its current value would be compiled in as a constant"
+    if len(used) > 1:
+        what = "are not arguments. Their values would be compiled in as constants"
+    raise StructureError(
+        f"{name} uses {first_four(used)}, which {what}. Pass {owners} to {name}."
+    )
 
 
-def _paths(
-    objects: Iterable[tuple[str, Any]], wanted: dict[int, Any]
-) -> list[tuple[str, str]]:
-    """The path and shape of each Variable, and the name of the object that holds it.
-
-    Names are those that the function itself uses: of its closure, of globals. If none
-    leads to the Variable, its type replaces its path. In `wanted`, None is a Variable
-    that a function of `jax.jit` has read in an earlier trace.
-    """
-    found: list[tuple[str, str]] = []
-    for name, node in objects:
-        for path, part in named_objects_of(node):
-            if id(part) in wanted:
-                del wanted[id(part)]
-                found.append((_shown("/".join((name, *map(str, path))), part), name))
-        if not wanted:
-            break
-    others = (_shown(f"a {type(v).__name__}", v) for v in wanted.values())
-    return [*found, *((text, "") for text in others)]
+def _holds_values(value: Any) -> bool:
+    """Whether it is or holds a Variable of no surrounding trace."""
+    if isinstance(value, nnx.Pytree | nnx.Variable):
+        value = nnx_state(value) if isinstance(value, nnx.Pytree) else value
+    elif not isinstance(value, nnx.State):
+        return False
+    return not all(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
-def _shown(name: str, variable: Any) -> str:
-    if variable is None:
-        return "a Variable"
-    leaves = jax.tree.leaves(read_value(variable))
-    return f"{name} {show_shape(np.shape(leaves[0]))}" if len(leaves) == 1 else name
+def _used(fun: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, and the functions that it uses, use besides arguments."""
+    queue, seen = [fun], set[int]()
+    while queue:
+        for path, value in _used_by(queue.pop()):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield path, value
+            if isinstance(value, nnx.State | type):
+                continue
+            if isinstance(value, Mapping):
+                yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
+            elif isinstance(value, list | tuple):
+                yield from ((f"{path}[{at}]", part) for at, part in enumerate(value))
+            elif callable(value):
+                queue.append(value)
 
 
-def _objects_within(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Reachable NNX objects, Variables and States, with names; nearest first."""
-    queue, seen = collections.deque(named), set[int]()
-    while queue and len(seen) < _LOOKED_AT:
-        name, value = queue.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if is_nnx_object(value) or isinstance(value, nnx.Variable | nnx.State):
-            yield name, value
-            for path, part in named_objects_of(value):
-                where = ".".join((name, *map(str, path)))
-                queue += [(f"{where}.{k}", v) for k, v in constants_of(part).items()]
+def _used_by(fun: Any) -> Iterator[tuple[str, Any]]:
+    bound: dict[str, Any] = {}
+    if isinstance(fun, functools.partial):
+        yield from (("func", fun.func), ("args", fun.args), ("keywords", fun.keywords))
+    if isinstance(fun, types.MethodType):
+        fun, owner = fun.__func__, fun.__self__
+        if isinstance(owner, nnx.Pytree):
+            yield "self", owner
+            return
+        code = getattr(fun, "__code__", None)
+        bound = dict.fromkeys(code.co_varnames[:1], owner) if code else {}
+    if not isinstance(fun, types.FunctionType):
+        yield "", getattr(fun, "__wrapped__", None)
+        return
+    cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True)
+    closure = {name: x.cell_contents for name, x in cells if x != types.CellType()}
+    if "site-packages" in fun.__code__.co_filename:  # a decorator of a library
+        yield from closure.items()
+        return
+    scopes = {"GLOBAL": fun.__globals__, "DEREF": closure | bound, "FAST": bound}
+    for kind, name, attribute in _loads(fun.__code__):
+        value = scopes[kind].get(name)
+        below = getattr(value, "__dict__", {})
+        if attribute in below:
+            yield f"{name}.{attribute}", below[attribute]
         else:
-            queue += _named_parts(name, value)
+            yield name, value
 
 
-def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The references of a function, entries of a container, attributes of an object."""
-    if isinstance(value, types.FunctionType):
-        yield from _used_by(value)
-    elif isinstance(value, types.MethodType):
-        yield "self", value.__self__
-        yield name, value.__func__
-    elif isinstance(value, functools.partial):
-        yield name, value.func
-        yield from ((f"args[{at}]", part) for at, part in enumerate(value.args))
-        yield from value.keywords.items()
-    elif isinstance(value, Mapping):
-        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"{name}[{at}]", part) for at, part in enumerate(value))
-    elif not isinstance(value, type | types.ModuleType):
-        attributes = getattr(value, "__dict__", {})
-        yield from ((f"{name}.{key}", part) for key, part in attributes.items())
-
-
-def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The closure, defaults and globals of a function."""
-    for name, cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=True
-    ):
-        with contextlib.suppress(ValueError):  # not set yet
-            yield name, cell.cell_contents
-    parameters = inspect.signature(function, follow_wrapped=False).parameters
-    yield from ((name, one.default) for name, one in parameters.items())
-    names = list(dict.fromkeys(_names_in(function.__code__)))
-    for name in filter(function.__globals__.__contains__, names):
-        value = function.__globals__[name]
-        yield name, value
-        if isinstance(value, type | types.ModuleType):
-            # Only the attributes that the function names.
-            for other in filter(vars(value).__contains__, names):
-                yield f"{name}.{other}", vars(value)[other]
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from _names_in(part)
+def _loads(code: types.CodeType) -> Iterator[tuple[str, str, str | None]]:
+    """The names that a code loads, and the attribute of each that it loads next."""
+    steps = list(dis.get_instructions(code))
+    for one, after in itertools.zip_longest(steps, steps[1:]):
+        kind = re.match("LOAD_(GLOBAL|DEREF|FAST)", one.opname)
+        if kind:
+            name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+            is_before = after and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            yield kind[1], name, after.argval if is_before else None
+    for part in filter(inspect.iscode, code.co_consts):
+        yield from _loads(part)

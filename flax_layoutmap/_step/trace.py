@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,15 +25,17 @@ from flax_layoutmap._step.arguments import (
     Call,
     Slot,
     call_with,
+    named_objects,
     no_array,
     rebuilt,
     spans,
     strong,
 )
 from flax_layoutmap._step.refusals import (
-    Closures,
     check_apart,
     named_parts,
+    refuse_captured,
+    refuse_closures,
     refuse_integers,
 )
 from flax_layoutmap._tree.flax_internals import (
@@ -179,18 +181,15 @@ def trace_job(
     """
     remarks: list[str] = []
     outcomes: list[Outcome] = []
-    given = [(slot.name, value) for slot, value in call.slots]
-    closures = Closures(job.fun, job.name, given)
+    if job.runs:
+        refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
 
     def flat(leaves: list[Any]) -> Any:
-        def on_leaves() -> tuple[list[Any], list[Any]]:
-            new, results, outcome = _on_leaves(
-                job, call, leaves, parameters, remarks.append
-            )
-            outcomes.append(outcome)
-            return new, results
-
-        return closures.call(on_leaves) if job.runs else on_leaves()
+        new, results, outcome = _on_leaves(
+            job, call, leaves, parameters, remarks.append
+        )
+        outcomes.append(outcome)
+        return new, results
 
     def traced() -> Any:
         with mesh_context(call.rules, call.leaves):
@@ -199,14 +198,25 @@ def trace_job(
     try:
         closed, shapes = call_with_rules(call.rules, traced)
     except TypeError as error:
-        refuse_integers(call.arguments, job.name, error)
+        refuse_integers(_differentiable(call.arguments), job.name, error)
         raise
     except Exception as error:
         if is_sharding_type_error(error):
             raise LayoutError(outside_of_modules(job.name, error)) from error
         raise
-    closures.check(closed.jaxpr)
+    if job.runs:
+        refuse_captured(closed.consts, named_objects(call.arguments), job.name)
     return Traced(with_own_arrays(closed), shapes, outcomes[-1], remarks)
+
+
+def _differentiable(arguments: Iterable[Argument]) -> Iterator[tuple[str, Any]]:
+    """Params, and the leaves of states without objects, with their paths."""
+    for argument in arguments:
+        pairs = zip(argument.leaves, argument.holders(), strict=True)
+        for at, (leaf, holder) in enumerate(pairs):
+            of_param = holder is None or isinstance(holder[0], nnx.Param)
+            if argument.is_state and of_param:
+                yield argument.path(at), leaf
 
 
 def call_job(
@@ -271,7 +281,7 @@ def _on_leaves(
         new = [after.leaves[at] for at in (*simple, *nested)]
     else:
         returned = [node for _, node in made]
-        check_apart(call.arguments, copies, nnx.Variable)
+        check_apart(named_objects(call.arguments, copies))
         _check_new(call.arguments, copies, returned, before)
         after = Graph([*nodes, *returned])
         change, new = change_of(before, after, positions, leaves)

@@ -990,9 +990,9 @@ def test_integers_that_are_differentiated(mesh: flm.DeviceMesh) -> None:
     ):
         with refuses(
             flm.errors.StructureError,
-            f"{fun.__name__} differentiates what is no real or complex number: {what}; "
-            "keep it in an nnx.Variable that is no nnx.Param, or out of the tree that "
-            "is differentiated",
+            f"{fun.__name__} differentiates integers or booleans: {what}; keep them in "
+            "an nnx.Variable that is not an nnx.Param, or outside of the tree that is "
+            "differentiated",
         ):
             flm.jit(fun, layout_map=rules(mesh))(state, X)
 
