@@ -60,9 +60,9 @@ def by_split(*nodes: Any) -> Any:
     """Plain `jax.jit` on the split state, which is written back after each step."""
 
     def functional(graphdef: Any, state: Any, x: Any, y: Any) -> Any:
-        nodes = nnx.merge(graphdef, state)
-        loss = train(*nodes, x, y)
-        return nnx.state(nodes), loss
+        model, optimizer = nnx.merge(graphdef, state)
+        loss = train(model, optimizer, x, y)
+        return nnx.state((model, optimizer)), loss
 
     step = jax.jit(functional, static_argnums=0, donate_argnums=1)
 
