@@ -1,0 +1,391 @@
+"""Compute the arrays of a traced constructor, each in its shards.
+
+Keys and counters are computed first, one equation at a time. Then each array is made by
+a program of its own: those equations of the trace that it needs. Programs that are
+equal but for their inputs (the layers of a model, each with its own key) are compiled
+once, so that compile time does not grow with depth.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import jit_p, remat_p
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._core.errors import StructureError
+from flax_layoutmap._core.jax_internals import (
+    is_unspecified,
+    opened,
+    part_of,
+    settings_of,
+)
+from flax_layoutmap._core.mesh import retyped, spread
+from flax_layoutmap._core.processes import digest_of_value
+from flax_layoutmap._place.place import is_eager, put
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._tree.flax_internals import no_mesh
+from flax_layoutmap._tree.trace import Traced
+
+# A variable of the trace, and its sharding; None for any.
+_Output = tuple[Any, NamedSharding | None]
+
+# The most elements of a counter, and of an array of keys: these are computed whole.
+_SMALL, _MANY = 64, 2**16
+
+# Elements of an array that is finished before the next one begins, as its program may
+# need memory for all of it (a QR does).
+_LARGE = 2**20
+
+
+def arrays_of(
+    traced: Traced, shardings: Sequence[NamedSharding | None]
+) -> tuple[list[Any], list[Any]]:
+    """Compute the leaves of a traced constructor, each in its shards.
+
+    The values are those of one `jax.jit` of the whole with these out_shardings.
+
+    Args:
+        traced: the trace.
+        shardings: one for each computed leaf; None to skip it.
+
+    Returns:
+        New arrays of the leaves that are not skipped, and the new state of NNX
+            arguments.
+    """
+    meshes = (s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh))
+    trace = _Trace.of(traced, next(meshes, None))
+    leaves, after = trace.outputs[: len(shardings)], trace.outputs[len(shardings) :]
+    pairs = zip(leaves, shardings, strict=True)
+    wanted: list[_Output] = [(v, s) for v, s in pairs if s is not None]
+    count = len(wanted)
+    given = traced.closed.jaxpr.invars[: len(after)]
+    changed = [at for at, var in enumerate(after) if var is not given[at]]
+    wanted += [(after[at], None) for at in changed]
+    with shown_progress(f"creating {count} arrays"):
+        arrays = _computed(trace, wanted)
+    inputs = list(traced.inputs[: len(after)])
+    for at, new in zip(changed, arrays[count:], strict=True):
+        is_placed = getattr(inputs[at], "committed", False)
+        is_traced = isinstance(new, Tracer)
+        inputs[at] = (
+            put(new, inputs[at].sharding) if is_placed and not is_traced else new
+        )
+    return arrays[:count], inputs
+
+
+def trace_lines(traced: Traced) -> list[str]:
+    """What arrays are made from, as lines that are equal in equal processes."""
+    trace = _Trace.of(traced, None)
+    part, read = trace.part(trace.outputs, trace.values)
+    digests = [digest_of_value(trace.values[var]) for var in read]
+    # Functions among the parameters have an address.
+    lines = re.sub(r" at 0x[0-9a-f]+", "", str(part)).splitlines()
+    return [*lines, *(f"input {at}: {text}" for at, text in enumerate(digests))]
+
+
+# ---------------------------------------------------------------------- the trace
+
+
+@dataclasses.dataclass
+class _Trace:
+    """The equations of a trace, calls in line, and the values that are known."""
+
+    jaxpr: Jaxpr
+    eqns: list[JaxprEqn]
+    outputs: list[Any]
+    values: dict[Any, Any]
+    producers: dict[Any, int]  # the number of the equation that makes a variable
+
+    @classmethod
+    def of(cls, traced: Traced, mesh: Mesh | None) -> "_Trace":
+        """Take a trace apart; its constants, inputs and literal outputs are known."""
+        jaxpr = traced.closed.jaxpr
+        given = [*traced.closed.consts, *traced.inputs]
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values: dict[Any, Any] = dict(zip(variables, given, strict=True))
+        names: dict[Any, Any] = {}
+        eqns = list(_in_line(jaxpr.eqns, names, values))
+        outputs = [_renamed(var, names) for var in jaxpr.outvars]
+        for at, var in enumerate(outputs):
+            if isinstance(var, Literal):
+                aval: Any = var.aval
+                outputs[at] = Var(aval)
+                values[outputs[at]] = np.asarray(var.val, aval.dtype)
+        if mesh is not None:
+            values = {var: _on_mesh(value, mesh) for var, value in values.items()}
+        producers = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+        return cls(jaxpr, eqns, outputs, values, producers)
+
+    def part(
+        self, outputs: Sequence[Any], known: Mapping[Any, Any]
+    ) -> tuple[Jaxpr, list[Any]]:
+        """The equations that outputs need, and which known variables they read."""
+        needed: set[int] = set()
+        read: dict[Any, None] = {}
+        left = list(outputs)
+        while left:
+            var = left.pop()
+            if isinstance(var, Literal):
+                continue
+            if var in known:
+                read[var] = None
+            elif (at := self.producers[var]) not in needed:
+                needed.add(at)
+                left += self.eqns[at].invars
+        eqns = [self.eqns[at] for at in sorted(needed)]
+        return part_of(self.jaxpr, list(read), eqns, outputs), list(read)
+
+
+def _in_line(
+    eqns: Iterable[JaxprEqn], names: dict[Any, Any], values: dict[Any, Any]
+) -> Iterator[JaxprEqn]:
+    """The equations with those of called functions in place of the calls.
+
+    A call that makes several arrays would tie them together, and one that closes over
+    an array would put it into its program.
+    """
+    for eqn in eqns:
+        read = [_renamed(var, names) for var in eqn.invars]
+        inner = _called(eqn)
+        if inner is None:
+            made = [names.get(var, var) for var in eqn.outvars]
+            yield eqn.replace(invars=read, outvars=made)
+            continue
+        jaxpr, consts = inner
+        own: dict[Any, Any] = dict(zip(jaxpr.invars, read, strict=True))
+        # The same jaxpr may be called several times: its variables get new names.
+        new = [*jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
+        own |= {var: Var(var.aval) for var in new}
+        values |= {own[v]: x for v, x in zip(jaxpr.constvars, consts, strict=True)}
+        yield from _in_line(jaxpr.eqns, own, values)
+        results = (_renamed(var, own) for var in jaxpr.outvars)
+        names |= zip(eqn.outvars, results, strict=True)
+
+
+def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
+    return var if isinstance(var, Literal) else names.get(var, var)
+
+
+def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """The jaxpr of a call that computes only that, and its constants."""
+    if eqn.primitive not in (jit_p, remat_p):
+        return None
+    asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return opened(eqn.params["jaxpr"]) if all(map(is_unspecified, asked)) else None
+
+
+# ----------------------------------------------------------------- known values
+
+
+def _on_mesh(value: Any, mesh: Mesh) -> Any:
+    """A value that is on devices of its own, on this mesh and with Auto axes.
+
+    On Explicit axes JAX would need the sharding of a product, which a constructor does
+    not give; and it folds no number of one mesh into a key of another one.
+    """
+    if isinstance(value, Tracer) or not getattr(value, "committed", False):
+        return value
+    own, auto = value.sharding, retyped(mesh, AxisType.Auto)
+    spec = PartitionSpec() if value.size <= _SMALL else spread(value.shape, auto).spec
+    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
+        spec = own.spec if retyped(own.mesh, AxisType.Auto) == auto else spec
+    return put(value, NamedSharding(auto, spec))
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _is_key(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _is_counter(var: Any) -> bool:
+    """Whether it is a small array of keys, of their data, or of whole numbers."""
+    dtype = getattr(var.aval, "dtype", None)
+    if dtype is None or jax.numpy.issubdtype(dtype, np.inexact):
+        return False
+    of_keys = _is_key(var) or dtype == np.uint32
+    return 0 < _size(var) <= (_MANY if of_keys else _SMALL)
+
+
+def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
+    """Compute the keys that arrays are made from, and outputs that are counters.
+
+    Whole numbers that arrays are made from stay in their programs: XLA folds constants
+    when it compiles, and would round what it computes from an input otherwise.
+    """
+    ready = {var for var in trace.values if _is_counter(var)}
+    for eqn in trace.eqns:
+        read = (var for var in eqn.invars if not isinstance(var, Literal))
+        if ready.issuperset(read) and all(map(_is_counter, eqn.outvars)):
+            ready.update(eqn.outvars)
+    keys = dict.fromkeys(filter(_is_key, ready))
+    own = [v for v in outputs if v in ready and (v in keys or _size(v) <= _SMALL)]
+    _, read = trace.part(outputs, keys | trace.values)
+    new = [v for v in dict.fromkeys([*read, *own]) if v not in trace.values]
+    part, read = trace.part(new, trace.values)
+    results = eval_jaxpr(part, [], *_concrete(trace.values, read))
+    return dict(zip(new, results, strict=True))
+
+
+def _concrete(values: Mapping[Any, Any], read: Iterable[Any]) -> list[Any]:
+    """The values of variables; StructureError where one has only a shape."""
+    found = [values[var] for var in read]
+    for value in found:
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise StructureError(
+                f"an argument is abstract, a jax.ShapeDtypeStruct "
+                f"{show_shape(value.shape)}, but what is made is computed from its "
+                "values: pass an array"
+            )
+    return found
+
+
+def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
+    """The arrays of outputs; inside of a trace, and with effects, by one program."""
+    with no_mesh(), jax.disable_jit(False):
+        if not outputs or trace.jaxpr.effects or not is_eager():
+            return _run(_job(trace, outputs, trace.values)) if outputs else []
+        counters = _counters(trace, [var for var, _ in outputs])
+        keys = {var: value for var, value in counters.items() if _is_key(var)}
+        known = trace.values | keys
+        made = [_without_program(var, own, counters) for var, own in outputs]
+        left = [at for at, array in enumerate(made) if array is None]
+        jobs = []
+        for at in left:
+            source = counters if outputs[at][0] in counters else known
+            jobs.append(_job(trace, [outputs[at]], source))
+        _compile(jobs)
+        for at, job in zip(left, jobs, strict=True):
+            (made[at],) = _run(job)
+    return made
+
+
+def _without_program(
+    var: Any, sharding: NamedSharding | None, counters: Mapping[Any, Any]
+) -> Any:
+    """An array that no program makes, or None."""
+    if sharding is None:
+        return counters.get(var)
+    if _size(var) or _is_key(var):
+        return None
+    # Of an array without elements, a program gives other shards.
+    host = np.zeros(var.aval.shape, var.aval.dtype)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+# -------------------------------------------------------------------- programs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    program: Any
+    inputs: list[Any]
+    size: int
+
+
+def _job(trace: _Trace, outputs: Sequence[_Output], known: Mapping[Any, Any]) -> _Job:
+    """The program that makes outputs, with its inputs, in their shards if large."""
+    variables = [var for var, _ in outputs]
+    part, read = trace.part(variables, known)
+    inputs = _concrete(known, read)
+    if len(outputs) == 1 and outputs[0][1] is not None:
+        inputs = [_in_shards(x, *outputs[0]) for x in inputs]
+    program = _program(part, tuple(sharding for _, sharding in outputs))
+    return _Job(program, inputs, max(map(_size, variables)))
+
+
+def _in_shards(value: Any, output: Any, sharding: NamedSharding) -> Any:
+    """A large value that is on no mesh in shards: `jax.jit` would copy it whole."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if isinstance(value, Tracer) or not is_array or value.size <= _SMALL:
+        return value
+    mesh = sharding.mesh
+    is_placed = getattr(value, "committed", False) or not isinstance(mesh, Mesh)
+    if is_placed or sharding.is_fully_replicated:
+        return value
+    if value.shape == output.aval.shape:
+        return put(value, NamedSharding(retyped(mesh, AxisType.Auto), sharding.spec))
+    return put(value, spread(value.shape, mesh)) if value.size > _MANY else value
+
+
+def _run(job: _Job) -> list[Any]:
+    made = job.program(*job.inputs)
+    job.inputs.clear()
+    if job.size >= _LARGE and not any(isinstance(x, Tracer) for x in made):
+        jax.block_until_ready(made)
+    return made
+
+
+# The programs of all models, the last used last.
+_KEPT = 256
+_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_LOCK = threading.Lock()
+
+
+def _program(part: Jaxpr, shardings: tuple[Any, ...]) -> Any:
+    """A part as a function of `jax.jit`, the same for parts of one text.
+
+    The text does not show the arrays in a part, nor the settings that it was traced
+    under. A program keeps its arrays alive, so that their ids stay theirs.
+    """
+    settings = frozenset(str(settings_of(eqn)) for eqn in part.eqns)
+    key = (str(part), tuple(map(id, _arrays_in(part))), settings, shardings)
+
+    def create_arrays(*inputs: Any) -> list[Any]:
+        with no_mesh():
+            results = eval_jaxpr(part, [], *inputs)
+        given = set(map(id, inputs))
+        return [jax.numpy.copy(x) if id(x) in given else x for x in results]
+
+    with _LOCK:
+        program = _PROGRAMS.pop(key, None)
+        if program is None:
+            program = jax.jit(create_arrays, out_shardings=list(shardings))
+        _PROGRAMS[key] = program
+        if len(_PROGRAMS) > _KEPT:
+            _PROGRAMS.popitem(last=False)
+    return program
+
+
+def _arrays_in(value: Any) -> Iterator[Any]:
+    """The arrays that a jaxpr holds: constants and literals."""
+    parts = value if isinstance(value, tuple | list) else ()
+    if (inner := opened(value)) is not None:
+        jaxpr, consts = inner
+        yield from consts
+        read = (var for eqn in jaxpr.eqns for var in eqn.invars)
+        yield from (
+            var.val for var in read if isinstance(var, Literal) and _size(var) > 1
+        )
+        parts = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
+    for part in parts:
+        yield from _arrays_in(part)
+
+
+def _compile(jobs: Sequence[_Job]) -> None:
+    """Compile what is new in several threads: a later call finds it in JAX's cache.
+
+    Lowered in this thread, as its settings (`jax.enable_x64`) do not apply in others.
+    """
+    new = {job.program: job for job in jobs}.values()
+    new = [job for job in new if not any(isinstance(x, Tracer) for x in job.inputs)]
+    if len(new) < 2:
+        return
+    with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
+        for job in sorted(new, key=lambda job: -job.size):
+            pool.submit(job.program.lower(*job.inputs).compile)
