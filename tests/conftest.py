@@ -23,7 +23,6 @@ import pytest
 from multiprocess import launch
 
 import flax_layoutmap as flm
-from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._step import inputs as _inputs
 from flax_layoutmap.pod import _ask
 
@@ -72,7 +71,6 @@ def optimisations(request: pytest.FixtureRequest) -> None:
         _is_quick = wanted
         jax.config.update("jax_disable_most_optimizations", wanted)
         jax.clear_caches()  # of what was compiled otherwise
-        _programs._PROGRAMS.clear()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_layoutmap._birth.arrays import arrays_of
+from flax_layoutmap._birth.slices import arrays_of
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
@@ -176,7 +176,6 @@ class Birth:
     def make(
         self,
         shardings: Mapping[int, Any],
-        paths: Mapping[int, str],
         values: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
         """Id of a placeholder → its array, for those that have a sharding.
@@ -189,8 +188,7 @@ class Birth:
         if values:
             inputs = tuple(values.get(id(x), x) for x in traced.inputs)
             traced = dataclasses.replace(traced, inputs=inputs)
-        names = [paths.get(id(leaf), "") for leaf in self.leaves]
-        made, _ = arrays_of(traced, wanted, names=names)
+        made, _ = arrays_of(traced, wanted)
         leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
         return {id(leaf): value for leaf, value in zip(leaves, made, strict=True)}
 

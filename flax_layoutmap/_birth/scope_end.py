@@ -16,19 +16,15 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from flax_layoutmap._birth.create import (
-    hashes_of,
-    layouts_of,
-    made_from,
-    refuse_unfit,
-)
+from flax_layoutmap._birth.create import layouts_of, refuse_unfit
 from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
+from flax_layoutmap._birth.slices import trace_lines
 from flax_layoutmap._core.errors import StructureError, warn
-from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
+from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import remember_rules, resolve, resolve_tree
+from flax_layoutmap._resolve.resolve import resolve, resolve_tree
 from flax_layoutmap._resolve.state_dims import owner_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -146,8 +142,7 @@ class Follower:
         leaves, shardings = flatten(state).leaves, resolution.sharding_list()
         if self.birth is not None:
             own = dict(zip(map(id, leaves), shardings, strict=True))
-            paths = dict(zip(map(id, leaves), resolution.paths, strict=True))
-            values |= self.birth.make(own, paths, values)
+            values |= self.birth.make(own, values)
         new = [
             put(values.get(id(leaf), leaf), own)
             for leaf, own in zip(leaves, shardings, strict=True)
@@ -363,30 +358,15 @@ def _layouts(made: Made, models: Sequence[_Model]) -> _Layouts:
         ]
         plans = [resolution for _, _, resolution in following]
         every = [*found, *plans]
-        leaves = [leaf for model in models for leaf in model.leaves]
-        leaves += [leaf for _, state, _ in following for leaf in flatten(state).leaves]
         births = [*made.births, *(f.birth for f, _, _ in following if f.birth)]
-        agreement.add(lambda: _made_from(births, leaves, every))
+        lines = (line for birth in births for line in trace_lines(birth.traced))
+        agreement.add(lambda: {"keys and constants": list(lines)})
         for number, resolution in enumerate(every):
             group = found if number < len(found) else plans
             resolution.announce(besides=[f for f in group if f is not resolution])
             parts = resolution.fingerprint_lines
             agreement.add(lambda p=parts, n=number: _numbered(p(), n))
     return _Layouts(list(zip(models, found, strict=True)), following, shardings, paths)
-
-
-def _made_from(
-    births: Sequence[Birth], leaves: Sequence[Any], found: Sequence[Resolution]
-) -> Parts:
-    """Hashes of what each leaf is computed from, or of its value."""
-    hashes: dict[int, str] = {}
-    for birth in births:
-        hashes |= zip(map(id, birth.leaves), hashes_of(birth.traced), strict=True)
-    paths = [
-        f"model {at}: {path}" for at, one in enumerate(found) for path in one.paths
-    ]
-    own = [hashes.get(id(leaf)) or digest_of_value(leaf) for leaf in leaves]
-    return made_from(paths, own)
 
 
 def _numbered(parts: Mapping[str, list[str]], number: int) -> dict[str, list[str]]:
@@ -397,7 +377,7 @@ def _arrays(made: Made, layouts: _Layouts) -> list[Any]:
     """Make the arrays, and assign them to the models and then to the optimizers."""
     values: dict[int, Any] = {}
     for birth in made.births:
-        values |= birth.make(layouts.shardings, layouts.paths)
+        values |= birth.make(layouts.shardings)
     arrays: list[Any] = []
     for model, resolution in layouts.models:
         new = [
@@ -409,7 +389,6 @@ def _arrays(made: Made, layouts: _Layouts) -> list[Any]:
         ]
         update(model.root, jax.tree.unflatten(jax.tree.structure(model.state), new))
         settle_metadata(model.state, resolution)  # its Variables are the model's own
-        remember_rules(model.root, resolution.rules)
         for leaf, array in zip(model.leaves, new, strict=True):
             values.setdefault(id(leaf), array)
         arrays += new

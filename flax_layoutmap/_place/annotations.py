@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._resolve.leaves import Mark, mark_of, mesh_axes
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import remember_rules
 from flax_layoutmap._rules.records import ResolvedLeaf
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of
@@ -24,10 +23,8 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     It differs where a rule has overruled it, where it did not fit fully (an axis that
     the mesh lacks), and where it names another mesh; a later `nnx.Optimizer` or `unbox`
     would follow it. Metadata that agrees is kept, and with it the structure of the
-    tree. NNX Variables are changed in place; Linen boxes are replaced. The rules are
-    recorded for an optimizer of the tree.
+    tree. NNX Variables are changed in place; Linen boxes are replaced.
     """
-    remember_rules(tree, resolution.rules)
     flat = flatten(tree)
     mesh = resolution.mesh
     if not flat.annotations:

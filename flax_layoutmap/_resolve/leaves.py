@@ -217,8 +217,8 @@ def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, A
 # ----------------------------------------------------------------------- metadata
 
 
-def mark_of(box: Any) -> Mark:
-    """Read the mark of an NNX Variable or a Linen box."""
+def mark_of(box: Any, key: str = "out_sharding") -> Mark:
+    """Read the mark of an NNX Variable (its metadata `key`) or a Linen box."""
     if not isinstance(box, nnx.Variable):
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
         if isinstance(box, linen_spmd.LogicallyPartitioned):
@@ -230,7 +230,7 @@ def mark_of(box: Any) -> Mark:
         )
     metadata = metadata_of(box)
     layout, problem = _explicit(metadata.get("layout"))
-    names = metadata.get("out_sharding")
+    names = metadata.get(key)
     if names is None:  # an empty tuple means replicated
         names = metadata.get("sharding_names")
     return Mark(

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from flax_layoutmap._birth.arrays import arrays_of
+from flax_layoutmap._birth.slices import arrays_of
 from flax_layoutmap._core.errors import ResolveError
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import with_leaves
@@ -296,7 +296,7 @@ def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str,
     """Initialize some of the leaves of a traced function in their shards."""
     paths = traced.values_of(flat.full_paths())
     wanted = [shardings.get(path) for path in paths]
-    values, _ = arrays_of(traced, wanted, names=paths)
+    values, _ = arrays_of(traced, wanted)
     names = [path for path in paths if path in shardings]
     return dict(zip(names, values, strict=True))
 
