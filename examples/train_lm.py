@@ -222,7 +222,7 @@ def main() -> int:
     layout_map = layout_map_for(mesh)
     layout_map.resolve(make_model).show()
     model = flm.create(make_model, layout_map)
-    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, tx, layout_map, wrt=nnx.Param)
     training: dict[str, Any] = {"model": model, "optimizer": optimizer}
     step = jit(layout_map=layout_map)
     before = train(f"on {mesh}", step, training, batches, half)

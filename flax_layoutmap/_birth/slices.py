@@ -92,7 +92,7 @@ def trace_lines(traced: Traced) -> list[str]:
     digests = [digest_of_value(trace.values[var]) for var in read]
     # Functions among the parameters have an address.
     lines = re.sub(r" at 0x[0-9a-f]+", "", str(part)).splitlines()
-    return [*lines, *(f"input {at}: {text}" for at, text in enumerate(digests))]
+    return [*map(str.strip, lines), *(f"input {at}: {text}" for at, text in enumerate(digests))]
 
 
 # ---------------------------------------------------------------------- the trace

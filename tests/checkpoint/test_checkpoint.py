@@ -83,7 +83,7 @@ def trained() -> dict[str, Any]:
     """A model, its optimizer after one update, and a step, on the mesh as saved."""
     layout_map = rules(MESHES["as saved"]())
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adamw(1e-2))
+    optimizer = flm.create_optimizer(model, optax.adamw(1e-2), layout_map)
     optimizer.update(model, nnx.state(model, nnx.Param))
     return {"model": model, "optimizer": optimizer, "step": 3}
 

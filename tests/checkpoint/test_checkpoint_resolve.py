@@ -21,7 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout_map = flm.LayoutMap("data=2,model=4", strict=False)
     layout_map["kernel"] = (None, "model")
     model = flm.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map, wrt=nnx.Param)
     path = tmp_path_factory.mktemp("saved") / "3"
     tree = {"model": model, "optimizer": optimizer}
     flm.checkpoint.save(path, tree, layout_map=layout_map)

@@ -72,13 +72,15 @@ def a_constructor_that_raises() -> None:
 
 def another_optimizer() -> None:
     model = flm.create(linear(), rules())
-    flm.create_optimizer(model, optax.adam(0.1) if DIFFERS else optax.sgd(0.1, 0.9))
+    flm.create_optimizer(
+        model, optax.adam(0.1) if DIFFERS else optax.sgd(0.1, 0.9), rules()
+    )
 
 
 def another_point() -> None:
     model = flm.create(linear(), rules())
     if DIFFERS:
-        flm.create_optimizer(model, optax.sgd(0.1))
+        flm.create_optimizer(model, optax.sgd(0.1), rules())
     else:
         flm.create(linear(), rules())
 
@@ -155,7 +157,7 @@ def another_seed_in_a_scope() -> None:
 def another_number_in_an_optimizer() -> None:
     model = flm.create(linear(), rules())
     tx = optax.inject_hyperparams(optax.sgd)(0.2 if DIFFERS else 0.1)
-    flm.create_optimizer(model, tx)
+    flm.create_optimizer(model, tx, rules())
 
 
 def another_number_in_an_optimizer_of_a_scope() -> None:

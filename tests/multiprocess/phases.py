@@ -49,7 +49,7 @@ def phase(name: str) -> None:
 
 def training() -> dict[str, Any]:
     model = flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map, wrt=nnx.Param)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -99,7 +99,7 @@ def train(layout_map: flm.LayoutMap, state: dict[str, Any], steps: int) -> list[
 def begin(layout_map: flm.LayoutMap) -> dict[str, Any]:
     """Model and optimizer, sharded from birth, at step 0."""
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, OPTIMIZER)
+    optimizer = flm.create_optimizer(model, OPTIMIZER, layout_map)
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 

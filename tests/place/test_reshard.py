@@ -206,7 +206,7 @@ def test_a_model_and_its_optimizer_move_in_place() -> None:
     train["kernel"], train["bias"] = ("fsdp", None), None
     serve["kernel"], serve["bias"] = ("fsdp", "tensor"), None
     model = flm.create(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), train)
-    optimizer = flm.create_optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, optax.adamw(1e-3), train, wrt=nnx.Param)
     host = np.asarray(model.kernel[...])
     tree = {"model": model, "optimizer": optimizer}
     moved = flm.reshard(tree, serve, donate=True)

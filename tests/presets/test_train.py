@@ -193,7 +193,7 @@ def test_a_step_on_8_devices_is_that_on_one(family: str, kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
         model = flm.create(lambda: make(nnx.Rngs(0)), layout_map)
-        optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
+        optimizer = flm.create_optimizer(model, ADAMW, layout_map, wrt=nnx.Param)
         loss = flm.jit(train_step, layout_map=layout_map)(model, optimizer, inputs)
     before, wanted, state, wanted_loss = on_one_device(family)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)

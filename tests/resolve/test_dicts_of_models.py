@@ -159,7 +159,9 @@ def test_a_model_from_birth_to_a_checkpoint(tmp_path: Path) -> None:
     first, second = NAMES
     models = flm.create(make, layout_map)
     assert lies(models) == WANTED
-    optimizer = flm.create_optimizer(models[first], optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = flm.create_optimizer(
+        models[first], optax.adam(1e-2), layout_map, wrt=nnx.Param
+    )
 
     def update(trained: Net, fixed: Net, optimizer: nnx.Optimizer, x: Any) -> Any:
         grads = nnx.grad(lambda net: ((net(x) - fixed(x)) ** 2).mean())(trained)

@@ -475,7 +475,9 @@ def test_added_in_jit_and_trained(mesh: flm.DeviceMesh) -> None:
 
     add(model, x)
     check_adapted(model, mesh)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    optimizer = flm.create_optimizer(
+        model, optax.adam(1e-2), layout_map, wrt=nnx.LoRAParam
+    )
     moments = optimizer.opt_state[0].mu
     for state in (moments.up.lora_a, moments.down.lora.lora_a):
         assert state[...].sharding.spec[0] in ("data", "model")

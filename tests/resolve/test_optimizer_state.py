@@ -641,7 +641,9 @@ def test_the_layout_that_state_has_tells_which_model_it_belongs_to() -> None:
     layout_map, models = twins()
     placed = layout_map.place(models)
     states = {
-        f"{name}_optimizer": flm.create_optimizer(placed[name], optax.adam(1e-3))
+        f"{name}_optimizer": flm.create_optimizer(
+            placed[name], optax.adam(1e-3), layout_map
+        )
         for name in placed
     }
     resolution = layout_map.resolve({**placed, **states})
@@ -654,7 +656,7 @@ def test_state_of_an_unknown_kind_keeps_the_layout_that_it_has() -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh((2, 4), ("data", "model")))
     layout_map["kernel"] = (None, "model")
     params = layout_map.place({"dense": {"kernel": jnp.ones((128, 128))}})
-    state = flm.create_optimizer(params, optax.adafactor(1e-3))
+    state = flm.create_optimizer(params, optax.adafactor(1e-3), layout_map)
     # Nothing in this tree tells rows from columns, but the arrays lie right already.
     resolution = layout_map.resolve({"params": params, "opt_state": state})
     column = resolution["opt_state/0/v_col/dense/kernel"]

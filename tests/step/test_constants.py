@@ -359,7 +359,7 @@ def test_training_a_model_with_a_config(with_rules: bool, mesh: flm.DeviceMesh) 
     ours, theirs = make(), make()
     if with_rules:
         model = flm.create(lambda: GPT(GPTConfig(), nnx.Rngs(0)), layout_map)
-        ours = model, flm.create_optimizer(model, optax.adam(0.1))
+        ours = model, flm.create_optimizer(model, optax.adam(0.1), layout_map)
     given = layout_map if with_rules else None
     step = flm.jit(train, layout_map=given, donate_argnames=("model", "optimizer"))
     for change in (lambda model: None, sharpen, narrow):

@@ -204,7 +204,7 @@ def class_loss(logits: Any, labels: Any) -> Any:
 def run_nnx(make: Callable[[], Any], layout_map: Any, x: Any, loss_of: Any) -> Any:
     """Losses of three steps, the state after them, and the collectives of a step."""
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, ADAM, wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, ADAM, layout_map, wrt=nnx.Param)
 
     @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
     def step(model: Any, optimizer: Any, x: Any) -> Any:
@@ -350,7 +350,7 @@ def test_training_is_as_on_auto_axes(name: str, kind: str) -> None:
 
 def by_nnx(model: Any, tx: Any, layout_map: Any) -> Any:
     """A step on parameters, state and a batch, and the first two of these."""
-    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, tx, layout_map, wrt=nnx.Param)
 
     def step(model: Any, optimizer: Any, x: Any) -> Any:
         loss, grads = nnx.value_and_grad(squares)(model, x)

@@ -126,7 +126,9 @@ def test_training(kind: str, context: str, plain_run: Any) -> None:
     )
     with inside:
         model = flm.create(make, layout_map)
-        optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        optimizer = flm.create_optimizer(
+            model, optax.adam(1e-2), layout_map, wrt=nnx.Param
+        )
         kernel, statistics = model.up.kernel, model.norm.mean
         for _ in range(3):
             losses.append(float(step(model, optimizer, X, Y)))
@@ -301,7 +303,7 @@ def test_trees_dataclasses_and_optax_states(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     params = layout_map.place({"up": {"kernel": np.ones((8, 16), np.float32)}})
     tx = optax.adam(1e-2)
-    opt_state = flm.create_optimizer(params, tx)
+    opt_state = flm.create_optimizer(params, tx, layout_map)
 
     def update(pair: Any, opt_state: Any, x: Any) -> Any:
         grads = jax.grad(lambda p: (x @ p["up"]["kernel"]).sum())(pair.params)
@@ -328,7 +330,7 @@ def test_trees_dataclasses_and_optax_states(mesh: flm.DeviceMesh) -> None:
 def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2))
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map)
     _, train_state = make_train_state(mesh)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     kinds = {
@@ -1217,7 +1219,7 @@ def test_effects_are_kept(
 def test_the_model_can_be_collected(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2))
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map)
     step = flm.jit(train, layout_map=layout_map, donate_argnames=("model", "optimizer"))
     show = flm.jit(predict, layout_map=layout_map)
     other_map, state = make_train_state(mesh)

@@ -111,7 +111,7 @@ def trained(
     loss_of: Callable[[Any, Any], Any],
 ) -> tuple[nnx.Optimizer, list[float]]:
     """Two steps of `flm.jit`, after which every layout is what it was."""
-    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, tx, layout_map, wrt=nnx.Param)
     before = shardings(model), shardings(optimizer)
 
     @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))

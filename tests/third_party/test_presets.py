@@ -249,7 +249,7 @@ def test_a_step_of_tunix(family: str, spelling: str, axes: str) -> None:
     wanted, wanted_loss = tunix_on_one_device(family, spelling)
     layout_map = flm.presets.load(family, flm.DeviceMesh(axes))
     model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, ADAMW, wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, ADAMW, layout_map, wrt=nnx.Param)
     loss = flm.jit(tunix_step, layout_map=layout_map)(model, optimizer, TOKENS)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     found = leaves_of(model)

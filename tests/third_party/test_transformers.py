@@ -351,6 +351,6 @@ def test_a_train_state_and_a_step(
 
 def test_optimizer_state_of_the_weights(mesh: flm.DeviceMesh) -> None:
     weights = born(functools.partial(weights_of, "gpt2"), map_of("gpt2", mesh))
-    state = flm.create_optimizer(weights, optax.adamw(1e-3))
+    state = flm.create_optimizer(weights, optax.adamw(1e-3), map_of("gpt2", mesh))
     assert_model_lies(state[0].mu, FAMILIES["gpt2"].dims, mesh)
     assert leaves_of(state[0].nu).keys() == leaves_of(weights).keys()

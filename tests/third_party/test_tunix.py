@@ -254,7 +254,7 @@ def test_adafactor_follows_the_rules(mesh: flm.DeviceMesh) -> None:
     layout_map = strict_map(mesh, RULES)
     model = born(make_llama, layout_map)
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=16)
-    state = flm.create_optimizer(model, tx, wrt=nnx.Param).opt_state[0]
+    state = flm.create_optimizer(model, tx, layout_map, wrt=nnx.Param).opt_state[0]
     rows, columns = leaves_of(state.v_row), leaves_of(state.v_col)
     # Both keep one dim of (64, 32): the rows the longer, the columns the shorter one.
     down = "layers/0/mlp/down_proj/kernel"
@@ -288,7 +288,9 @@ def test_lora_follows_its_kernel(when: str) -> None:
     }
     dims = MODELS["llama3"][1] | in_layers(of_layer, 1)
     assert_model_lies(model, dims, their_mesh())
-    optimizer = flm.create_optimizer(model, optax.adamw(1e-3), wrt=nnx.LoRAParam)
+    optimizer = flm.create_optimizer(
+        model, optax.adamw(1e-3), layout_map, wrt=nnx.LoRAParam
+    )
     assert_model_lies(optimizer.opt_state[0].mu, in_layers(of_layer, 1), their_mesh())
 
 
