@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flax_layoutmap import testing as testing
     from flax_layoutmap._birth.create import create as create
     from flax_layoutmap._birth.create import create_optimizer as create_optimizer
-    from flax_layoutmap._birth.layout_scope import layout_map_scope as layout_map_scope
+    from flax_layoutmap._birth.scope import layout_map_scope as layout_map_scope
     from flax_layoutmap._core.errors import LayoutError as LayoutError
     from flax_layoutmap._core.errors import LayoutWarning as LayoutWarning
     from flax_layoutmap._core.layout import TensorLayout as TensorLayout
@@ -69,7 +69,7 @@ _HOMES = {
     "errors": None,
     "jit": "_step.jit",
     "keras": None,
-    "layout_map_scope": "_birth.layout_scope",
+    "layout_map_scope": "_birth.scope",
     "lint": "_lint.lint",
     "pad_batch": "_place.batch",
     "pod": None,

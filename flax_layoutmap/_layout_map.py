@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from flax_layoutmap._birth.layout_scope import layout_map_scope
+from flax_layoutmap._birth.scope import layout_map_scope
 from flax_layoutmap._core.errors import RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh

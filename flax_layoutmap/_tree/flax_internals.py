@@ -44,6 +44,7 @@ from flax import linen, nnx
 from flax.core import lift
 from flax.errors import TraceContextError
 
+from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.patches import patched
 
 # The attribute of an NNX object with the level of tracing at which it was made.
@@ -256,10 +257,15 @@ def forget_eager_flag(node: Any) -> None:
             variable.set_metadata("eager_sharding", False)
 
 
-def metaclass_of_objects() -> type | None:
-    """The class whose `__call__` makes every NNX object; None if there is none."""
+def metaclass_of_objects() -> type:
+    """The class whose `__call__` makes every NNX object."""
     meta = type(nnx.Pytree)
-    return meta if "__call__" in vars(meta) and meta is not type else None
+    if "__call__" in vars(meta) and meta is not type:
+        return meta
+    raise StructureError(
+        "layout_map_scope cannot see the constructors of this version of flax: use "
+        "flm.create(lambda: Model(...), layout_map)"
+    )
 
 
 # Maps a Variable and its value to what reading it gives, in this context.

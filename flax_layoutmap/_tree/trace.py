@@ -252,10 +252,9 @@ def trace(
                 raise
             raise ReadsValues(
                 "the function reads the value of an array, and there is none while "
-                f"it is traced: {str(error).splitlines()[0]}\nmake an NNX or a Linen "
-                "model in a flm.layout_map_scope(layout_map), which runs such a "
-                "constructor (or init) at once, or move what is made: "
-                "layout_map.place(make())"
+                f"it is traced: {str(error).splitlines()[0]}\nflm.create(make, "
+                "layout_map) and layout_map_scope trace what makes a model: make it "
+                "outside of them, and move it: layout_map.place(make())"
             ) from error
     for value in closed.consts:
         refuse_left_over(value, "the function uses")
@@ -351,8 +350,9 @@ def _refuse_others(nodes: Sequence[Any]) -> None:
     for part in (part for node in nodes for part in objects_of(node)):
         if was_made_elsewhere(part):
             raise StructureError(
-                f"it keeps a {type(part).__name__} that was there before and is no "
-                "argument"
+                f"the constructor keeps a {type(part).__name__} that was there before: "
+                "pass it as an argument, or make the whole model with flm.create(make, "
+                "layout_map)"
             )
 
 

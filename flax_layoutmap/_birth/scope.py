@@ -1,0 +1,453 @@
+"""layout_map_scope: models made in the block get the layouts of their final paths.
+
+The outermost constructors in the block are traced, not run: the Variables of what they
+make hold `jax.ShapeDtypeStruct`s. Where each of these is in the finished model is known
+at the end of the block; then they are replaced by arrays.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen, nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._birth.arrays import arrays_of
+from flax_layoutmap._birth.create import (
+    create,
+    create_optimizer,
+    hashes_of,
+    refuse_unfit,
+)
+from flax_layoutmap._core.mesh import spread
+from flax_layoutmap._core.patches import patched
+from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import is_eager, need_devices, put
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve, rule_set_of
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.scope import Block, using_rules
+from flax_layoutmap._tree.flax_internals import (
+    is_nnx_object,
+    metaclass_of_objects,
+    nnx_state,
+    no_mesh,
+    objects_of,
+    restore_eager_flag,
+    without_eager_sharding,
+)
+from flax_layoutmap._tree.graph import update
+from flax_layoutmap._tree.objects import leaves_in, objects_in
+from flax_layoutmap._tree.trace import Traced, is_tracing_constructor, trace
+
+_SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
+
+_ONLY_SHAPES = (
+    "what a layout_map_scope block makes has only shapes and dtypes until the block "
+    "ends: use its values after the block, or make the whole model with "
+    "flm.create(make, layout_map), where a constructor can compute with them"
+)
+
+
+def layout_map_scope(layout_map: Any) -> Block:
+    """Create every model in the block sharded by the rules.
+
+    tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
+    model that was made in it gets the layout of its path in the finished model,
+    wherever its part was made: modules may be made first and assembled later. A
+    Variable without a rule is replicated on the mesh. Until then Variables hold
+    `jax.ShapeDtypeStruct`s, as after `nnx.eval_shape`: call the model after the block.
+
+    An `nnx.Optimizer` of such a model is filled then by
+    `flm.create_optimizer(model, tx, layout_map=layout_map)`. Linen modules hold no
+    variables: `init` of one that is made in the block, called in it or later, makes
+    them sharded, as `flm.create` does (that of a later `clone()` does not, nor one that
+    the class itself defines).
+
+    Constructors are traced: as in `jax.jit`, what they leave outside of their model (a
+    table in a cache) has no values afterwards. One that is given a module runs as it
+    is, so that this stays the same object; the modules that it makes are traced, and
+    arrays that it makes itself are on one device until the block ends. What is made
+    inside of a transformation (`nnx.vmap`) is laid out if it becomes part of a model.
+
+    Blocks nest: the innermost counts, and what it has made stays as it is. The rules
+    are also those that `flm.distribute_tensor(x, "hidden")` uses in the block. As a
+    decorator it is a block around each call of the function.
+
+    Args:
+        layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
+
+    Returns:
+        A context manager; `as` gives `layout_map`.
+
+    Raises:
+        MeshError: the rules have no mesh, or one without devices.
+        RuleError: `layout_map` is not a map of rules.
+        ResolveError: at the end, what does not fit the rules; no model was made.
+        StructureError: a constructor needs values.
+        ProcessError: at the end, the processes differ in their rules, models or seeds.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
+        >>> layout_map["d1/kernel"] = (None, "data")
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.d1 = nnx.Linear(4, 8, rngs=rngs)
+        >>> with flm.layout_map_scope(layout_map):
+        ...     model = Model(nnx.Rngs(0))
+        >>> tuple(model.d1.kernel.sharding.spec)
+        (None, 'data')
+
+    Plain JAX: `nnx.split` in `jax.jit(make, out_shardings=…)`, then `nnx.merge`.
+    """
+    rules = rule_set_of(layout_map, "layout_map_scope(layout_map)")
+    need_devices(rules, "layout_map_scope")
+    return Block(functools.partial(_opened, rules, layout_map))
+
+
+@contextlib.contextmanager
+def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
+    outer, scope = _open_scope(), _Scope(rules)
+    token = _SCOPE.set(scope)
+    try:
+        try:
+            with _patched_constructors(), using_rules(rules):
+                yield layout_map
+        except (AttributeError, TypeError) as error:
+            if "ShapeDtypeStruct" in str(error):
+                error.add_note(_ONLY_SHAPES)
+            raise
+        finally:
+            _SCOPE.reset(token)
+            scope.is_open = False
+        arrays = scope.fill()
+        if outer is not None:
+            outer.settled += arrays
+    finally:
+        scope.forget()
+
+
+def _open_scope() -> "_Scope | None":
+    scope = _SCOPE.get()
+    # The context of a task that outlives the block still has it.
+    return scope if scope is not None and scope.is_open else None
+
+
+@contextlib.contextmanager
+def _patched_constructors() -> Iterator[None]:
+    """Inside, the open scope of the context makes NNX objects and Linen variables."""
+    methods = [
+        (metaclass_of_objects(), "__call__", _scoped_constructor),
+        (linen.Module, "__post_init__", _binding_init),
+        *((linen.Module, name, _scoped_init) for name in _INITS),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrap in methods:
+            stack.enter_context(patched(owner, name, wrap))
+        yield
+
+
+def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _open_scope()
+        is_made = issubclass(cls, nnx.Module | nnx.Optimizer)
+        # A bridge.Module holds no variables until its `init`, as one of Linen.
+        if scope is None or not is_made or issubclass(cls, nnx.bridge.Module):
+            return plain(cls, *args, **kwargs)
+        # A part of what is traced, here or by flm.create, or in a transformation.
+        if is_tracing_constructor() or not is_eager():
+            return plain(cls, *args, **kwargs)
+        return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
+
+    return construct
+
+
+# ---------------------------------------------------------------- in the block
+
+
+class _Together(nnx.Pytree):
+    """A new object and the arguments that it may hold, as one graph."""
+
+    def __init__(self, made: Any, inputs: Sequence[Any]) -> None:
+        self.made = nnx.data(made)
+        self.inputs = nnx.data(list(inputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Birth:
+    """A traced constructor, and what stands for the arrays of its object.
+
+    These are known by their `id`, wherever they are put.
+    """
+
+    traced: Traced
+    leaves: list[jax.ShapeDtypeStruct]
+
+    def arrays(
+        self, shardings: Mapping[int, NamedSharding], values: Mapping[int, Any]
+    ) -> dict[int, Any]:
+        """Return the array of each leaf that has a sharding, all by the ids of leaves.
+
+        `values` has the arrays of arguments that were abstract.
+        """
+        wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
+        if not any(wanted):
+            return {}
+        inputs = tuple(values.get(id(x), x) for x in self.traced.inputs)
+        traced = dataclasses.replace(self.traced, inputs=inputs)
+        made, _ = arrays_of(traced, wanted)
+        ids = [id(leaf) for leaf in self.leaves if id(leaf) in shardings]
+        return dict(zip(ids, made, strict=True))
+
+
+def _trace(
+    make: Callable[..., Any], args: Any, kwargs: Any, mesh: Any
+) -> tuple[Any, _Birth]:
+    """Make an object without values; its NNX arguments advance as if it had them."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        return _Together(make(*args, **kwargs), objects_in((args, kwargs)))
+
+    traced = trace(both, args, kwargs, own_objects=True)
+    shapes = traced.values_of(jax.tree.leaves(traced.abstract))
+    birth = _Birth(traced, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes])
+    together = traced.rebuild(traced.leaves_of(birth.leaves))
+    seen = set(map(id, jax.tree.leaves(nnx_state(together))))
+    if not seen.issuperset(map(id, birth.leaves)):
+        # Flax does not see shapes in a dict or a tuple that is not in a Variable.
+        made, _ = arrays_of(traced, [spread(x.shape, mesh) for x in shapes])
+        together = traced.rebuild(traced.leaves_of(made))
+    if nodes := objects_in((args, kwargs)):
+        _, inputs = arrays_of(traced, [None] * traced.made)
+        traced.update_inputs(inputs)
+        _replace(together.made, together.inputs, nodes)
+    return together.made, birth
+
+
+def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
+    """Put the arguments themselves where a module holds their copies."""
+    original_of: dict[int, Any] = {}
+    for copy, original in zip(copies, originals, strict=True):
+        parts = zip(objects_of(copy), objects_of(original), strict=True)
+        original_of.update({id(part): whole for part, whole in parts})
+    for node in objects_of(module):
+        if id(node) in original_of or not is_nnx_object(node):
+            continue
+        for name, value in vars(node).items():
+            if id(value) in original_of:
+                vars(node)[name] = original_of[id(value)]
+
+
+def _run(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a constructor as if there were no mesh."""
+    eager = nnx.using_eager_sharding()
+    with no_mesh(), without_eager_sharding():
+        module = make(*args, **kwargs)
+    restore_eager_flag(module, eager)
+    return module
+
+
+class _Model(NamedTuple):
+    """A finished object, the part of its State to fill, and its Resolution."""
+
+    root: Any
+    state: nnx.State
+    resolution: Resolution
+
+    def pairs(self) -> list[tuple[Any, NamedSharding]]:
+        """Each leaf with its sharding."""
+        shardings = self.resolution.sharding_list()
+        return list(zip(jax.tree.leaves(self.state), shardings, strict=True))
+
+
+class _Scope:
+    """A block and what was made in it.
+
+    Attributes:
+        settled: arrays that are laid out, by blocks inside of it.
+    """
+
+    def __init__(self, rules: RuleSet) -> None:
+        self.rules = rules
+        self.is_open = True
+        self.settled: list[Any] = []
+        self._objects: list[weakref.ref[Any]] = []
+        self._births: list[_Birth] = []
+        self._optimizers: list[tuple[weakref.ref[Any], Any]] = []  # with their models
+
+    def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
+        """Make an object of a class in the block."""
+        nodes, leaves = objects_in((args, kw)), leaves_in((args, kw))
+        if any(isinstance(x, Tracer) for x in leaves):  # of jax.vmap or jax.grad
+            return make(*args, **kw)
+        models = [node for node in nodes if isinstance(node, nnx.Module)]
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        is_random = all(isinstance(x, nnx.Rngs | nnx.RngStream) for x in nodes)
+        if issubclass(cls, nnx.Optimizer) and models and not is_abstract:
+            made = make(*args, **kw)
+            self.settled += _follow(made, models[0], self.rules)
+            return made
+        if is_random and not is_abstract or issubclass(cls, nnx.Optimizer):
+            mesh: Any = self.rules.mesh
+            made, birth = _trace(make, args, kw, mesh.jax_mesh)
+            self._births.append(birth)
+        else:
+            made = _run(make, args, kw)  # its parts stay the same objects
+        if issubclass(cls, nnx.Optimizer) and models:
+            self._optimizers.append((weakref.ref(made), models[0]))
+        self._objects.append(weakref.ref(made))
+        return made
+
+    def fill(self) -> list[Any]:
+        """Make the arrays of all models and optimizers; return those laid out."""
+        models = self._resolved()
+        shardings: dict[int, NamedSharding] = {}
+        for model in models:
+            for leaf, sharding in model.pairs():
+                shardings.setdefault(id(leaf), sharding)
+        values: dict[int, Any] = {}
+        for birth in self._births:
+            values |= birth.arrays(shardings, values)
+        arrays: list[Any] = []
+        for model in models:
+            new = [put(values.get(id(x), x), sharding) for x, sharding in model.pairs()]
+            structure = jax.tree.structure(model.state)
+            update(model.root, jax.tree.unflatten(structure, new))
+            settle_metadata(model.state, model.resolution)  # in place
+            arrays += new
+        for reference, model in self._optimizers:
+            if (optimizer := reference()) is not None:
+                arrays += _fill_optimizer(optimizer, model, self.rules)
+        return [*arrays, *self.settled]
+
+    def _resolved(self) -> list[_Model]:
+        """Resolve all models; the processes agree on the result."""
+        with Agreement("creating the models of a scope", self.rules.mesh) as agreement:
+            models = self._models()
+            for model in models:
+                leaves = jax.tree.leaves(model.state)
+                refuse_unfit(model.resolution.paths, leaves, "layout_map_scope")
+                others = [m.resolution for m in models if m is not model]
+                model.resolution.announce(besides=others)
+            agreement.add(lambda: _lines(models, self._births))
+        return models
+
+    def _models(self) -> list[_Model]:
+        """The objects that are part of no other one, and have arrays to make."""
+        objects = [node for ref in self._objects if (node := ref()) is not None]
+        parts = {id(p) for node in objects for p in objects_of(node) if p is not node}
+        made = {id(leaf) for birth in self._births for leaf in birth.leaves}
+        settled = set(map(id, self.settled))
+        later = {
+            id(variable)
+            for reference, _ in self._optimizers
+            for variable in _optimizer_state(reference())
+        }
+
+        def is_ours(leaf: Any) -> bool:
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            return id(leaf) in made if is_shape else id(leaf) not in settled
+
+        models = []
+        for root in (node for node in objects if id(node) not in parts):
+            state = nnx.from_flat_state(
+                (path, part)
+                for path, part in nnx.to_flat_state(nnx_state(root))
+                if id(part) not in later and all(map(is_ours, jax.tree.leaves(part)))
+            )
+            if jax.tree.leaves(state):
+                models.append(_Model(root, state, resolve(state, self.rules)))
+        return models
+
+    def forget(self) -> None:
+        """Keep no model alive: a task may hold the context of the block for long."""
+        for kept in (self.settled, self._objects, self._births, self._optimizers):
+            kept.clear()
+
+
+def _lines(models: Sequence[_Model], births: Sequence[_Birth]) -> Parts:
+    """What the processes agree on: rules, layouts, and what values come from."""
+    lines = {
+        f"model {number}: {name}": part
+        for number, model in enumerate(models)
+        for name, part in model.resolution.fingerprint_lines().items()
+    }
+    origins = [line for birth in births for line in hashes_of(birth.traced)]
+    leaves = [leaf for model in models for leaf in jax.tree.leaves(model.state)]
+    return {**lines, "keys and constants": [*origins, *map(digest_of_value, leaves)]}
+
+
+def _optimizer_state(optimizer: Any) -> list[Any]:
+    """The Variables of an optimizer that `create_optimizer` makes."""
+    flat = [] if optimizer is None else nnx.to_flat_state(nnx_state(optimizer))
+    return [part for path, part in flat if path[0] in ("step", "opt_state")]
+
+
+def _follow(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
+    """Lay out an optimizer that has values, if its model is on a mesh."""
+    params = jax.tree.leaves(nnx_state(model, optimizer.wrt))
+    shardings = [getattr(leaf, "sharding", None) for leaf in params]
+    if not params or not all(isinstance(own, NamedSharding) for own in shardings):
+        return []
+    return _fill_optimizer(optimizer, model, rules)
+
+
+def _fill_optimizer(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
+    """Give an optimizer the state of `create_optimizer`, and return its arrays."""
+    new = create_optimizer(model, optimizer.tx, wrt=optimizer.wrt, layout_map=rules)
+    update(optimizer, nnx_state(new))
+    return jax.tree.leaves(nnx_state(new))
+
+
+# ------------------------------------------------------------------------ Linen
+
+_INITS = {name: getattr(linen.Module, name) for name in ("init", "lazy_init")}
+
+
+def _init(
+    plain: Callable[..., Any], module: Any, rules: RuleSet, /, *args: Any, **kwargs: Any
+) -> Any:
+    if is_tracing_constructor():
+        return plain(module, *args, **kwargs)
+    return create(functools.partial(plain, module), rules, *args, **kwargs)
+
+
+def _scoped_init(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An `init` of the class that is sharded in a block."""
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _open_scope()
+        if scope is None:
+            return plain(self, *args, **kwargs)
+        return _init(plain, self, scope.rules, *args, **kwargs)
+
+    return init
+
+
+def _binding_init(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`__post_init__` that keeps a sharded `init` on each module made in a block."""
+
+    @functools.wraps(plain)
+    def post_init(self: Any) -> None:
+        plain(self)
+        scope = _open_scope()
+        if scope is None or is_tracing_constructor() or not is_eager():
+            return
+        for name, init in _INITS.items():
+            is_linens = getattr(type(self), name) is getattr(linen.Module, name)
+            if is_linens and name not in vars(self):  # nor is it a field
+                bound = functools.partial(_init, init, self, scope.rules)
+                object.__setattr__(self, name, bound)
+
+    return post_init
