@@ -18,13 +18,8 @@ from flax import linen, nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._birth.arrays import arrays_of
-from flax_layoutmap._birth.create import (
-    create,
-    create_optimizer,
-    hashes_of,
-    refuse_unfit,
-)
+from flax_layoutmap._birth.create import create, create_optimizer, refuse_unfit
+from flax_layoutmap._birth.slices import arrays_of, trace_lines
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._core.patches import patched
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
@@ -66,7 +61,7 @@ def layout_map_scope(layout_map: Any) -> Block:
     `jax.ShapeDtypeStruct`s, as after `nnx.eval_shape`: call the model after the block.
 
     An `nnx.Optimizer` of such a model is filled then by
-    `flm.create_optimizer(model, tx, layout_map=layout_map)`. Linen modules hold no
+    `flm.create_optimizer(model, tx, layout_map)`. Linen modules hold no
     variables: `init` of one that is made in the block, called in it or later, makes
     them sharded, as `flm.create` does (that of a later `clone()` does not, nor one that
     the class itself defines).
@@ -382,7 +377,7 @@ def _lines(models: Sequence[_Model], births: Sequence[_Birth]) -> Parts:
         for number, model in enumerate(models)
         for name, part in model.resolution.fingerprint_lines().items()
     }
-    origins = [line for birth in births for line in hashes_of(birth.traced)]
+    origins = [line for birth in births for line in trace_lines(birth.traced)]
     leaves = [leaf for model in models for leaf in jax.tree.leaves(model.state)]
     return {**lines, "keys and constants": [*origins, *map(digest_of_value, leaves)]}
 
@@ -404,7 +399,7 @@ def _follow(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
 
 def _fill_optimizer(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
     """Give an optimizer the state of `create_optimizer`, and return its arrays."""
-    new = create_optimizer(model, optimizer.tx, wrt=optimizer.wrt, layout_map=rules)
+    new = create_optimizer(model, optimizer.tx, rules, wrt=optimizer.wrt)
     update(optimizer, nnx_state(new))
     return jax.tree.leaves(nnx_state(new))
 
