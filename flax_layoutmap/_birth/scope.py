@@ -315,7 +315,9 @@ class _Scope:
             values |= birth.arrays(shardings, values)
         arrays: list[Any] = []
         for model in models:
-            new = [put(values.get(id(x), x), sharding) for x, sharding in model.pairs()]
+            pairs = [(values.get(id(x), x), own) for x, own in model.pairs()]
+            # A value of a transformation around the block stays in it.
+            new = [x if isinstance(x, Tracer) else put(x, own) for x, own in pairs]
             structure = jax.tree.structure(model.state)
             update(model.root, jax.tree.unflatten(structure, new))
             settle_metadata(model.state, model.resolution)  # in place

@@ -120,12 +120,6 @@ class Keeps(nnx.Module):
         self.kept = kept
 
 
-def optimizer_of_nothing() -> Any:
-    with flm.layout_map_scope(placed(strict=False)):
-        params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
-        return nnx.Optimizer(params, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-
 def grow(module: Any) -> Any:
     module.extra = nnx.Param(jnp.ones(1))
     return {"w": jnp.ones(1)}
@@ -1053,7 +1047,8 @@ CASES: dict[str, Case] = {
     "trace: from elsewhere": Case(
         keeps_another,
         flm.errors.StructureError,
-        "it keeps a Param that was there before and is no argument",
+        "the constructor keeps a Param that was there before: pass it as an argument, "
+        "or make the whole model with flm.create(make, layout_map)",
     ),
     "trace: shared": Case(
         shared_results,
@@ -1066,9 +1061,8 @@ CASES: dict[str, Case] = {
         ReadsValues,
         "the function reads the value of an array, and there is none while it is "
         "traced: Attempted boolean conversion of traced array with shape float32[].\n"
-        "make an NNX or a Linen model in a flm.layout_map_scope(layout_map), which "
-        "runs such a constructor (or init) at once, or move what is made: "
-        "layout_map.place(make())",
+        "flm.create(make, layout_map) and layout_map_scope trace what makes a model: "
+        "make it outside of them, and move it: layout_map.place(make())",
     ),
     "trace: a function that holds a value": Case(
         lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
@@ -1104,14 +1098,6 @@ CASES: dict[str, Case] = {
         f"{__file__}:{kept_from_a_trace.__code__.co_firstlineno + 4}): it has no "
         "numbers; clear that cache, and fill it before a model is made, or with NumPy "
         "arrays",
-    ),
-    # ---------------------------------------------------------------- scope
-    "scope: an optimizer of nothing": Case(
-        optimizer_of_nothing,
-        flm.errors.StructureError,
-        "the Optimizer made in the layout_map_scope block trains bias (2,), which is "
-        "part of no model at its end: keep the model, or make the optimizer after the "
-        "block",
     ),
     # -------------------------------------------------------------- batches
     "batch: no data": Case(
