@@ -7,6 +7,7 @@ once, so that compile time does not grow with depth.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
@@ -64,8 +65,10 @@ def arrays_of(
         New arrays of the leaves that are not skipped, and the new state of NNX
             arguments.
     """
-    meshes = (s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh))
-    trace = _Trace.of(traced, next(meshes, None))
+    meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
+    if is_eager() and not jax.sharding.get_mesh().empty:
+        meshes.append(jax.sharding.get_mesh())
+    trace = _Trace.of(traced, meshes[0] if meshes else None)
     leaves, after = trace.outputs[: len(shardings)], trace.outputs[len(shardings) :]
     pairs = zip(leaves, shardings, strict=True)
     wanted: list[_Output] = [(v, s) for v, s in pairs if s is not None]
@@ -92,7 +95,10 @@ def trace_lines(traced: Traced) -> list[str]:
     digests = [digest_of_value(trace.values[var]) for var in read]
     # Functions among the parameters have an address.
     lines = re.sub(r" at 0x[0-9a-f]+", "", str(part)).splitlines()
-    return [*map(str.strip, lines), *(f"input {at}: {text}" for at, text in enumerate(digests))]
+    return [
+        *map(str.strip, lines),
+        *(f"input {at}: {text}" for at, text in enumerate(digests)),
+    ]
 
 
 # ---------------------------------------------------------------------- the trace
@@ -106,6 +112,7 @@ class _Trace:
     eqns: list[JaxprEqn]
     outputs: list[Any]
     values: dict[Any, Any]
+    mesh: Mesh | None
     producers: dict[Any, int]  # the number of the equation that makes a variable
 
     @classmethod
@@ -126,15 +133,15 @@ class _Trace:
         if mesh is not None:
             values = {var: _on_mesh(value, mesh) for var, value in values.items()}
         producers = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
-        return cls(jaxpr, eqns, outputs, values, producers)
+        return cls(jaxpr, eqns, outputs, values, mesh, producers)
 
     def part(
         self, outputs: Sequence[Any], known: Mapping[Any, Any]
     ) -> tuple[Jaxpr, list[Any]]:
         """The equations that outputs need, and which known variables they read."""
-        needed: set[int] = set()
+        needed = {at for at, eqn in enumerate(self.eqns) if eqn.effects}
         read: dict[Any, None] = {}
-        left = list(outputs)
+        left = [*outputs, *(var for at in needed for var in self.eqns[at].invars)]
         while left:
             var = left.pop()
             if isinstance(var, Literal):
@@ -238,7 +245,11 @@ def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
     _, read = trace.part(outputs, keys | trace.values)
     new = [v for v in dict.fromkeys([*read, *own]) if v not in trace.values]
     part, read = trace.part(new, trace.values)
-    results = eval_jaxpr(part, [], *_concrete(trace.values, read))
+    auto = trace.mesh and retyped(trace.mesh, AxisType.Auto)
+    is_set = auto is not None and not jax.sharding.get_mesh().empty
+    # An operation puts its literals on the mesh that `jax.set_mesh` has set.
+    with jax.set_mesh(auto) if is_set else contextlib.nullcontext():
+        results = eval_jaxpr(part, [], *_concrete(trace.values, read))
     return dict(zip(new, results, strict=True))
 
 

@@ -1,8 +1,9 @@
 """The two ways to make a model in its shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 
 import flax_layoutmap as flm
@@ -22,3 +23,17 @@ def born(request: pytest.FixtureRequest) -> Born:
         return model
 
     return in_scope
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """One entry for each program that XLA has compiled."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,9 +1,7 @@
 """Arrays created in their shards: the bits of one jit, one program for each kind."""
 
 import gc
-import logging
 import math
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hypothesis import settings
@@ -21,8 +18,6 @@ from hypothesis import strategies as st
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._birth import arrays as _arrays
-from flax_layoutmap._birth import programs as _programs
 
 pytestmark = pytest.mark.optimised
 
@@ -53,6 +48,7 @@ INITIALISERS["variance_scaling"] = nnx.initializers.variance_scaling(
     2.0, "fan_out", "truncated_normal"
 )
 QR = {"orthogonal", "delta_orthogonal"}  # all others are element by element
+BOTH = (("data",), ("model",))
 
 
 def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
@@ -61,24 +57,28 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     return layout_map
 
 
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many leaves each program that was run made; none is compiled before."""
-    seen: list[int] = []
-
-    def run(step: Any, *args: Any) -> list[Any]:
-        results = _programs.run(step, *args)
-        if step.names:
-            seen.append(len(results))
-        return results
-
-    monkeypatch.setattr(_arrays, "run", run)
-    monkeypatch.setattr(_programs, "_PROGRAMS", type(_programs._PROGRAMS)())
-    return seen
-
-
 def bits(tree: Any) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    return [
+        np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).tobytes()
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def assert_as_jit(make: Callable[..., Any], mesh: flm.DeviceMesh, *args: Any) -> Any:
+    """`create` gives the bits and the layouts of a jit of the whole; return them."""
+    layout_map = rules(mesh)
+    made = flm.create(make, layout_map, *args)
+    shardings = layout_map.shardings(lambda: make(*args))
+    assert bits(made) == bits(jax.jit(make, out_shardings=shardings)(*args))
+    for leaf, wanted in zip(
+        jax.tree.leaves(made), jax.tree.leaves(shardings), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    return made
 
 
 def test_no_initialiser_is_left_out() -> None:
@@ -103,18 +103,13 @@ def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
             if dtype == jnp.float32 or name not in QR  # which has no bfloat16
         }
 
-    layout_map = rules(mesh)
-    shardings = layout_map.shardings(make)
-    made = flm.create(make, layout_map)
-    whole = jax.jit(make, out_shardings=shardings)()
-    plain = jax.jit(make)()
-    assert bits(made) == bits(whole)
+    made, plain = assert_as_jit(make, mesh), jax.jit(make)()
     for name in made:
         if name in QR:
             np.testing.assert_allclose(made[name], plain[name], atol=1e-5)
         else:
             assert bits(made[name]) == bits(plain[name]), name
-            assert_lies(made[name], (("data",), ("model",)), mesh)
+            assert_lies(made[name], BOTH, mesh)
 
 
 MESHES = ({"data": 2, "model": 4}, {"x": 8}, {"a": 2, "b": 2, "c": 2})
@@ -157,453 +152,129 @@ def test_the_bits_of_jit_in_any_layout(
     assert bits(made) == bits(jax.jit(make)())
 
 
-def reducing() -> dict[str, Any]:
-    """Arrays of which each element is computed from many."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    first, second, third, fourth = (jax.random.normal(key, (64, 64)) for key in keys)
-    fifth = jax.random.normal(jax.random.key(1), (64, 64))
-    return {
-        "normed": first / jnp.linalg.norm(first),
-        "centred": second - second.mean(0),
-        "product": third @ third.T @ third,
-        "quantised": jnp.round(fifth @ fifth.T * 1e6).astype(jnp.int32),
-        "plain": fourth,
-    }
+# ------------------------------------------------- constructors of every structure
 
 
-def with_qr() -> dict[str, Any]:
-    return reducing() | {
-        "orthogonal": nnx.initializers.orthogonal()(jax.random.key(5), (64, 64))
-    }
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(16)(nn.relu(nn.Dense(32)(x)))
 
 
-@pytest.mark.slow
-def test_exact_values_of_what_reduces(
-    mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
-        exact = flm.create(with_qr, rules(mesh), exact=True)
-        told = caplog.messages[:]
-        caplog.clear()
-        close = flm.create(with_qr, rules(mesh))
-    assert sorted(told) == [
-        f"initialized replicated, then sliced (exact=True): ['{name}']"
-        for name in (
-            *("centred", "normed", "orthogonal", "plain", "product", "quantised"),
-        )
-    ]
-    # QR is no sum of shards: it is done whole in any case, and named.
-    assert "initialized replicated, then sliced (qr): ['orthogonal']" in (
-        caplog.messages
-    )
-    plain = jax.jit(reducing)() | {
-        # Beside QR, XLA itself rounds a mean otherwise.
-        "orthogonal": jax.jit(lambda: with_qr()["orthogonal"])()
-    }
-    assert bits(exact) == bits(plain)
-    for name, leaf in close.items():
-        assert_lies(leaf, (("data",), ("model",)), mesh)
-        assert_lies(exact[name], (("data",), ("model",)), mesh)
-        scale = np.abs(plain[name]).max()
-        np.testing.assert_allclose(leaf, plain[name], rtol=1e-5, atol=1e-5 * scale)
-    # The control: without it the bits are others here.
-    for name in ("product", "quantised"):
-        assert bits(close[name]) != bits(plain[name])
+class Blocks(nn.Module):
+    wrap: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(3):
+            x = self.wrap(Block)()(x)
+        return x
 
 
-def not_in_parts() -> dict[str, Any]:
-    """Of these, XLA computes the last one alone in parts."""
-    first, *others = jax.random.split(jax.random.key(0), 3)
-    return {
-        "permuted": jax.random.permutation(first, 4096),
-        "summed": jnp.cumsum(jax.random.normal(others[0], (4096,))),
-        "plain": jax.random.normal(others[1], (4096,)),
-    }
+@jax.jit
+def one_call(key: Any, x: Any) -> Any:
+    """Calls in calls; an input, a number and a part of another output as outputs."""
 
-
-def test_what_is_not_made_in_parts_is_named(
-    mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map[".*"] = (("data", "model"),)
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
-        made = flm.create(not_in_parts, layout_map)
-    pattern = r"(\S+) KiB of temporary memory .*, more than whole arrays take: (.*)"
-    told = [re.fullmatch(pattern, message) for message in caplog.messages]
-    assert sorted(found[2] for found in told if found) == ["['permuted']", "['summed']"]
-    assert all(float(found[1]) > 16 for found in told if found)  # 4,096 × 4 bytes
-    for name, leaf in made.items():
-        assert {shard.data.size for shard in leaf.addressable_shards} == {512}, name
-    del made["summed"]  # sums of parts may round otherwise
-    assert bits(made) == bits({n: jax.jit(not_in_parts)()[n] for n in made})
-
-
-@pytest.fixture
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_arrays, "_TOLD", set())
-
-
-@pytest.mark.usefixtures("nothing_told")
-def test_keys_that_may_depend_on_shardings_are_told_of_once(
-    mesh: flm.DeviceMesh, recwarn: pytest.WarningsRecorder
-) -> None:
-    def make(key: Any) -> Any:
-        return {"w": jax.random.normal(key, (8, 16))}
-
-    rbg = jax.random.key(0, impl="rbg")
-    whole = flm.LayoutMap(mesh, strict=False)
-    flm.create(make, whole, rbg)  # replicated: no sharding that it could depend on
-    flm.create(make, rules(mesh), jax.random.key(0))
-    flm.create(lambda key: {"key": key, "w": jnp.ones((8, 16))}, rules(mesh), rbg)
-    assert [str(w.message) for w in recwarn] == []
-    with pytest.warns(flm.LayoutWarning, match="keys of this model are key<rbg>") as w:
-        flm.create(make, rules(mesh), rbg)
-    assert w[0].filename == __file__
-    flm.create(make, rules(mesh), rbg)
-    assert [str(w.message) for w in recwarn] == []
-
-
-@pytest.mark.usefixtures("nothing_told")
-def test_bits_that_each_device_computes_whole_are_told_of_once(
-    mesh: flm.DeviceMesh, recwarn: pytest.WarningsRecorder, programs: list[int]
-) -> None:
-    def make() -> Any:
-        return {"w": jax.random.normal(jax.random.key(0), (8, 16))}
-
-    layout_map = rules(mesh)
-    with jax.threefry_partitionable(False):
-        with pytest.warns(flm.LayoutWarning, match="jax_threefry_partitionable is off"):
-            made = flm.create(make, layout_map)
-        flm.create(make, layout_map)
-        assert bits(made) == bits(jax.jit(make)())
-    other = flm.create(make, layout_map)
-    assert [str(w.message) for w in recwarn] == []
-    assert bits(other) != bits(made)  # no program of the other kind was used
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the programs are given."""
-    seen: list[Any] = []
-
-    plain = _programs._moved
-
-    def moved(value: Any, place: Any) -> Any:
-        seen.append(plain(value, place))
-        return seen[-1]
-
-    monkeypatch.setattr(_programs, "_moved", moved)
-    return seen
-
-
-def test_large_values_of_the_host_go_to_their_shards(
-    mesh: flm.DeviceMesh, given: list[Any]
-) -> None:
-    """`jax.jit` would give each device the whole table."""
-    table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
-
-    def make(x: Any) -> dict[str, Any]:
-        return {
-            "own": jnp.asarray(table) * 2 + 1,
-            "given": jnp.sqrt(x).astype(jnp.bfloat16),
-            "turned": x.T.reshape(8, 16) * 2,
-            "summed": x - x.sum(),
-        }
-
-    explicit = flm.DeviceMesh((2, 4), ("data", "model"), axis_types="explicit")
-    for kind in (mesh, explicit):
-        given.clear()
-        made = flm.create(make, rules(kind), jnp.asarray(table))
-        assert bits(made) == bits(jax.jit(make)(table))
-        laid = [x for x in given if len(x.sharding.device_set) == 8]
-        assert len(given) == 4 and len(laid) == 2
-        for x in laid:
-            assert_lies(x, (("data",), ("model",)), mesh)
-
-
-@pytest.mark.slow
-def test_calls_do_not_tie_arrays_together(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(16)(nn.relu(nn.Dense(32)(x)))
-
-    class Model(nn.Module):
-        wrap: Callable[..., Any]
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            for _ in range(3):
-                x = self.wrap(Block)()(x)
-            return x
-
-    x = jnp.ones((2, 16))
-    for wrap in (nn.remat, nn.jit, lambda block: block):
-        init = Model(wrap).init
-        made = flm.create(init, rules(mesh), jax.random.key(0), x)
-        assert set(programs) == {1}
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, made)
-        jitted = jax.jit(init, out_shardings=shardings)
-        assert bits(made) == bits(jitted(jax.random.key(0), x))
-    # Kernels and biases of two shapes, and how keys are folded in.
-    assert len(_programs._PROGRAMS) <= 12 < len(programs)
-
-
-def test_a_function_that_is_one_call(mesh: flm.DeviceMesh, programs: list[int]) -> None:
     @jax.jit
     def layer(key: Any, x: Any) -> Any:
         w = jax.random.normal(key, (8, 16))
-        return {"w": w, "copy": x + 1, "same": x, "number": jnp.float32(1)}
+        return {"w": w, "copy": x + 1, "same": x, "number": jnp.float32(1), "w0": w[0]}
 
-    @jax.jit
-    def make(key: Any, x: Any) -> Any:
-        return [layer(one, x * 2) for one in jax.random.split(key, 3)]
-
-    x = jnp.arange(128.0).reshape(8, 16)
-    made = flm.create(make, rules(mesh), jax.random.key(0), x)
-    assert bits(made) == bits(make(jax.random.key(0), x))
-    assert max(programs) < 9  # not all in one
+    return [layer(key, x * 2) for key in jax.random.split(key, 3)]
 
 
-def stack(layers: int) -> Callable[[], Any]:
-    class Layer(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up = nnx.Linear(8, 16, rngs=rngs)
-            self.down = nnx.Linear(16, 8, rngs=rngs)
-            # A new function for each layer, with the same contents.
-            self.own = nnx.Param(
-                jax.jit(lambda k: jax.random.normal(k, (8, 8)))(rngs())
-            )
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    return lambda: nnx.List([Layer(nnx.Rngs(at)) for at in range(layers)])
+def raw_keys(key: Any, x: Any) -> Any:
+    keys = jax.random.split(jax.random.PRNGKey(0), 100)
+    return {f"w{n}": jax.random.normal(keys[n], (8, 16)) for n in range(4)}
 
 
-def test_equal_layers_share_their_programs(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    layout_map = rules(mesh)
-    flm.create(stack(1), layout_map)
-    few = len(_programs._PROGRAMS)
-    runs = len(programs)
-    model = flm.create(stack(4), layout_map)
-    assert len(programs) > 4 * runs  # each is run for each layer
-    # The seeds of the layers are constants of the constructor.
-    assert few <= len(_programs._PROGRAMS) <= few + 3
-    plain = jax.jit(lambda: nnx.split(stack(4)())[1])()
-    made = [leaf for leaf in jax.tree.leaves(nnx.state(model))]
-    for one, other in zip(made, jax.tree.leaves(plain), strict=True):
-        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            assert bits(one) == bits(other)
+def counters(key: Any, x: Any) -> Any:
+    rngs = nnx.Rngs(0)
+    keys = [rngs(), rngs(), jax.random.fold_in(rngs(), np.uint32(2**32 - 1))]
+    small = jnp.full((4,), 100, jnp.int8) + np.int8(100)
+    return {
+        "w": [jax.random.normal(key, (8, 16)) for key in keys],
+        "small": [small, small * np.int8(3), jnp.uint32(2**32 - 1) + jnp.uint32(3)],
+        "count": rngs.default.count[...],
+        "keys": keys,
+        "many": jax.random.split(key, 8),
+        "permuted": jax.random.permutation(key, 64),
+    }
 
 
-def test_programs_are_shared_whatever_mesh_is_in_context(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    made = flm.create(stack(1), rules(mesh))
-    few = len(_programs._PROGRAMS)
-    assert isinstance(mesh.jax_mesh, jax.sharding.Mesh)
-    with jax.set_mesh(mesh.jax_mesh):
-        again = flm.create(stack(1), rules(mesh))
-    assert len(_programs._PROGRAMS) == few
-    kernels = [one[0].up.kernel.get_value() for one in (made, again)]
-    assert bits(kernels[0]) == bits(kernels[1])
+def numbers(key: Any, x: Any) -> Any:
+    values = (0.0, -0.0, 1.0, 1, True)
+    return [jnp.full((8, 16), value) for value in values] + [jnp.full((8, 32), 1.0)]
 
 
-def test_counters_of_keys_need_no_program(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
+def table(key: Any, x: Any) -> Any:
+    """With inputs in place of the constants, `exp` and `sin` round otherwise."""
+    scales = jnp.exp(-math.log(10_000) / 7 * jnp.arange(8))
+    angles = jnp.arange(16)[:, None] * scales[None]
+    order = jnp.arange(4)  # whole numbers for keys, and as an output
+    key = jax.random.fold_in(jax.random.key(0), order[2] + 1)
+    return {
+        "sines": jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1),
+        "w": jax.random.normal(key, (8, 16)) * order[1],
+        "order": order,
+    }
+
+
+def looped(key: Any, x: Any) -> Any:
+    def layer(carry: Any, key: Any) -> Any:
+        return carry + 1, {"w": jax.random.normal(key, (8, 16)), "at": carry}
+
+    return jax.lax.scan(layer, 0, jax.random.split(key, 3))
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "remat": Blocks(nn.remat).init,
+    "jit": Blocks(nn.jit).init,
+    "plain": Blocks(lambda block: block).init,
+    "one call": one_call,
+    "raw keys": raw_keys,
+    "counters": counters,
+    "numbers": numbers,
+    "table": table,
+    "scan": looped,
+    "svd": lambda key, x: jnp.linalg.svd(jax.random.normal(key, (8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_constructor_of_any_structure(mesh: flm.DeviceMesh, name: str) -> None:
+    key, x = jax.random.key(0), jnp.arange(128.0).reshape(8, 16)
+    assert_as_jit(MAKERS[name], mesh, key, x)
+
+
+def test_values_that_reduce_are_close(mesh: flm.DeviceMesh) -> None:
     def make() -> dict[str, Any]:
-        most = np.uint32(2**32 - 1)
-        rngs = nnx.Rngs(0)
-        keys = [rngs(), rngs(), rngs(), jax.random.fold_in(rngs(), most)]
-        count = jnp.full((), most, jnp.uint32) + np.uint32(3)
-        small = jnp.full((4,), 100, jnp.int8) + np.int8(100)
+        first, second, third = jax.random.normal(jax.random.key(0), (3, 64, 64))
         return {
-            "w": [jax.random.normal(key, (8, 16)) for key in keys],
-            "count": [count, small, small * np.int8(3)],
-            "rngs": rngs.default.count[...],
+            "normed": first / jnp.linalg.norm(first),
+            "centred": second - second.mean(0),
+            "product": third @ third.T @ third,
         }
 
-    made = flm.create(make, rules(mesh))
-    assert bits(made) == bits(jax.jit(make)())
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
-    assert_lies(made["count"][1], ((),), mesh, np.full(4, -56, np.int8))
-    # Of a seed, of a number and a key (given or counted), and the normals.
-    assert len(_programs._PROGRAMS) == 3
+    made, plain = flm.create(make, rules(mesh)), jax.jit(make)()
+    for name, leaf in made.items():
+        assert_lies(leaf, BOTH, mesh)
+        scale = np.abs(plain[name]).max()
+        np.testing.assert_allclose(leaf, plain[name], rtol=1e-5, atol=1e-5 * scale)
 
 
-def test_what_differs_has_its_own_program(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    def make() -> dict[str, Any]:
-        return {
-            "zero": jnp.full((8, 16), 0.0),
-            "minus": jnp.full((8, 16), -0.0),
-            "one": jnp.full((8, 16), 1.0),
-            "again": jnp.full((8, 16), 1.0),
-            "whole": jnp.full((8, 16), 1),
-            "wide": jnp.full((8, 32), 1.0),
-        }
-
-    made = flm.create(make, rules(mesh))
-    assert len(programs) == 6 and len(_programs._PROGRAMS) == 5
-    assert bits(made) == bits(make())
-    assert np.signbit(np.asarray(made["minus"])).all()
-
-
-def test_what_xla_folds_is_folded(mesh: flm.DeviceMesh) -> None:
-    """With an input in place of a constant, `exp` and `sin` round otherwise."""
-
-    def sinusoids(length: int, channels: int) -> Any:
-        step = math.log(10_000) / (channels // 2 - 1)
-        scales = jnp.exp(-step * jnp.arange(channels // 2))
-        angles = jnp.arange(length)[:, None] * scales[None]
-        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
-
-    def make() -> dict[str, Any]:
-        order = jnp.arange(4)  # whole numbers for keys, and as an output
-        key = jax.random.fold_in(jax.random.key(0), order[2] + 1)
-        return {
-            "positions": sinusoids(16, 16),
-            "w": jax.random.normal(key, (8, 16)) * order[1],
-            "order": order,
-            "last": order[3],
-        }
-
-    plain = jax.jit(make)()
-    whole = flm.LayoutMap(mesh, strict=False)
-    assert bits(flm.create(make, whole)) == bits(plain)
-    # The control: one operation after the other gives other bits.
-    assert bits(make()["positions"]) != bits(plain["positions"])
-    # In shards, nothing is folded: by jit neither. Unless the bits are asked for.
-    layout_map = rules(mesh)
-    shardings = layout_map.shardings(make)
-    split = jax.jit(make, out_shardings=shardings)()
-    assert bits(flm.create(make, layout_map)) == bits(split) != bits(plain)
-    assert bits(flm.create(make, layout_map, exact=True)) == bits(plain)
-
-
-def test_leaves_with_a_common_origin_are_computed_together(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    def make() -> dict[str, Any]:
-        whole = jax.random.normal(jax.random.key(0), (8, 32))
-        return {
-            "left": whole[:, :16] * 2,
-            "right": whole[:, 16:],
-            "alone": jax.random.normal(jax.random.key(1), (8, 16)),
-        }
-
-    made = flm.create(make, rules(mesh))
-    assert sorted(programs)[-2:] == [1, 2]
-    assert bits(made) == bits(jax.jit(make)())
-
-
-def test_one_value_in_two_places(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["first"] = ("data", None)
-    layout_map["second"] = (None, "model")
-
-    def make(x: Any) -> dict[str, Any]:
-        value = jax.random.normal(jax.random.key(0), (8, 16))
-        return {"first": value, "second": value, "given": x}
-
-    x = jnp.arange(100)
-    made = flm.create(make, layout_map, x)
-    assert_lies(made["first"], (("data",), ()), mesh)
-    assert_lies(made["second"], ((), ("model",)), mesh)
-    assert_lies(made["given"], ((),), mesh, np.arange(100, dtype=np.int32))
-    np.testing.assert_array_equal(made["first"], made["second"])
-
-
-def test_what_has_effects_is_one_program(
-    mesh: flm.DeviceMesh,
-    programs: list[int],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+def test_what_has_effects(
+    mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def make() -> dict[str, Any]:
         made = {name: jnp.full((8, 16), 2.0) for name in "abc"}
         jax.debug.print("sum {}", made["a"].sum())
         return made
 
-    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth"):
-        made = flm.create(make, rules(mesh))
-        jax.effects_barrier()
-    assert programs == [3]
-    assert "one program for 3 arrays: effects" in caplog.text
-    assert "sum 256.0" in capfd.readouterr().out
-    assert_lies(made["b"], (("data",), ("model",)), mesh)
-
-
-def test_inside_of_a_trace_it_is_one_program(
-    mesh: flm.DeviceMesh, programs: list[int]
-) -> None:
-    layout_map = rules(mesh)
-
-    def total() -> Any:
-        model = flm.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layout_map)
-        return model.kernel[...].sum()
-
-    inside = jax.jit(total)()
-    assert len(programs) == 1
-    np.testing.assert_allclose(inside, total(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.adafactor(1e-3)])
-def test_optimizer_state(
-    mesh: flm.DeviceMesh, programs: list[int], tx: optax.GradientTransformation
-) -> None:
-    model = flm.create(stack(3), rules(mesh))
-    programs.clear()
-    _programs._PROGRAMS.clear()
-    optimizer = flm.create_optimizer(model, tx)
-    assert len(_programs._PROGRAMS) < len(programs) / 2
-    plain = nnx.Optimizer(stack(3)(), tx, wrt=nnx.Param)
-    for one, other in zip(
-        jax.tree.leaves(nnx.state(optimizer)),
-        jax.tree.leaves(nnx.state(plain)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, other)
-        assert len(one.sharding.device_set) == 8
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many programs were compiled at a time; none is there before."""
-    seen: list[int] = []
-    plain = _programs._compile
-
-    def compile_(calls: Any) -> Any:
-        seen.append(len(calls))
-        return plain(calls)
-
-    monkeypatch.setattr(_programs, "_compile", compile_)
-    monkeypatch.setattr(_programs, "_PROGRAMS", type(_programs._PROGRAMS)())
-    return seen
-
-
-def test_all_programs_are_compiled_at_once_and_kept(
-    mesh: flm.DeviceMesh, compiled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make() -> dict[str, Any]:
-        return {f"w{n}": jnp.full((8, 16), float(n)) for n in range(6)}
-
-    flm.create(make, rules(mesh))
-    flm.create(make, rules(mesh))
-    assert compiled == [6, 0]
-    compiled.clear()
-    flm.create(stack(2), rules(mesh))
-    assert len(compiled) == 1  # keys, and what is made of them
-    # More than are kept: what this call needs is not thrown away before it runs.
-    monkeypatch.setattr(_programs, "_KEPT", 3)
-    compiled.clear()
-    flm.create(make, rules(mesh))
-    assert sum(compiled) <= 6 and len(_programs._PROGRAMS) == 3
+    made = flm.create(make, rules(mesh))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.splitlines() == ["sum 256.0"]
+    assert_lies(made["b"], BOTH, mesh)
 
 
 def test_x64_for_this_thread_alone(mesh: flm.DeviceMesh) -> None:
@@ -622,44 +293,79 @@ def test_x64_for_this_thread_alone(mesh: flm.DeviceMesh) -> None:
             np.testing.assert_array_equal(array, same)
 
 
-def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, programs: list[int]) -> None:
-    watched, made, counts = [], [], []
-    for _ in range(2):
-        constant = jnp.full((8, 16), 3.0)
+# --------------------------------------------------- which programs there are
+
+
+def stack(layers: int) -> Callable[[], Any]:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(8, 24, rngs=rngs)
+            self.down = nnx.Linear(24, 8, rngs=rngs)
+            # A new function for each layer, with the same contents.
+            self.own = nnx.Param(
+                jax.jit(lambda k: jax.random.normal(k, (8, 8)))(rngs())
+            )
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    return lambda: nnx.List([Layer(nnx.Rngs(at)) for at in range(layers)])
+
+
+def test_equal_layers_share_their_programs(
+    mesh: flm.DeviceMesh, compilations: list[str]
+) -> None:
+    layout_map = rules(mesh)
+    flm.create(stack(1), layout_map)
+    first = len(compilations)
+    assert first
+    model = flm.create(stack(6), layout_map)
+    assert len(compilations) == first
+    plain = jax.jit(lambda: nnx.split(stack(6)())[1])()
+    assert bits(nnx.state(model)) == bits(plain)
+
+
+def test_a_program_is_that_of_its_settings(mesh: flm.DeviceMesh) -> None:
+    def make() -> Any:
+        with jax.threefry_partitionable(False):
+            old = jax.random.normal(jax.random.key(0), (8, 16))
+        return {"old": old, "new": jax.random.normal(jax.random.key(0), (8, 16))}
+
+    made = assert_as_jit(make, mesh)
+    assert bits(made["old"]) != bits(made["new"])
+
+
+def test_a_program_is_that_of_its_constants(mesh: flm.DeviceMesh) -> None:
+    """Two texts are equal, and the arrays that their loops close over are not."""
+
+    def make(number: float) -> Any:
+        constant = jnp.full((8, 16), number)
+
+        def layer(carry: Any, key: Any) -> Any:
+            return carry * jax.random.normal(key, (8, 16)) + constant, None
+
+        return jax.lax.scan(layer, constant, jax.random.split(jax.random.key(0), 2))[0]
+
+    for number in (3.0, 4.0, 3.0):
+        expected = make(number)
+        made = flm.create(lambda n=number: {"w": make(n)}, rules(mesh))
+        np.testing.assert_allclose(made["w"], expected, rtol=1e-6)
+
+
+def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, compilations: list[str]) -> None:
+    watched, counts = [], []
+    for number in (3.0, 4.0):
+        constant = jnp.full((8, 16), number)
         inner = jax.jit(lambda x, c=constant: jax.jit(lambda y: y + c)(x) * 2)
         watched.append(weakref.ref(constant))
 
         def make(inner: Any = inner) -> dict[str, Any]:
             return {"w": inner(jax.random.normal(jax.random.key(0), (8, 16)))}
 
-        made.append(flm.create(make, rules(mesh)))
-        counts.append(len(_programs._PROGRAMS))
-        assert bits(made[-1]) == bits(jax.jit(make)())
-        del constant, inner, make
-    assert counts[0] == counts[1]  # with a constant of its own, the same one
+        before = len(compilations)
+        made = flm.create(make, rules(mesh))
+        counts.append(len(compilations) - before)
+        assert bits(made) == bits(jax.jit(make)())
+        del constant, inner, make, made
+    assert counts[0] > counts[1] == 0  # with a constant of its own, the same one
     jax.clear_caches()
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
-
-
-@pytest.mark.parametrize("raw", [False, True])
-def test_many_keys_tie_nothing_together(
-    mesh: flm.DeviceMesh, programs: list[int], raw: bool
-) -> None:
-    def make() -> dict[str, Any]:
-        key = jax.random.PRNGKey(0) if raw else jax.random.key(0)
-        keys = jax.random.split(key, 100)
-        return {f"w{n}": jax.random.normal(keys[n], (8, 16)) for n in range(4)}
-
-    made = flm.create(make, rules(mesh))
-    assert set(programs) == {1}
-    assert bits(made) == bits(jax.jit(make)())
-
-
-def test_an_argument_on_one_device_goes_to_its_shards(
-    mesh: flm.DeviceMesh, given: list[Any]
-) -> None:
-    x = jax.device_put(jnp.arange(128.0).reshape(8, 16), jax.devices()[1])
-    made = flm.create(lambda x: {"w": x * 2}, rules(mesh), x)
-    assert_lies(made["w"], (("data",), ("model",)), mesh, np.asarray(x) * 2)
-    assert_lies(given[0], (("data",), ("model",)), mesh)
