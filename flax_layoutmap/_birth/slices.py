@@ -7,7 +7,6 @@ once, so that compile time does not grow with depth.
 """
 
 import collections
-import contextlib
 import dataclasses
 import math
 import os
@@ -66,9 +65,7 @@ def arrays_of(
             arguments.
     """
     meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
-    if is_eager() and not jax.sharding.get_mesh().empty:
-        meshes.append(jax.sharding.get_mesh())
-    trace = _Trace.of(traced, meshes[0] if meshes else None)
+    trace = _Trace.of(traced, meshes[0] if meshes else _set_mesh())
     leaves, after = trace.outputs[: len(shardings)], trace.outputs[len(shardings) :]
     pairs = zip(leaves, shardings, strict=True)
     wanted: list[_Output] = [(v, s) for v, s in pairs if s is not None]
@@ -80,11 +77,9 @@ def arrays_of(
         arrays = _computed(trace, wanted)
     inputs = list(traced.inputs[: len(after)])
     for at, new in zip(changed, arrays[count:], strict=True):
-        is_placed = getattr(inputs[at], "committed", False)
-        is_traced = isinstance(new, Tracer)
-        inputs[at] = (
-            put(new, inputs[at].sharding) if is_placed and not is_traced else new
-        )
+        if getattr(inputs[at], "committed", False) and not isinstance(new, Tracer):
+            new = put(new, inputs[at].sharding)
+        inputs[at] = new
     return arrays[:count], inputs
 
 
@@ -211,6 +206,15 @@ def _on_mesh(value: Any, mesh: Mesh) -> Any:
     return put(value, NamedSharding(auto, spec))
 
 
+def _set_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` around us, if any."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside of a transformation
+        return None
+    return None if mesh.empty else mesh
+
+
 def _size(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
@@ -245,10 +249,9 @@ def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
     _, read = trace.part(outputs, keys | trace.values)
     new = [v for v in dict.fromkeys([*read, *own]) if v not in trace.values]
     part, read = trace.part(new, trace.values)
-    auto = trace.mesh and retyped(trace.mesh, AxisType.Auto)
-    is_set = auto is not None and not jax.sharding.get_mesh().empty
-    # An operation puts its literals on the mesh that `jax.set_mesh` has set.
-    with jax.set_mesh(auto) if is_set else contextlib.nullcontext():
+    mesh = _set_mesh() and trace.mesh
+    # An operation puts its literals on the mesh that is set.
+    with jax.set_mesh(retyped(mesh, AxisType.Auto)) if mesh else no_mesh():
         results = eval_jaxpr(part, [], *_concrete(trace.values, read))
     return dict(zip(new, results, strict=True))
 

@@ -1,4 +1,4 @@
-"""Every kind of model, by scope and by `create`, equals the eager constructor's.
+"""Every kind of model equals the eager constructor's.
 
 The graph with all metadata, the values, the counters of the random streams, and where
 each kernel lies.
@@ -151,16 +151,6 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     return layout_map
 
 
-def born(way: str, make: Callable[..., Any], mesh: flm.DeviceMesh, rngs: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", flm.LayoutWarning)
-        if way == "create":
-            return flm.create(make, rules(mesh), rngs)
-        with flm.layout_map_scope(rules(mesh)):
-            model = make(rngs)
-    return model
-
-
 def leaves_of(node: Any) -> dict[str, Any]:
     found = {}
     for path, part in nnx.to_flat_state(nnx.state(node)):
@@ -171,20 +161,21 @@ def leaves_of(node: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_the_eager_constructor(mesh: flm.DeviceMesh, kind: str) -> None:
+def test_as_the_eager_constructor(mesh: flm.DeviceMesh, born: Any, kind: str) -> None:
     def make(rngs: nnx.Rngs) -> Any:
         return Holder(rngs, KINDS[kind])
 
     other = nnx.Rngs(0, dropout=1)
     eager = make(other)
-    for way in ("scope", "create"):
-        rngs = nnx.Rngs(0, dropout=1)
-        model = born(way, make, mesh, rngs)
-        assert nnx.graphdef(model) == nnx.graphdef(eager)
-        assert_same_leaves(model, eager, mesh)
-        streams = leaves_of(rngs), leaves_of(other)
-        for path, leaf in streams[0].items():
-            np.testing.assert_array_equal(plain(leaf), plain(streams[1][path]))
+    rngs = nnx.Rngs(0, dropout=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        model = born(make, rules(mesh), rngs)
+    assert nnx.graphdef(model) == nnx.graphdef(eager)
+    assert_same_leaves(model, eager, mesh)
+    streams = leaves_of(rngs), leaves_of(other)
+    for path, leaf in streams[0].items():
+        np.testing.assert_array_equal(plain(leaf), plain(streams[1][path]))
 
 
 def assert_same_leaves(model: Any, eager: Any, mesh: flm.DeviceMesh) -> None:
@@ -206,38 +197,12 @@ def assert_same_leaves(model: Any, eager: Any, mesh: flm.DeviceMesh) -> None:
     assert sharded
 
 
-def test_a_cache_after_the_block(mesh: flm.DeviceMesh) -> None:
-    model: Any = born("scope", lambda rngs: Holder(rngs, attention), mesh, nnx.Rngs(0))
-    model.attention.init_cache((2, 5, 16))
-    model.attention.eval()
-    assert model.attention.cached_key.shape == (2, 5, 4, 4)
-    out = nnx.jit(lambda model, x: model.attention(x, decode=True))(
-        model, jnp.ones((2, 1, 16))
-    )
-    assert out.shape == (2, 1, 16) and model.attention.cache_index[...] == 1
-
-
-def test_a_scanned_model_runs(mesh: flm.DeviceMesh) -> None:
-    def apply(model: Any) -> Any:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def each(x: Any, layer: Any) -> Any:
-            return layer(x)
-
-        return each(X, model.layers)
-
-    build = KINDS["stacked by vmap"]
-    model = born("scope", lambda rngs: Holder(rngs, build), mesh, nnx.Rngs(0))
-    eager = Holder(nnx.Rngs(0), build)
-    np.testing.assert_allclose(apply(model), apply(eager), rtol=1e-4)
-
-
 # ----------------------------------------------------------------------- references
 
 
 @pytest.mark.parametrize("kind", ["ref", "hijax"])
-@pytest.mark.parametrize("way", ["scope", "create"])
 def test_references_are_made_afterwards(
-    mesh: flm.DeviceMesh, way: str, kind: str
+    mesh: flm.DeviceMesh, born: Any, kind: str
 ) -> None:
     options: Any = {kind: True}
 
@@ -250,11 +215,11 @@ def test_references_are_made_afterwards(
         with pytest.raises(
             flm.errors.StructureError, match=rf"{kind}=True is a reference"
         ) as told:
-            born(way, make, mesh, rngs)
+            born(make, rules(mesh), rngs)
         advice = f"nnx.with_vars((model, optimizer), {kind}=True)"
         assert advice in str(told.value)
-    model = born(way, layer, mesh, nnx.Rngs(0))
-    optimizer = flm.create_optimizer(model, optax.adam(1e-3))
+    model = born(layer, rules(mesh), nnx.Rngs(0))
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3), rules(mesh))
     both = {"model": model, "optimizer": optimizer, "nnx": nnx, kind: True}
     model, optimizer = eval(advice, both)
     mu = optimizer.opt_state[0].mu.kernel
