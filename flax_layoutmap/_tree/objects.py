@@ -12,9 +12,8 @@ when an attribute is set, and a traced array is no `jax.Array` for some versions
 import collections
 import functools
 import gc
-import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,26 +35,6 @@ from flax_layoutmap._tree.flax_internals import (
 
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 NO_NUMBERS = "OSUMm"
-
-# Types whose values refer to nothing that a constructor could have made.
-_ALONE = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type,
-    types.ModuleType,
-    types.FrameType,
-    types.GeneratorType,
-    types.CoroutineType,
-    np.ndarray,
-    jax.Array,
-)
-
-# The text of JAX's UnexpectedTracerError: the value, and where it was made.
-_TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
-_LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
 
 
 def is_object(node: Any) -> bool:
@@ -158,10 +137,6 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
 # ------------------------------------------------ objects that depend on a trace
 
 
-class LeftByTrace(StructureError):
-    """A value of an ended trace is used."""
-
-
 def arrays_as_data(node: Any, kind: type) -> None:
     """Make static attributes of an NNX object data where an array would be."""
     for owner in objects_of(node):
@@ -179,12 +154,12 @@ def refuse_traced(node: Any) -> None:
     """
     refuse_references(node)
     made = objects_of(node)
-    # These become the result themselves.
-    seen = {id(part) for part in made if was_made_here(part)}
-    own = {id(part) for part in made if isinstance(part, nnx.Variable)} - seen
+    # Those that were made here become the result themselves.
+    ours = {id(part) for part in made if was_made_here(part)}
+    own = {id(part) for part in made if isinstance(part, nnx.Variable)} - ours
     for owner in made:
         for name, value in _statics(owner).items():
-            if not _leads_to_traced(value, own, seen):
+            if not _leads_to_traced(value, own, ours):
                 continue
             where = f"{type(owner).__name__}.{name}"
             if _is_function(value):
@@ -202,31 +177,6 @@ def refuse_traced(node: Any) -> None:
                 f"{where} is a static {type(value).__name__} with an array in it: "
                 f"{fix} of the module"
             )
-
-
-def refuse_left_over(value: Any, what: str) -> None:
-    """Raise LeftByTrace where a value belongs to a trace that has ended.
-
-    `what` is the subject and verb of the message.
-    """
-    if not isinstance(value, Tracer):
-        return
-    try:
-        jax.lax.expand_dims(value, (0,))
-    except jax.errors.UnexpectedTracerError as error:
-        raise left_by_trace(error, what) from error
-
-
-def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByTrace:
-    """The error for a value of an ended trace, from JAX's error."""
-    kind, line = _TYPE_OF_LEAK.search(str(error)), _LINE_OF_LEAK.search(str(error))
-    where = line and f" (made in {line[2].split('<locals>.')[-1]}, {line[1]})"
-    return LeftByTrace(
-        f"{what} {f'the {kind[1]}' if kind else 'an array'} that an earlier trace of a "
-        f"constructor left behind outside of its model, in a cache, say{where or ''}: "
-        "it has no numbers; clear that cache, and fill it before a model is made, or "
-        "with NumPy arrays"
-    )
 
 
 def refuse_references(node: Any) -> None:
@@ -251,21 +201,20 @@ def _statics(owner: Any) -> dict[str, Any]:
     return {} if found is None else found[1]
 
 
-def _leads_to_traced(value: Any, own: set[int], seen: set[int]) -> bool:
-    stack = [value]
-    while stack:
-        part = stack.pop()
+def _leads_to_traced(value: Any, own: set[int], ours: set[int]) -> bool:
+    """Whether a tree, or a function, holds a value of the trace or a Variable of it."""
+    left, seen = _flat(value), ours.copy()
+    while left:
+        part = left.pop()
         if id(part) in own or isinstance(part, Tracer):
             return True
         if id(part) in seen:
             continue
         seen.add(id(part))
         if is_object(part):
-            values = [v.get_raw_value() for v in variables_of(part)]
-            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
-                return True
-        else:
-            stack += _parts(part)
+            left += jax.tree.leaves([v.get_raw_value() for v in variables_of(part)])
+        elif _is_function(part):
+            left += _flat(_held_by(part))
     return False
 
 
@@ -276,13 +225,9 @@ def _is_function(value: Any) -> bool:
     )
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """What a function, a container, or any other Python object refers to."""
-    if isinstance(value, _ALONE):
-        return ()
-    if isinstance(value, types.FunctionType):  # without its module
-        defaults = value.__defaults__, value.__kwdefaults__
-        return (*(value.__closure__ or ()), *defaults, value.__dict__)
-    # The function in the wrapper of jax.jit, nnx.jit and functools.wraps.
-    wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-    return (*gc.get_referents(value), wrapped)
+def _held_by(function: Any) -> list[Any]:
+    """What a function has in its closure, as defaults, or is bound to or wraps."""
+    names = ("__defaults__", "__kwdefaults__", "args", "keywords", "func")
+    names += ("__func__", "__self__", "__wrapped__")
+    held = [getattr(function, name, None) for name in names]
+    return [*held, *gc.get_referents(*(getattr(function, "__closure__", None) or ()))]

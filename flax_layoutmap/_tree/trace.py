@@ -8,7 +8,6 @@ the same program. Nothing is allocated.
 import contextlib
 import contextvars
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,6 @@ from flax_layoutmap._tree.objects import (
     is_object,
     originals_of,
     reference_error,
-    refuse_left_over,
     refuse_references,
     refuse_traced,
     unfit,
@@ -60,42 +58,13 @@ _READS_VALUES = (
 )
 
 
-# Attributes of arrays that `jax.Array` does not name.
-_OF_ARRAYS = (
-    "devices",
-    "block_until_ready",
-    "is_deleted",
-    "delete",
-    "copy_to_host_async",
-    "on_device_size",
-)
-
-# CPython's text of `f"{x:.3f}"` for a tracer, which has no format of its own.
-_NO_FORMAT = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
-
-
 class ReadsValues(StructureError):
     """A function cannot be traced, as it reads values."""
 
 
-def is_of_arrays(name: str) -> bool:
-    """Whether arrays have an attribute of this name."""
-    return (hasattr(jax.Array, name) and not name.startswith("_")) or name in _OF_ARRAYS
-
-
 def is_tracing_constructor() -> bool:
-    """Whether a constructor is traced, or runs as if it were."""
+    """Whether a constructor is traced here."""
     return _TRACING.get()
-
-
-@contextlib.contextmanager
-def in_constructor() -> Iterator[None]:
-    """In the block, `is_tracing_constructor` holds: the result is laid out later."""
-    token = _TRACING.set(True)
-    try:
-        yield
-    finally:
-        _TRACING.reset(token)
 
 
 @contextlib.contextmanager
@@ -105,10 +74,13 @@ def _tracing() -> Iterator[None]:
     `jax.disable_jit` and leak checks are off: the objects that a constructor makes keep
     traced values until they get arrays.
     """
-    with no_mesh(), without_eager_sharding(), in_constructor():
-        with tracers_without_sharding():
+    token = _TRACING.set(True)
+    try:
+        with no_mesh(), without_eager_sharding(), tracers_without_sharding():
             with jax.disable_jit(False), jax.check_tracer_leaks(False):
                 yield
+    finally:
+        _TRACING.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +176,8 @@ def trace(
     is neither made by `make` nor an argument; otherwise it gets a copy of it.
 
     Raises StructureError if objects share a Variable, if `make` changes an object that
-    is not an argument or the structure of one that is, if a static attribute of the
-    result keeps a value of the trace, or if `make` uses what an earlier trace left in a
-    cache.
+    is not an argument or the structure of one that is, or if a static attribute of the
+    result keeps a value of the trace.
     """
     given = _Inputs.of(args, kwargs or {})
     for node in given.nodes:
@@ -247,17 +218,13 @@ def trace(
             ) from error
         except ImmutableVariableError as error:
             raise reference_error("hijax") from error
-        except (AttributeError, TypeError, *_READS_VALUES) as error:
-            if not _is_read(error):
-                raise
+        except _READS_VALUES as error:
             raise ReadsValues(
                 "the function reads the value of an array, and there is none while "
                 f"it is traced: {str(error).splitlines()[0]}\nflm.create(make, "
                 "layout_map) and layout_map_scope trace what makes a model: make it "
                 "outside of them, and move it: layout_map.place(make())"
             ) from error
-    for value in closed.consts:
-        refuse_left_over(value, "the function uses")
     numbers = iter(range(len(shapes)))
     order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
     abstract = [
@@ -394,15 +361,6 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
                     f"and a {type(node).__name__}, share a {type(variable).__name__}: "
                     f"{verb} one object that holds both, so that they stay shared"
                 )
-
-
-def _is_read(error: Exception) -> bool:
-    """Whether an error comes from reading the value of a traced array."""
-    if isinstance(error, _READS_VALUES):
-        return True
-    if isinstance(error, AttributeError):
-        return isinstance(error.obj, Tracer) and is_of_arrays(str(error.name))
-    return _NO_FORMAT.search(str(error)) is not None
 
 
 def _is_array(value: Any) -> bool:

@@ -152,22 +152,7 @@ def _index(model: Any, rngs: Any) -> None:
     )
 
 
-def _format(model: Any, rngs: Any) -> None:
-    total = float(f"{model.layer.kernel[...].sum():.3f}")
-    model.total = nnx.Param(jnp.full(8, total / 8))
-
-
-def _sharding(model: Any, rngs: Any) -> None:
-    count = len(model.layer.kernel[...].sharding.device_set)
-    assert count >= 1
-    model.total = nnx.Param(jnp.full(8, 8.0))
-
-
-def _wait(model: Any, rngs: Any) -> None:
-    model.total = nnx.Param(model.layer.kernel[...].block_until_ready().sum(0))
-
-
-READS = [_asarray, _number, _branch, _mask, _index, _format, _sharding, _wait]
+READS = [_asarray, _number, _branch, _mask, _index]
 
 
 @pytest.mark.parametrize("also", READS)

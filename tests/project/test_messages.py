@@ -3,7 +3,6 @@
 import collections
 import functools
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -27,7 +26,6 @@ from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
-from flax_layoutmap._tree.objects import LeftByTrace
 from flax_layoutmap._tree.trace import ReadsValues, trace
 
 P = PartitionSpec
@@ -97,17 +95,6 @@ def closing_over() -> Any:
 def shared_results() -> Any:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     return trace(lambda a: [a, nnx.List([a])], (linear,))
-
-
-def kept_from_a_trace() -> Any:
-    cache: list[Any] = []
-
-    def fill() -> Any:
-        cache.append(jnp.ones(2) * 2)
-        return cache[0]
-
-    trace(fill)
-    return trace(fill)
 
 
 def keeps_another() -> Any:
@@ -1083,21 +1070,6 @@ CASES: dict[str, Case] = {
         flm.errors.StructureError,
         "Keeps.kept is a static tuple with an array in it: set it as nnx.data(...), or "
         "keep the array in an nnx.Variable of the module",
-    ),
-    "trace: an object of no known kind": Case(
-        lambda: trace(lambda: Keeps(types.SimpleNamespace(x=jnp.ones(2)))),
-        flm.errors.StructureError,
-        "Keeps.kept is a static SimpleNamespace with an array in it: keep the array in "
-        "an nnx.Variable or an nnx.Pytree of the module",
-    ),
-    "trace: what an earlier one has left behind": Case(
-        kept_from_a_trace,
-        LeftByTrace,
-        "the function uses the float32[2] that an earlier trace of a constructor left "
-        "behind outside of its model, in a cache, say (made in fill, "
-        f"{__file__}:{kept_from_a_trace.__code__.co_firstlineno + 4}): it has no "
-        "numbers; clear that cache, and fill it before a model is made, or with NumPy "
-        "arrays",
     ),
     # -------------------------------------------------------------- batches
     "batch: no data": Case(

@@ -430,7 +430,9 @@ def check_linen(net: Any, variables: Any, dims: Dims, mesh: flm.DeviceMesh) -> N
         assert_lies(unboxed, dims, mesh)
         jitted = jax.jit(net.apply)
         np.testing.assert_allclose(jitted(variables, X), expected, rtol=1e-5)
-    state = flm.create_optimizer(variables["params"], optax.adam(1e-3), flm.LayoutMap(mesh))
+    state = flm.create_optimizer(
+        variables["params"], optax.adam(1e-3), flm.LayoutMap(mesh)
+    )
     _, *moments = jax.tree.leaves(state)
     assert len(moments) == 2
     for moment in moments:
