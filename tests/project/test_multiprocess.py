@@ -229,7 +229,7 @@ OTHER_VALUES = {
     "another_seed_as_argument": ("creating the model", KEYS, INPUT),
     "another_key_of_one_of_many": ("creating the model", KEYS, INPUT),
     "another_constant": ("creating the model", KEYS, INPUT),
-    "another_seed_in_a_scope": (SCOPE, KEYS, SEED),
+    "another_seed_in_a_scope": (SCOPE, KEYS, INPUT),
     "another_number_in_an_optimizer": ("creating the optimizer", KEYS, INPUT),
     "another_number_in_an_optimizer_of_a_scope": (SCOPE, KEYS, INPUT),
 }
