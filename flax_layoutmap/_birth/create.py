@@ -181,6 +181,10 @@ def create_optimizer(
             f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
             f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
         )
+    leaves = jax.tree.leaves(params)
+    if is_module and any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        if rules == current_rules():
+            return nnx.Optimizer(model, tx, wrt=wrt)  # its layout_map_scope fills it
     layouts, mesh = layouts_of(params)
     # Only the optimizer section of the map applies.
     own = rules.with_changes(rules=(), names=(), activations=()).on(mesh)

@@ -86,8 +86,10 @@ def test_as_one_made_after_the_block(
         model: Any = Model(nnx.Rngs(0), names)
         model.again = model.d1  # tied weights have one moment
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        other = flm.create_optimizer(model, tx)
         step = optimizer.step
     assert optimizer.step is step
+    assert_same(optimizer, other)
     after = flm.create_optimizer(model, tx, wrt=nnx.Param, layout_map=layout_map)
     assert_same(optimizer, after)
 
