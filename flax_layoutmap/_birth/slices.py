@@ -109,6 +109,7 @@ class _Trace:
     values: dict[Any, Any]
     mesh: Mesh | None
     producers: dict[Any, int]  # the number of the equation that makes a variable
+    effects: set[int]  # the numbers of those that do something else, too
 
     @classmethod
     def of(cls, traced: Traced, mesh: Mesh | None) -> "_Trace":
@@ -128,13 +129,14 @@ class _Trace:
         if mesh is not None:
             values = {var: _on_mesh(value, mesh) for var, value in values.items()}
         producers = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
-        return cls(jaxpr, eqns, outputs, values, mesh, producers)
+        effects = {at for at, eqn in enumerate(eqns) if eqn.effects}
+        return cls(jaxpr, eqns, outputs, values, mesh, producers, effects)
 
     def part(
         self, outputs: Sequence[Any], known: Mapping[Any, Any]
     ) -> tuple[Jaxpr, list[Any]]:
         """The equations that outputs need, and which known variables they read."""
-        needed = {at for at, eqn in enumerate(self.eqns) if eqn.effects}
+        needed = self.effects.copy()
         read: dict[Any, None] = {}
         left = [*outputs, *(var for at in needed for var in self.eqns[at].invars)]
         while left:
@@ -317,20 +319,21 @@ def _job(trace: _Trace, outputs: Sequence[_Output], known: Mapping[Any, Any]) ->
     variables = [var for var, _ in outputs]
     part, read = trace.part(variables, known)
     inputs = _concrete(known, read)
-    if len(outputs) == 1 and outputs[0][1] is not None:
+    if len(outputs) == 1:
         inputs = [_in_shards(x, *outputs[0]) for x in inputs]
     program = _program(part, tuple(sharding for _, sharding in outputs))
     return _Job(program, inputs, max(map(_size, variables)))
 
 
-def _in_shards(value: Any, output: Any, sharding: NamedSharding) -> Any:
+def _in_shards(value: Any, output: Any, sharding: NamedSharding | None) -> Any:
     """A large value that is on no mesh in shards: `jax.jit` would copy it whole."""
+    mesh = None if sharding is None else sharding.mesh
+    if not isinstance(mesh, Mesh) or sharding is None or sharding.is_fully_replicated:
+        return value
     is_array = isinstance(value, jax.Array | np.ndarray)
     if isinstance(value, Tracer) or not is_array or value.size <= _SMALL:
         return value
-    mesh = sharding.mesh
-    is_placed = getattr(value, "committed", False) or not isinstance(mesh, Mesh)
-    if is_placed or sharding.is_fully_replicated:
+    if getattr(value, "committed", False):
         return value
     if value.shape == output.aval.shape:
         return put(value, NamedSharding(retyped(mesh, AxisType.Auto), sharding.spec))

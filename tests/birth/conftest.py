@@ -30,7 +30,7 @@ def compilations() -> Iterator[list[str]]:
     """One entry for each program that XLA has compiled."""
     seen: list[str] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             seen.append(event)
 
