@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import assert_lies
 
@@ -121,11 +121,30 @@ def test_what_is_refused(mesh: flm.DeviceMesh, born: Any, case: str) -> None:
             born(lambda: Model(REFUSED[case].also), rules(mesh))
 
 
+def test_what_is_no_function_and_no_map(mesh: flm.DeviceMesh) -> None:
+    layout_map: Any = rules(mesh)
+    given: Any
+    for given, text in (
+        (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
+        (layer(nnx.Rngs(0)), "was given a Linear that exists already; pass a function"),
+        (3, "needs a function that makes the model, got a int"),
+    ):
+        with pytest.raises(flm.errors.StructureError) as caught:
+            flm.create(given, layout_map)
+        assert text in str(caught.value)
+    head = "create(make, layout_map) needs a LayoutMap or a RuleSet, got "
+    for given, text in (
+        ({"kernel": None}, "{'kernel': None}; make one"),
+        (None, "None; make one"),
+        (nnx.Rngs(0), "a Rngs; make one"),  # it has any attribute
+        (flm.LayoutMap, "<class"),
+    ):
+        with pytest.raises(flm.errors.RuleError) as caught:
+            flm.create(Model, given)
+        assert str(caught.value).startswith(head + text)
+
+
 # ---------------------------------------------------- what reads values of parameters
-
-
-def _device_get(model: Any, rngs: Any) -> None:
-    model.total = nnx.Param(jax.device_get(model.layer.kernel[...]).sum(0))
 
 
 def _asarray(model: Any, rngs: Any) -> None:
@@ -176,15 +195,6 @@ def test_what_no_array_has_either(mesh: flm.DeviceMesh, born: Any, error: Any) -
         born(lambda: Model(also), rules(mesh))
 
 
-def test_device_get_alone_reads_nothing(mesh: flm.DeviceMesh, born: Any) -> None:
-    """JAX gives a traced value back as it is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", flm.LayoutWarning)
-        model = born(lambda: Model(_device_get), rules(mesh))
-    assert_lies(model.layer.kernel[...], COLUMN, mesh)
-    assert_lies(model.total[...], ((),), mesh, np.full(8, 8.0, np.float32))
-
-
 # ----------------------------------------------------------- what has effects outside
 
 
@@ -226,36 +236,6 @@ def test_nothing_at_all(mesh: flm.DeviceMesh, born: Any) -> None:
     assert nnx.graphdef(born(Empty, rules(mesh))) == nnx.graphdef(Empty())
 
 
-def test_arrays_of_every_kind(mesh: flm.DeviceMesh, born: Any) -> None:
-    """NumPy's, those without elements, whole numbers, numbers of Python, text."""
-
-    class Odd(nnx.Module):
-        def __init__(self) -> None:
-            self.kernel = nnx.Param(np.arange(64.0).reshape(8, 8))
-            self.empty = nnx.Dict(kernel=nnx.Param(jnp.zeros((0, 8))))
-            self.none = nnx.Param(jnp.zeros((8, 0)))
-            self.whole = nnx.Param(jnp.arange(8))
-            self.flags = nnx.Param(jnp.ones(8, bool))
-            self.small = nnx.Param(np.uint8(3))
-            self.table = np.arange(3.0)
-            self.number = nnx.Variable(3)
-            self.text = nnx.Variable("text")
-            self.size = 2.5
-
-    model, plain = born(Odd, rules(mesh)), Odd()
-    assert nnx.graphdef(model) == nnx.graphdef(plain)
-    assert_lies(
-        model.kernel[...], COLUMN, mesh, np.arange(64, dtype=np.float32).reshape(8, 8)
-    )
-    assert_lies(model.empty["kernel"][...], COLUMN, mesh)
-    for name in ("whole", "flags", "small", "number"):
-        one, other = getattr(model, name)[...], getattr(plain, name).get_value()
-        assert one.dtype == jnp.asarray(other).dtype
-        assert_lies(one, ((),) * one.ndim, mesh, np.asarray(jnp.asarray(other)))
-    assert model.none.shape == (8, 0) and model.text.get_value() == "text"
-    np.testing.assert_array_equal(model.table, plain.table)
-
-
 class Unfit(NamedTuple):
     make: Callable[[], Any]
     text: str
@@ -285,26 +265,6 @@ def test_what_no_array_can_hold(mesh: flm.DeviceMesh, born: Any, case: str) -> N
 
     with pytest.raises(flm.errors.StructureError, match=UNFIT[case].text):
         born(lambda: Model(also), rules(mesh))
-
-
-def test_whole_numbers_that_fit(mesh: flm.DeviceMesh, born: Any) -> None:
-    most = np.array([2**31 - 1, -(2**31)])
-
-    def also(model: Any, rngs: Any) -> None:
-        model.extra = nnx.Variable(most)
-
-    model = born(lambda: Model(also), rules(mesh))
-    assert_lies(model.extra[...], ((),), mesh, most.astype(np.int32))
-
-
-def test_text_as_an_argument(mesh: flm.DeviceMesh) -> None:
-    """It is static, as what is no array."""
-
-    def make(names: Any) -> Any:
-        return {str(name): jnp.ones(3) for name in names}
-
-    made = flm.create(make, rules(mesh), np.array(["a", "b"]))
-    assert sorted(made) == ["a", "b"]
 
 
 def test_an_abstract_variable_stays_abstract(mesh: flm.DeviceMesh, born: Any) -> None:
@@ -353,18 +313,6 @@ def test_switches_for_debugging(mesh: flm.DeviceMesh, born: Any, switch: Any) ->
     with switch():
         model = born(Model, rules(mesh))
     assert_lies(model.layer.kernel[...], COLUMN, mesh, np.ones((8, 8), np.float32))
-
-
-def test_jit_that_is_disabled_everywhere(mesh: flm.DeviceMesh) -> None:
-    """Threads compile the programs: they know the setting, but not the block."""
-    jax.config.update("jax_disable_jit", True)
-    try:
-        model = flm.create(
-            lambda: [nnx.Linear(8, n, rngs=nnx.Rngs(0)) for n in (8, 16)], rules(mesh)
-        )
-    finally:
-        jax.config.update("jax_disable_jit", False)
-    assert_lies(model[1].kernel[...], COLUMN, mesh)
 
 
 # -------------------------------------------------------- inside of transformations

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,10 +93,6 @@ def make() -> Any:
     return Model(nnx.Rngs(0))
 
 
-def make_random() -> Any:
-    return Block(nnx.Rngs(0), normal)
-
-
 def assert_same_bits(tree: Any, other: Any) -> None:
     found, wanted = leaves_of(tree), leaves_of(other)
     assert found.keys() == wanted.keys()
@@ -128,17 +123,6 @@ def test_every_leaf_is_born_in_its_shards(born: Any, any_mesh: flm.DeviceMesh) -
 # ------------------------------------------------------------------ objects of NNX
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_the_graphdef_is_that_of_the_eager_model(
-    mesh: flm.DeviceMesh, eager: bool
-) -> None:
-    with nnx.use_eager_sharding(eager):
-        model, plain = flm.create(make, rules(mesh)), make()
-        assert nnx.graphdef(model) == nnx.graphdef(plain)
-        assert nnx.using_eager_sharding() is eager
-    assert model.embed.embedding.get_metadata()["eager_sharding"] is eager
-
-
 def test_counters_are_those_of_the_eager_run(mesh: flm.DeviceMesh) -> None:
     eager = nnx.Rngs(0)
     plain: Any = Model(eager)
@@ -158,17 +142,6 @@ def test_counters_are_those_of_the_eager_run(mesh: flm.DeviceMesh) -> None:
         assert jnp.array_equal(bits(rngs()), bits(other()))
     for model in (inside, given):
         assert model.drop.rngs.count.get_value() == plain.drop.rngs.count.get_value()
-
-
-def test_arguments_keep_their_metadata(mesh: flm.DeviceMesh) -> None:
-    rngs = nnx.Rngs(0)
-    before = nnx.graphdef(rngs)
-    model = flm.create(Model, rules(mesh), rngs)
-    assert nnx.graphdef(rngs) == before
-    abstract = rules(mesh).shardings(make)
-    assert jax.tree.structure(abstract) == jax.tree.structure(nnx.state(model))
-    state = flm.create(lambda: nnx.split(make())[1], rules(mesh))
-    assert jax.tree.structure(state) == jax.tree.structure(nnx.split(make())[1])
 
 
 def grow(block: Any, rngs: nnx.Rngs) -> Any:
@@ -192,30 +165,6 @@ def test_what_fails_leaves_its_arguments_as_they_were(
     with pytest.raises(error, match="structure of its argument|no such weights"):
         flm.create(function, rules(mesh), block, rngs)
     assert not hasattr(block, "extra") and rngs.default.count[...] == 0
-
-
-def test_a_module_as_argument_of_another(mesh: flm.DeviceMesh) -> None:
-    class Wrap(nnx.Module):
-        def __init__(self, inner: Block) -> None:
-            self.inner = inner
-            self.scale = nnx.Param(jnp.ones(8))
-
-    inner = Block(nnx.Rngs(1))
-    model = flm.create(Wrap, rules(mesh), inner)
-    assert_lies(model.inner.up.kernel[...], COLUMN, mesh, inner.up.kernel[...])
-
-
-def test_model_and_optimizer_in_one_constructor(mesh: flm.DeviceMesh) -> None:
-    def both() -> Any:
-        model = make()
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-    model, optimizer = flm.create(both, rules(mesh))
-    assert_model_lies(model, mesh)
-    adam = optimizer.opt_state[0]
-    assert_lies(adam.mu["embed"]["embedding"].get_value(), BOTH, mesh)
-    assert_lies(adam.count.get_value(), (), mesh, np.int32(0))
-    assert_lies(optimizer.step.get_value(), (), mesh, np.uint32(0))
 
 
 # ------------------------------------------------------------- Linen and plain trees
@@ -254,28 +203,6 @@ def test_linen_init(kind: str) -> None:
         assert_lies(made["params"]["up"]["kernel"], COLUMN, any_mesh)
         assert_lies(made["params"]["down"]["kernel"], ROW, any_mesh)
         assert_lies(made["batch_stats"]["BatchNorm_0"]["mean"], ((),), any_mesh)
-
-
-def test_linen_boxes(mesh: flm.DeviceMesh) -> None:
-    initialise = linen.with_partitioning(counting, ("data", "heads"))
-
-    class Boxed(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            x = linen.Dense(16, name="up", kernel_init=initialise)(x)
-            return linen.Dense(8, name="other", kernel_init=initialise)(x)
-
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, "model")
-    net, key, x = Boxed(), jax.random.key(0), jnp.ones((2, 8))
-    made = flm.create(net.init, layout_map, key, x)
-    up, other = made["params"]["up"]["kernel"], made["params"]["other"]["kernel"]
-    assert_lies(up.value, COLUMN, mesh)
-    assert up.names == (None, "model")
-    # Metadata where no rule is; an axis that the mesh lacks is no axis here.
-    assert_lies(other.value, (("data",), ()), mesh)
-    assert other.names == ("data", None)
-    assert_same_bits(made, jax.jit(net.init)(key, x))
 
 
 def make_train_state(net: Any, tx: Any) -> Callable[..., Any]:
@@ -398,55 +325,6 @@ def test_arguments_on_other_meshes(mesh: flm.DeviceMesh, large: bool) -> None:
     np.testing.assert_array_equal(closed["kernel"], expected["kernel"])
 
 
-# ---------------------------------------------------------------------- annotations
-
-
-class Annotated(nnx.Module):
-    """As third parties write them: with axis names of a mesh that is not here."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        initialise = counting
-        self.up = nnx.Linear(
-            8,
-            16,
-            use_bias=False,
-            kernel_init=nnx.with_partitioning(initialise, ("fsdp", "tensor")),
-            rngs=rngs,
-        )
-        self.down = nnx.Linear(
-            16,
-            8,
-            use_bias=False,
-            kernel_init=nnx.with_partitioning(initialise, ("model", "fsdp")),
-            rngs=rngs,
-        )
-
-
-def make_annotated() -> Annotated:
-    return Annotated(nnx.Rngs(0))
-
-
-def test_annotated_models_need_no_mesh_in_context(any_mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(any_mesh, strict=False)
-    layout_map["up/kernel"] = (None, ("data", "model"))
-    model = flm.create(make_annotated, layout_map)
-    assert_lies(model.up.kernel[...], ((), ("data", "model")), any_mesh)
-    assert_lies(model.down.kernel[...], ROW, any_mesh)
-
-
-def test_metadata_agrees_where_a_rule_wins(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, ("data", "model"))
-    model = flm.create(make_annotated, layout_map)
-    up = model.up.kernel.get_metadata()["out_sharding"]
-    # A name that is no axis here stays, with a rule that says so.
-    assert up == ("fsdp", ("data", "model")) and type(up) is tuple
-    specs: Any = nnx.get_partition_spec(nnx.state(model))
-    assert specs["up"]["kernel"].get_raw_value() == P(None, ("data", "model"))
-    assert specs["down"]["kernel"].get_raw_value() == P("model", None)
-    assert model.down.kernel.get_metadata()["out_sharding"] == ("model", "fsdp")
-
-
 # ----------------------------------------------------------------------- contexts
 
 
@@ -488,14 +366,6 @@ def test_inside_and_outside_of_contexts(kind: str, around: Any) -> None:
         assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
         abstract_model = nnx.eval_shape(lambda: flm.create(make, rules(mesh)))
         assert nnx.graphdef(abstract_model) == nnx.graphdef(make())
-
-
-def test_a_context_of_another_mesh(mesh: flm.DeviceMesh) -> None:
-    other = flm.DeviceMesh((8,), ("replica",), axis_types="explicit")
-    with jax.set_mesh(bare(other)):
-        model = flm.create(make, rules(mesh))
-        assert jax.sharding.get_mesh() == other.jax_mesh
-    assert_model_lies(model, mesh)
 
 
 # ------------------------------------------------------------------------- memory
@@ -683,40 +553,11 @@ def test_a_map_without_devices(
     assert not compilations
 
 
-def test_empty_results(mesh: flm.DeviceMesh) -> None:
-    for nothing_at_all in ({}, [], ({}, None)):
-        made = flm.create(lambda tree=nothing_at_all: tree, rules(mesh))
-        assert made == nothing_at_all
-
-
-def test_a_mesh_of_one_device() -> None:
+def test_fewer_devices_than_there_are() -> None:
+    half = flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[4:])
+    assert_model_lies(flm.create(make, rules(half)), half)
     one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[5:6])
     model = flm.create(make, rules(one))
     assert_model_lies(model, one)
     assert isinstance(model.embed.embedding.sharding, NamedSharding)
     assert_same_bits(nnx.state(model), nnx.state(flm.create(make, rules(grid("auto")))))
-
-
-def test_a_subset_of_the_devices() -> None:
-    half = flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[4:])
-    assert_model_lies(flm.create(make, rules(half)), half)
-
-
-def test_unused_rules_warn_at_the_callers_line(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["kernel|bias"] = None
-    layout_map["kernle"] = ("model", None)
-
-    def build() -> Any:
-        return linear(8, 8)
-
-    with pytest.warns(flm.LayoutWarning, match="kernle") as caught:
-        flm.create(build, layout_map)
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flm.create(build, layout_map)
-    strict = flm.LayoutMap(mesh, strict=True)
-    strict["kernle"] = ("model", None)
-    with pytest.raises(flm.errors.ResolveError, match="strict"):
-        flm.create(build, strict)
