@@ -6,12 +6,10 @@ equal but for their inputs (the layers of a model, each with its own key) are co
 once, so that compile time does not grow with depth.
 """
 
-import collections
 import dataclasses
 import math
 import os
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -350,8 +348,7 @@ def _run(job: _Job) -> list[Any]:
 
 # The programs of all models, the last used last.
 _KEPT = 256
-_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-_LOCK = threading.Lock()
+_PROGRAMS: dict[Any, Any] = {}
 
 
 def _program(part: Jaxpr, shardings: tuple[Any, ...]) -> Any:
@@ -369,13 +366,12 @@ def _program(part: Jaxpr, shardings: tuple[Any, ...]) -> Any:
         given = set(map(id, inputs))
         return [jax.numpy.copy(x) if id(x) in given else x for x in results]
 
-    with _LOCK:
-        program = _PROGRAMS.pop(key, None)
-        if program is None:
-            program = jax.jit(create_arrays, out_shardings=list(shardings))
-        _PROGRAMS[key] = program
-        if len(_PROGRAMS) > _KEPT:
-            _PROGRAMS.popitem(last=False)
+    program = _PROGRAMS.pop(key, None)
+    if program is None:
+        program = jax.jit(create_arrays, out_shardings=list(shardings))
+    _PROGRAMS[key] = program
+    for oldest in list(_PROGRAMS)[:-_KEPT]:
+        _PROGRAMS.pop(oldest, None)
     return program
 
 
