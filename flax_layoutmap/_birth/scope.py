@@ -73,8 +73,8 @@ def layout_map_scope(layout_map: Any) -> Block:
     inside of a transformation (`nnx.vmap`) is laid out if it becomes part of a model.
 
     Blocks nest: the innermost counts, and what it has made stays as it is. The rules
-    are also those that `flm.distribute_tensor(x, "hidden")` uses in the block. As a
-    decorator it is a block around each call of the function.
+    are also those of `flm.distribute_tensor(x, "hidden")` in the block. As a decorator
+    it is a block around each call.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
@@ -111,7 +111,7 @@ def layout_map_scope(layout_map: Any) -> Block:
 
 @contextlib.contextmanager
 def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
-    outer, scope = _open_scope(), _Scope(rules)
+    scope = _Scope(rules, _open_scope())
     token = _SCOPE.set(scope)
     try:
         try:
@@ -124,9 +124,7 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
         finally:
             _SCOPE.reset(token)
             scope.is_open = False
-        arrays = scope.fill()
-        if outer is not None:
-            outer.settled += arrays
+        scope.fill()
     finally:
         scope.forget()
 
@@ -180,10 +178,7 @@ class _Together(nnx.Pytree):
 
 @dataclasses.dataclass(frozen=True)
 class _Birth:
-    """A traced constructor, and what stands for the arrays of its object.
-
-    These are known by their `id`, wherever they are put.
-    """
+    """A traced constructor, and what its object holds, known by `id`, for arrays."""
 
     traced: Traced
     leaves: list[jax.ShapeDtypeStruct]
@@ -205,7 +200,7 @@ class _Birth:
         return dict(zip(ids, made, strict=True))
 
 
-def _trace(
+def _traced(
     make: Callable[..., Any], args: Any, kwargs: Any, mesh: Any
 ) -> tuple[Any, _Birth]:
     """Make an object without values; its NNX arguments advance as if it had them."""
@@ -266,16 +261,11 @@ class _Model(NamedTuple):
 
 
 class _Scope:
-    """A block and what was made in it.
+    """A block and what was made in it."""
 
-    Attributes:
-        settled: arrays that are laid out, by blocks inside of it.
-    """
-
-    def __init__(self, rules: RuleSet) -> None:
-        self.rules = rules
-        self.is_open = True
-        self.settled: list[Any] = []
+    def __init__(self, rules: RuleSet, outer: "_Scope | None") -> None:
+        self.rules, self._outer, self.is_open = rules, outer, True
+        self.settled: list[Any] = []  # arrays that are laid out already
         self._objects: list[weakref.ref[Any]] = []
         self._births: list[_Birth] = []
         self._optimizers: list[tuple[weakref.ref[Any], Any]] = []  # with their models
@@ -285,26 +275,34 @@ class _Scope:
         nodes, leaves = objects_in((args, kw)), leaves_in((args, kw))
         if any(isinstance(x, Tracer) for x in leaves):  # of jax.vmap or jax.grad
             return make(*args, **kw)
-        models = [node for node in nodes if isinstance(node, nnx.Module)]
-        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        model = next((node for node in nodes if isinstance(node, nnx.Module)), None)
+        shapes = {id(x) for x in leaves if isinstance(x, jax.ShapeDtypeStruct)}
         is_random = all(isinstance(x, nnx.Rngs | nnx.RngStream) for x in nodes)
-        if issubclass(cls, nnx.Optimizer) and models and not is_abstract:
-            made = make(*args, **kw)
-            self.settled += _follow(made, models[0], self.rules)
-            return made
-        if is_random and not is_abstract or issubclass(cls, nnx.Optimizer):
-            mesh: Any = self.rules.mesh
-            made, birth = _trace(make, args, kw, mesh.jax_mesh)
-            self._births.append(birth)
+        owner = self
+        if issubclass(cls, nnx.Optimizer) and model is not None:
+            if not shapes:
+                made = make(*args, **kw)
+                self.settled += _follow(made, model, self.rules)
+                return made
+            while owner._outer and not shapes & owner._abstract_ids():
+                owner = owner._outer  # until the block that makes the model
+            made = owner._trace(make, args, kw)
+            owner._optimizers.append((weakref.ref(made), model))
+        elif is_random and not shapes:
+            made = self._trace(make, args, kw)
         else:
             made = _run(make, args, kw)  # its parts stay the same objects
-        if issubclass(cls, nnx.Optimizer) and models:
-            self._optimizers.append((weakref.ref(made), models[0]))
-        self._objects.append(weakref.ref(made))
+        owner._objects.append(weakref.ref(made))
         return made
 
-    def fill(self) -> list[Any]:
-        """Make the arrays of all models and optimizers; return those laid out."""
+    def _trace(self, make: Callable[..., Any], args: Any, kw: Any) -> Any:
+        mesh: Any = self.rules.mesh
+        made, birth = _traced(make, args, kw, mesh.jax_mesh)
+        self._births.append(birth)
+        return made
+
+    def fill(self) -> None:
+        """Make the arrays of all models and optimizers."""
         models = self._resolved()
         shardings: dict[int, NamedSharding] = {}
         for model in models:
@@ -313,7 +311,6 @@ class _Scope:
         values: dict[int, Any] = {}
         for birth in self._births:
             values |= birth.arrays(shardings, values)
-        arrays: list[Any] = []
         for model in models:
             pairs = [(values.get(id(x), x), own) for x, own in model.pairs()]
             # A value of a transformation around the block stays in it.
@@ -321,11 +318,12 @@ class _Scope:
             structure = jax.tree.structure(model.state)
             update(model.root, jax.tree.unflatten(structure, new))
             settle_metadata(model.state, model.resolution)  # in place
-            arrays += new
+            self.settled += new
         for reference, model in self._optimizers:
             if (optimizer := reference()) is not None:
-                arrays += _fill_optimizer(optimizer, model, self.rules)
-        return [*arrays, *self.settled]
+                self.settled += _fill_optimizer(optimizer, model, self.rules)
+        if self._outer is not None:
+            self._outer.settled += self.settled
 
     def _resolved(self) -> list[_Model]:
         """Resolve all models; the processes agree on the result."""
@@ -339,11 +337,14 @@ class _Scope:
             agreement.add(lambda: _lines(models, self._births))
         return models
 
+    def _abstract_ids(self) -> set[int]:
+        return {id(leaf) for birth in self._births for leaf in birth.leaves}
+
     def _models(self) -> list[_Model]:
         """The objects that are part of no other one, and have arrays to make."""
         objects = [node for ref in self._objects if (node := ref()) is not None]
         parts = {id(p) for node in objects for p in objects_of(node) if p is not node}
-        made = {id(leaf) for birth in self._births for leaf in birth.leaves}
+        made = self._abstract_ids()
         settled = set(map(id, self.settled))
         later = {
             id(variable)
@@ -394,9 +395,8 @@ def _follow(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
     """Lay out an optimizer that has values, if its model is on a mesh."""
     params = jax.tree.leaves(nnx_state(model, optimizer.wrt))
     shardings = [getattr(leaf, "sharding", None) for leaf in params]
-    if not params or not all(isinstance(own, NamedSharding) for own in shardings):
-        return []
-    return _fill_optimizer(optimizer, model, rules)
+    is_on_a_mesh = all(isinstance(sharding, NamedSharding) for sharding in shardings)
+    return _fill_optimizer(optimizer, model, rules) if params and is_on_a_mesh else []
 
 
 def _fill_optimizer(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:

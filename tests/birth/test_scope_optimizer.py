@@ -170,19 +170,23 @@ def test_subclasses_and_trainers(mesh: flm.DeviceMesh) -> None:
     assert_same(trainer.optimizer, after)
 
 
-def test_of_a_model_made_before(mesh: flm.DeviceMesh) -> None:
+def test_of_a_model_of_another_block(mesh: flm.DeviceMesh) -> None:
     """It has values at once, and follows the model where that is on a mesh."""
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
     plain, layout_map = Model(nnx.Rngs(0)), rules(mesh)
     born = flm.create(lambda: Model(nnx.Rngs(0)), layout_map)
     with flm.layout_map_scope(layout_map):
         of_plain, of_born = adam(plain), nnx.Optimizer(born, tx, wrt=nnx.Param)
+        outer = Model(nnx.Rngs(0))
         with flm.layout_map_scope(layout_map):
-            inner = Model(nnx.Rngs(0))
+            inner, of_outer = (
+                Model(nnx.Rngs(0)),
+                nnx.Optimizer(outer, tx, wrt=nnx.Param),
+            )
         of_inner = nnx.Optimizer(inner, tx, wrt=nnx.Param)
         assert of_plain.step[...] == of_born.step[...] == 0
     assert len(moments(of_plain, "d1/kernel").sharding.device_set) == 1
-    for model, optimizer in ((born, of_born), (inner, of_inner)):
+    for model, optimizer in ((born, of_born), (inner, of_inner), (outer, of_outer)):
         after = flm.create_optimizer(model, tx, layout_map=layout_map)
         assert_same(optimizer, after)
 
