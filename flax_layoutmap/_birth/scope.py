@@ -286,16 +286,16 @@ class _Scope:
                 return made
             while owner._outer and not shapes & owner._abstract_ids():
                 owner = owner._outer  # until the block that makes the model
-            made = owner._trace(make, args, kw)
+            made = owner._make_traced(make, args, kw)
             owner._optimizers.append((weakref.ref(made), model))
         elif is_random and not shapes:
-            made = self._trace(make, args, kw)
+            made = self._make_traced(make, args, kw)
         else:
             made = _run(make, args, kw)  # its parts stay the same objects
         owner._objects.append(weakref.ref(made))
         return made
 
-    def _trace(self, make: Callable[..., Any], args: Any, kw: Any) -> Any:
+    def _make_traced(self, make: Callable[..., Any], args: Any, kw: Any) -> Any:
         mesh: Any = self.rules.mesh
         made, birth = _traced(make, args, kw, mesh.jax_mesh)
         self._births.append(birth)
