@@ -59,7 +59,7 @@ def trained(
 ) -> Any:
     """A model after two steps, and their losses; without accumulation for 0."""
     model = flm.create(lambda: Mlp(nnx.Rngs(0), between), layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map, wrt=nnx.Param)
 
     @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
