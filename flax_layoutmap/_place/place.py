@@ -224,21 +224,25 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
         if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
             mesh = otherwise  # the same one, with its devices
         layout = layout.on(mesh)
-    return _as_in_context(layout)
-
-
-def _as_in_context(layout: TensorLayout) -> TensorLayout:
-    """Inside of `jax.sharding.auto_axes`, the layout on the Auto axes there."""
     mesh = mesh_of(layout)
+    there = mesh_in_context(mesh)
+    return layout if there is mesh else layout.on(there)
+
+
+def mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh; where its Explicit axes are Auto in context, with these types.
+
+    So they are inside of a function of `flm.jit`, and of `jax.sharding.auto_axes`.
+    """
     context: Any = jax.sharding.get_abstract_mesh()
     if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
-        return layout
+        return mesh
     if context.axis_names != mesh.axis_names or context.axis_sizes != mesh.shape:
-        return layout
+        return mesh
     if mesh.is_abstract:
-        return layout.on(DeviceMesh(context))
+        return DeviceMesh(context)
     types = context.axis_types
-    return layout.on(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+    return DeviceMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
 def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:

@@ -123,6 +123,8 @@ class FastPath:
         if outcome.change or outcome.nested or outcome.returns_objects:
             return  # a change of structure comes once
         config: Any = jax.config
+        if program.mesh is not None:
+            return
         if not program.cacheable or config.jax_debug_nans or config.jax_debug_infs:
             return  # `jit` sets these two again for each call
         places = dict(zip(self._names, range(len(call.args)), strict=False))

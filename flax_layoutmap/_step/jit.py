@@ -78,6 +78,7 @@ def jit(
     static_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
+    explicit: bool = False,
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
@@ -104,9 +105,9 @@ def jit(
     "params" is laid out by the rules. The rest is left to the compiler.
 
     Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`, and
-    `layout_map.activations` lay out the outputs of modules. On Explicit axes a module
-    with such a rule runs as on Auto axes, so that stock layers need no `out_sharding=`,
-    and so do optimizers of optax.
+    `layout_map.activations` lay out the outputs of modules. On an Explicit mesh the
+    function is traced as on Auto axes, so that stock layers, losses and optimizers work
+    as they are.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
@@ -124,6 +125,8 @@ def jit(
         donate_argnames: arguments whose buffers may be reused for the results. Of an
             NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
+        explicit: on an Explicit mesh, trace the function with its types of layouts,
+            for code that gives them (`out_sharding=`, `jax.sharding.reshard`).
 
     Returns:
         A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
@@ -134,8 +137,7 @@ def jit(
             the rules say, a batch does not divide, two NNX arguments share a Variable,
             a Variable has `ref` or `hijax`, or the function uses an NNX object or a
             Variable from a closure, a global or the like, not from an argument. Nothing
-            was run. On Explicit axes also: JAX cannot choose the layout of a result,
-            and no rule does.
+            was run.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
@@ -167,6 +169,7 @@ def jit(
             static_argnums=static_argnums,
             donate_argnames=donate_argnames,
             donate_argnums=donate_argnums,
+            explicit=explicit,
         )
     return Jitted(
         fun,
@@ -175,6 +178,7 @@ def jit(
         out_shardings,
         (static_argnames, static_argnums),
         (donate_argnames, donate_argnums),
+        explicit,
     )
 
 
@@ -189,6 +193,7 @@ class Jitted:
         out_shardings: Any,
         static: tuple[Any, Any],
         donated: tuple[Any, Any],
+        explicit: bool = False,
     ) -> None:
         signature = signature_of(fun)
         functools.update_wrapper(self, fun)
@@ -208,6 +213,7 @@ class Jitted:
             out_shardings,
             names_of(signature, *static, "static_argnames"),
             names_of(signature, *donated, "donate_argnames"),
+            explicit=explicit,
         )
         names_of(signature, given, (), "in_shardings")
         both = sorted(job.static & (job.donated | set(given)))

@@ -21,6 +21,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
+from flax_layoutmap._step.explicit import has_explicit_axes, typed_as_mesh
 from flax_layoutmap._step.memory import evaluate, is_on_host, type_on_device
 from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
@@ -102,6 +103,7 @@ class Program:
     cacheable: bool
     fingerprints: Mapping[str, Sequence[str]]
     agreed: bool = False
+    mesh: Any = None  # of outputs that have the types of Auto axes
 
     @property
     def donated(self) -> list[int]:
@@ -169,7 +171,18 @@ def make_program(job: Job, call: Call) -> Program:
         shapes=([*shapes, *(abstract(leaves[at], None) for at in moved)], out_shapes),
         cacheable=outcome.keeps_constants and not holds_tracers,
         fingerprints=fingerprints,
+        mesh=_mesh_of_untyped(job, call, outs, traced.closed.out_avals),
     )
+
+
+def _mesh_of_untyped(
+    job: Job, call: Call, shardings: Sequence[Any], avals: Sequence[Any]
+) -> Any:
+    mesh = None if call.rules is None or job.explicit else call.rules.mesh
+    pairs = zip(shardings, avals, strict=False)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in call.leaves)
+    is_untyped = any(at is None and aval.shape for at, aval in pairs)
+    return mesh if has_explicit_axes(mesh) and (is_untyped or is_traced) else None
 
 
 def _places(arguments: Sequence[Argument], changed: set[int]) -> Places:
@@ -281,6 +294,11 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         results = itertools.chain.from_iterable(
             itertools.starmap(program.jitted, (program.places.inputs(leaves),))
         )
+        if program.mesh is not None:
+            results = jax.tree.map(
+                lambda x: typed_as_mesh(x, program.mesh), list(results)
+            )
+            results = iter(results)
         drain(map(write_value, changed, results))
         *outputs, result = results
     if change is not None:

@@ -12,14 +12,12 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from flax_layoutmap._core.errors import LayoutError, StructureError, warn
-from flax_layoutmap._core.jax_internals import is_sharding_type_error
+from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules, trace_key
 from flax_layoutmap._step.activations import call_activated, forget_path
-from flax_layoutmap._step.ambiguity import outside_of_modules
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
@@ -31,6 +29,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
+from flax_layoutmap._step.explicit import on_auto_axes
 from flax_layoutmap._step.refusals import (
     check_apart,
     named_parts,
@@ -92,6 +91,10 @@ def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
     mesh = mesh_needed(rules)
     if mesh is None or any(isinstance(x, Tracer) for x in leaves):
         return contextlib.nullcontext()
+    if not any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
+        devices = None if rules is None or rules.mesh is None else rules.mesh.jax_mesh
+        if isinstance(devices, Mesh):
+            return jax.set_mesh(devices)  # JAX would not know them
     return jax.sharding.use_abstract_mesh(mesh)
 
 
@@ -105,6 +108,7 @@ class Job:
         static: the arguments that are constants.
         donated: the arguments whose buffers may be reused.
         runs: whether its programs run; if not, no value in them can become stale.
+        explicit: whether the function is traced on Explicit axes as such.
     """
 
     fun: Callable[..., Any]
@@ -114,6 +118,7 @@ class Job:
     static: frozenset[str]
     donated: frozenset[str]
     runs: bool = True
+    explicit: bool = False
 
     @property
     def name(self) -> str:
@@ -193,16 +198,14 @@ def trace_job(
 
     def traced() -> Any:
         with mesh_context(call.rules, call.leaves):
-            return jax.make_jaxpr(flat, return_shape=True)(avals)
+            mesh = None if call.rules is None or job.explicit else call.rules.mesh
+            fun = on_auto_axes(flat, mesh)
+            return jax.make_jaxpr(fun, return_shape=True)(avals)
 
     try:
         closed, shapes = call_with_rules(call.rules, traced)
     except TypeError as error:
         refuse_integers(_differentiable(call.arguments), job.name, error)
-        raise
-    except Exception as error:
-        if is_sharding_type_error(error):
-            raise LayoutError(outside_of_modules(job.name, error)) from error
         raise
     if job.runs:
         refuse_captured(closed.consts, named_objects(call.arguments), job.name)

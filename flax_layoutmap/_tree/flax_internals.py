@@ -21,9 +21,6 @@
   leave out: a note on a module has it. Fallback: a name of its own, which they show.
 - `__call__` of the classes of NNX modules: wrapped while functions with activation
   rules are traced, as NNX has no hook like `linen.intercept_methods`. Plain Python.
-- `flax.core.lift.pack` and `flax.linen.transforms.lift_transform`, of which Linen's own
-  transformations are made: no private names, and in no documentation. Without them, a
-  Linen module cannot be called on Auto axes.
 - `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph`: shared Variables once,
   as the default may change.
@@ -36,12 +33,11 @@ import contextvars
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-from flax import linen, nnx
-from flax.core import lift
+from flax import nnx
 from flax.errors import TraceContextError
 
 from flax_layoutmap._core.errors import StructureError
@@ -368,33 +364,3 @@ def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
 def _with_subclasses(cls: type) -> set[type]:
     below = {own for child in cls.__subclasses__() for own in _with_subclasses(child)}
     return below | {cls}
-
-
-def call_linen_lifted(
-    call: Callable[..., tuple[Any, Any]],
-    module: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Call a Linen module on other values of its variables and random keys.
-
-    `call(run, variables, keys)` calls `run` with these or others, for the output and
-    the variables that may have changed, and returns both.
-    """
-
-    def transform(core: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(
-            scopes_of: Any, repack: Any, variables: Any, keys: Any, *own: Any, **kw: Any
-        ) -> tuple[Any, Any]:
-            def run(variables: Any, keys: Any) -> tuple[Any, Any]:
-                scopes = scopes_of(variables, keys)
-                output = core(scopes, *own, **kw)
-                return output, repack(scopes)
-
-            return call(run, variables, keys)
-
-        every = (True,)
-        return lift.pack(inner, every, every, every, enable_kwargs=True)
-
-    method = type(module).__call__
-    return linen.transforms.lift_transform(transform, method)(module, *args, **kwargs)

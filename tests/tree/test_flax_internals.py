@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen, nnx
 
@@ -300,41 +299,3 @@ def test_calls_are_intercepted_in_the_block_alone() -> None:
     assert seen == [Heads, nnx.Linear]
     heads(jnp.ones((1, 2)))
     assert seen == [Heads, nnx.Linear]
-
-
-class Noisy(linen.Module):
-    """Reads a parameter and a random key, and changes a variable."""
-
-    @linen.compact
-    def __call__(self, x: Any) -> Any:
-        count = self.variable("counts", "n", lambda: jnp.zeros(()))
-        count.value += 1
-        x = linen.Dense(2)(x) + jax.random.normal(self.make_rng("noise"), x.shape)
-        return x, jax.random.normal(self.make_rng("noise"))
-
-
-def test_a_linen_module_is_called_on_other_values() -> None:
-    noisy, x = Noisy(), jnp.ones((1, 2))
-    keys = {"params": jax.random.key(0), "noise": jax.random.key(1)}
-    variables: Any = noisy.init(keys, x)
-    seen: list[Any] = []
-
-    def doubled(run: Any, variables: Any, keys: Any) -> Any:
-        seen.append(jax.tree.leaves(keys))
-        output, changed = run(jax.tree.map(lambda v: 2 * v, variables), keys)
-        return output, jax.tree.map(lambda v: v + 10, changed)
-
-    def intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if seen or context.method_name != "__call__":
-            return plain(*args, **kwargs)
-        return internals.call_linen_lifted(doubled, context.module, args, kwargs)
-
-    def call(variables: Any) -> Any:
-        rngs = {"noise": jax.random.key(2)}
-        return noisy.apply(variables, x, rngs=rngs, mutable=["counts"])
-
-    with linen.intercept_methods(intercept):
-        found, changed = call(variables)
-    wanted, _ = call(jax.tree.map(lambda v: 2 * v, variables))
-    assert all(map(np.array_equal, found, wanted)) and len(seen[0]) == 1
-    assert changed["counts"]["n"] == 2 * variables["counts"]["n"] + 1 + 10
