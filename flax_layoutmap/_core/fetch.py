@@ -216,8 +216,8 @@ def _unknown(x: Any) -> str:
         return (
             f"a traced value {x.shape}: on Auto axes the compiler chooses its layout "
             "later; fix it, x = flm.relayout(x, layout), and use that layout; or read "
-            "it outside of jit; or use Explicit axes, "
-            'flm.DeviceMesh(..., axis_types="explicit")'
+            "it outside of jit; or use Explicit axes, flm.DeviceMesh(..., "
+            'axis_types="explicit"), and flm.jit(..., explicit=True)'
         )
     what = f"a {type(x).__name__}"
     if isinstance(x, dict | list | tuple):

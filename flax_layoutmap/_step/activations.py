@@ -188,8 +188,7 @@ class _Active:
 
     def _path_of(self, module: Any) -> Path | None:
         mark = note_of(module)
-        is_of_this_scope = mark is not None and mark.rules == self._rules
-        return mark.path if is_of_this_scope else None
+        return mark.path if mark is not None and mark.rules == self._rules else None
 
     def call(self, module: Any, call: Callable[[], Any]) -> Any:
         """Call an NNX module, and constrain its output."""

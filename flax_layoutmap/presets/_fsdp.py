@@ -12,7 +12,6 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.convert._shardings import NEVER_ASKED, rules_for
-from flax_layoutmap.presets._load import with_whole_model
 
 
 def fsdp(
@@ -27,8 +26,7 @@ def fsdp(
 
     Of dims of equal size the last one is taken, as it is the one that stacked layers
     and heads do not have. Parameters without such a dim, and small ones, are
-    replicated. On Explicit axes the outputs of the model lie as the batch, and the
-    model runs as on Auto axes.
+    replicated.
 
     Args:
         model: anything that `flm.resolve` takes.
@@ -64,9 +62,7 @@ def fsdp(
     }
     if batch is None:
         batch = [n for n in dict.fromkeys(("data", axis)) if n in target.axis_names]
-    return with_whole_model(
-        rules_for(leaves, wanted, target, lambda rules: resolve(model, rules), batch)
-    )
+    return rules_for(leaves, wanted, target, lambda rules: resolve(model, rules), batch)
 
 
 def _check_axis(mesh: DeviceMesh, axis: str) -> None:

@@ -11,7 +11,6 @@ from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._place.place import explicit_axes
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 from flax_layoutmap._rules.rules_file import read_rules
@@ -25,8 +24,6 @@ AXES = {
     "context": "positions in a sequence",
 }
 _KNOWN = "they are " + ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
-# Families whose models return no logits of a vocabulary that `tensor` shards.
-_WITHOUT_LOGITS = ("clip", "dit", "siglip", "whisper")
 _FOLDER = Path(__file__).parent
 
 
@@ -85,17 +82,7 @@ def load(
         raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
     file, *variants = families()["aliases"].get(name, [name])
     table = _table(file, variant or next(iter(variants), None))
-    made = LayoutMap.from_rule_set(_on_mesh(table, target, _names_on(target, axes)))
-    return with_whole_model(made) if name in _WITHOUT_LOGITS else made
-
-
-def with_whole_model(layout_map: LayoutMap) -> LayoutMap:
-    """The map; on Explicit axes with the output of the whole model as its batch."""
-    rules = layout_map.freeze()
-    if rules.mesh is not None and explicit_axes(rules.mesh):
-        layout = TensorLayout((rules.batch, ...), rules.mesh)
-        layout_map.activations["^$"] = Rule("^$", layout, rank="skip", optional=True)
-    return layout_map
+    return LayoutMap.from_rule_set(_on_mesh(table, target, _names_on(target, axes)))
 
 
 @functools.cache

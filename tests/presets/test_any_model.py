@@ -120,12 +120,3 @@ def test_zero1_refuses() -> None:
     layout_map.optimizer["kernel"] = None
     with pytest.raises(RuleError, match="has rules for optimizer state already"):
         flm.presets.zero1(layout_map)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_the_output_of_the_model_lies_as_its_batch_on_explicit_axes(kind: str) -> None:
-    mesh = flm.DeviceMesh.abstract("data=2,fsdp=4", axis_types=kind)
-    for layout_map in (flm.presets.fsdp(params(), mesh), flm.presets.clip(mesh)):
-        rules = layout_map.freeze().activations
-        whole = [rule.layout.axes for rule in rules if rule.pattern == "^$"]
-        assert whole == ([(("data", "fsdp"), ...)] if kind == "explicit" else [])
