@@ -95,12 +95,16 @@ class OutputRules:
         no error.
         """
         rules, paths = self._rules, list(self.is_called)
-        if not paths or rules.strict is False or not self._unused():
-            return
-        for path in paths:  # a rule for a module that was not called is not reported
-            self._matching(path)
-        unused = self._unused()
-        if not unused:
+        unused = [
+            rule.pattern
+            for rule in (*rules.activations, *self._outputs)
+            if not (
+                rule.optional
+                or id(rule) in rules._caches.fired
+                or self._is_for_known(rule)
+            )
+        ]
+        if not unused or not paths or rules.strict is False:
             return
         known = [path[0] for path in paths]
         near = [closest(pattern.removesuffix("/output"), known) for pattern in unused]
@@ -118,9 +122,8 @@ class OutputRules:
         for new in news(rules, [remark]):
             report(new)
 
-    def _unused(self) -> list[str]:
-        return [
-            rule.pattern
-            for rule in (*self._rules.activations, *self._outputs)
-            if not rule.optional and id(rule) not in self._rules._caches.fired
-        ]
+    def _is_for_known(self, rule: Rule) -> bool:
+        """Whether a rule is for a module that exists, called or not."""
+        end, match = "/output" if rule in self._outputs else "", self._rules.match
+        every = ([form + end for form in path] for path in self.is_called)
+        return any(reaching_the_end([rule], match, names) for names in every)

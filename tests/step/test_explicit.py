@@ -137,48 +137,37 @@ def linen_state(is_scanned: bool) -> Any:
     return TrainState.create(apply_fn=model.apply, params=params, tx=TX)
 
 
-def by_hand(kind: str, is_scanned: bool) -> Any:
-    """The losses of three steps on one device, and the parameters after them."""
-    if kind == "NNX":
-        model, step = Model(is_scanned), nnx.jit(nnx_step)
-        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-        losses = [step(model, optimizer, X, LABELS) for _ in range(3)]
-        return losses, nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    state, losses = linen_state(is_scanned), []
+def train(kind: str, is_scanned: bool, layout_map: Any = None) -> Any:
+    """The losses of three steps, parameters, optimizer state and text of the program.
+
+    Without a map, on one device by Flax alone.
+    """
+    is_nnx, is_plain = kind == "NNX", layout_map is None
+    make: Any = lambda: (Model if is_nnx else linen_state)(is_scanned)  # noqa: E731
+    fun: Any = nnx_step if is_nnx else linen_step
+    options = {"layout_map": layout_map, "donate_argnums": (0, 1) if is_nnx else 0}
+    step: Any = nnx.jit(fun) if is_plain else flm.jit(fun, **options)
+    args: Any = (make() if is_plain else flm.create(make, layout_map),)
+    if is_nnx:
+        optimizer = nnx.Optimizer if is_plain else flm.create_optimizer
+        args = (*args, optimizer(args[0], TX, wrt=nnx.Param))
+    text, losses = step.lower(*args, X, LABELS).as_text(), []
     for _ in range(3):
-        state, loss = jax.jit(linen_step)(state, X, LABELS)
+        loss = step(*args, X, LABELS)
+        if not is_nnx:
+            *args, loss = loss
         losses.append(loss)
-    return losses, state.params
-
-
-def train(kind: str, is_scanned: bool, layout_map: flm.LayoutMap) -> Any:
-    """The same by a map; also the optimizer's state, and the text of the program."""
-    step: Any = nnx_step if kind == "NNX" else linen_step
-    donated = ("model", "optimizer") if kind == "NNX" else ("state",)
-    step = flm.jit(step, layout_map=layout_map, donate_argnames=donated)
-    losses = []
-    if kind == "NNX":
-        model = flm.create(lambda: Model(is_scanned), layout_map)
-        optimizer = flm.create_optimizer(model, TX, wrt=nnx.Param)
-        text = step.lower(model, optimizer, X, LABELS).as_text()
-        losses = [step(model, optimizer, X, LABELS) for _ in range(3)]
-        params: Any = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        rest: Any = nnx.state(optimizer)
-    else:
-        state = flm.create(lambda: linen_state(is_scanned), layout_map)
-        text = step.lower(state, X, LABELS).as_text()
-        for _ in range(3):
-            state, loss = step(state, X, LABELS)
-            losses.append(loss)
-        params, rest = state.params, state.opt_state
-    assert step._cache_size() == 1
-    return losses, params, rest, text
+    assert is_plain or step._cache_size() == 1
+    if is_nnx:
+        params = nnx.to_pure_dict(nnx.state(args[0], nnx.Param))
+        return losses, params, nnx.state(args[1]), text
+    return losses, args[0].params, args[0].opt_state, text
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
 @pytest.mark.parametrize("kind", ["NNX", "Linen"])
 def test_training_is_that_on_one_device(kind: str, is_scanned: bool) -> None:
-    wanted_losses, wanted = by_hand(kind, is_scanned)
+    wanted_losses, wanted, *_ = train(kind, is_scanned)
     mixed = grid(EXPLICIT, AUTO) if is_scanned else grid(AUTO, EXPLICIT)
     for mesh in (grid(AUTO, AUTO), grid(), mixed):
         layout_map = rules(mesh)
@@ -299,19 +288,6 @@ def test_layouts_in_the_function(types: Any) -> None:
     for x, wanted in zip(results, dims, strict=True):
         assert_lies(x, wanted, layout_map.device_mesh)  # type: ignore[arg-type]
         assert x.sharding.mesh == grid(*types)
-
-
-def test_distribute_tensor_inside_of_auto_axes() -> None:
-    layout = flm.TensorLayout(("data", "model"), grid())
-
-    @jax.sharding.auto_axes(out_sharding=jax.P("data"))
-    def doubled(x: Any) -> Any:
-        return flm.distribute_tensor(2 * x, layout)
-
-    x = flm.distribute_tensor(X, layout)
-    with jax.set_mesh(grid()):
-        for function in (doubled, jax.jit(doubled)):
-            np.testing.assert_array_equal(function(x), 2 * X)
 
 
 # ------------------------------------------------------------------- explicit=True
