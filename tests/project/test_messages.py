@@ -196,7 +196,8 @@ WAYS = (
 TRACED = (
     "a traced value (8, 8): on Auto axes the compiler chooses its layout later; fix "
     "it, x = flm.relayout(x, layout), and use that layout; or read it outside of jit; "
-    'or use Explicit axes, flm.DeviceMesh(..., axis_types="explicit")'
+    'or use Explicit axes, flm.DeviceMesh(..., axis_types="explicit"), and '
+    "flm.jit(..., explicit=True)"
 )
 ON_A_MESH = "; flm.relayout(x, layout) puts an array on a mesh"
 
