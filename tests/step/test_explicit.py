@@ -149,8 +149,12 @@ def train(kind: str, is_scanned: bool, layout_map: Any = None) -> Any:
     step: Any = nnx.jit(fun) if is_plain else flm.jit(fun, **options)
     args: Any = (make() if is_plain else flm.create(make, layout_map),)
     if is_nnx:
-        optimizer = nnx.Optimizer if is_plain else flm.create_optimizer
-        args = (*args, optimizer(args[0], TX, wrt=nnx.Param))
+        model = args[0]
+        if is_plain:
+            optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        else:
+            optimizer = flm.create_optimizer(model, TX, layout_map, wrt=nnx.Param)
+        args = (model, optimizer)
     text, losses = step.lower(*args, X, LABELS).as_text(), []
     for _ in range(3):
         loss = step(*args, X, LABELS)
@@ -194,7 +198,7 @@ def test_the_program_is_that_on_auto_axes() -> None:
     for mesh in (grid(AUTO, AUTO), grid()):
         layout_map = rules(mesh)
         model = flm.create(lambda: Model(True), layout_map)
-        optimizer = flm.create_optimizer(model, TX, wrt=nnx.Param)
+        optimizer = flm.create_optimizer(model, TX, layout_map, wrt=nnx.Param)
         step = flm.jit(nnx_step, layout_map=layout_map)
         found: Counter[Any] = Counter()
         own = flm.DeviceMesh(mesh)
