@@ -10,8 +10,11 @@ outside of the clock.
 """
 
 import argparse
+import copy
 import datetime
+import functools
 import gc
+import itertools
 import platform
 import statistics
 import sys
@@ -73,11 +76,14 @@ def pure_step(state: Any, x: Any) -> Any:
 class Bench:
     """The rows for one number of Variables and devices."""
 
-    def __init__(self, variables: int, devices: int, kind: AxisType = AxisType.Auto):
+    def __init__(self, variables: int, devices: int) -> None:
         self.size = variables, devices
         shape = (2 if devices > 1 else 1, max(1, devices // 2))
         mesh = jax.make_mesh(
-            shape, ("data", "model"), (kind, kind), devices=jax.devices()[:devices]
+            shape,
+            ("data", "model"),
+            (AxisType.Auto, AxisType.Auto),
+            devices=jax.devices()[:devices],
         )
         self.layout_map = flm.LayoutMap(mesh, strict=False)
         self.layout_map["kernel"] = (None, "model")
@@ -114,27 +120,57 @@ class Bench:
 
     def rows(self) -> dict[str, Call]:
         """All rows; the first is the floor."""
-        state, ours = nnx.state(self.placed()), {"layout_map": self.layout_map}
-        flat, pure = jax.tree.leaves(state), nnx.to_pure_dict(nnx.state(self.placed()))
-        explicit = Bench(*self.size, AxisType.Explicit)
+        ours = {"layout_map": self.layout_map}
+        flat = jax.tree.leaves(nnx.state(self.placed()))
+        tree = nnx.to_pure_dict(nnx.state(self.placed()))
         return {
             "floor: `jax.jit` on a flat list": self.pinned(flat),
-            "`jax.jit` on a pure dict": self.pinned(pure),
-            "`jax.jit` on `nnx.State`": self.pinned(nnx.state(self.placed())),
             "**flm.jit**, model and optimizer": self.on_objects(flm.jit, **ours),
-            "**flm.jit**, on Explicit axes": explicit.on_objects(
-                flm.jit, layout_map=explicit.layout_map
+            "**flm.jit**, a call that is not recognised": self.unknown(),
+            "**flm.jit** on a pure dict": self.on_tree(flm.jit, tree, **ours),
+            "`jax.jit` on a pure dict": self.pinned(
+                nnx.to_pure_dict(nnx.state(self.placed()))
             ),
-            "**flm.jit** on a pure dict": self.on_tree(
-                flm.jit, nnx.to_pure_dict(nnx.state(self.placed())), **ours
-            ),
-            "**flm.jit** on `nnx.State`": self.on_tree(
-                flm.jit, nnx.state(self.placed()), **ours
-            ),
+            "`nnx.cached_partial`": self.cached(),
             "`nnx.jit`": self.on_objects(nnx.jit),
-            "`nnx.jit`, graph=False": self.on_objects(nnx.jit, tree_step, graph=False),
+            "`nnx.split`, `jax.jit`, `nnx.update`": self.by_hand(),
             "`nnx.jit_partial`, graph=False": self.partial(),
         }
+
+    def unknown(self) -> Call:
+        """Each call has a new model, of the same Variables."""
+        jitted = flm.jit(
+            step,
+            layout_map=self.layout_map,
+            donate_argnames=("model", "optimizer"),
+        )
+        model, optimizer = self.placed()
+        models = itertools.cycle([copy.copy(model) for _ in range(40)])
+        return lambda: jitted(next(models), optimizer, self.x)
+
+    def cached(self) -> Call:
+        """The call that does not look at the objects."""
+        jitted = nnx.jit(step, donate_argnames=("model", "optimizer"))
+        cached = nnx.cached_partial(jitted, *self.placed())
+        return lambda: cached(self.x)
+
+    def by_hand(self) -> Call:
+        """Six lines of Flax and JAX."""
+        objects = self.placed()
+        graphdef = nnx.graphdef(objects)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def jitted(state: Any, x: Any) -> Any:
+            objects = nnx.merge(graphdef, state)
+            result = step(*objects, x)
+            return nnx.state(objects), result
+
+        def call() -> Any:
+            state, result = jitted(nnx.state(objects), self.x)
+            nnx.update(objects, state)
+            return result
+
+        return call
 
     def partial(self) -> Call:
         """The call that checks nothing."""

@@ -1,12 +1,12 @@
 """Split the arguments of a function into arrays, and merge them again.
 
-NNX objects are split into GraphDef and State; everything else is a pytree.
+NNX objects are flattened as by `nnx.split`; everything else is a pytree.
 """
 
 import dataclasses
 import functools
 import inspect
-import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,20 +14,14 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.errors import (
-    LayoutError,
-    did_you_mean,
-)
+from flax_layoutmap._core.errors import LayoutError, did_you_mean
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import (
-    nnx_split,
-)
-from flax_layoutmap._tree.graph import holders_of, update
+from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.graph import Graph
 from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
 
@@ -151,43 +145,109 @@ def names_of(
 # -------------------------------------------------------------------- arguments
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """The structure of an argument: everything but its arrays.
+
+    Attributes:
+        outer: the structure; where there are NNX objects, these are leaves.
+        nodes: per leaf of `outer`, the GraphDef of an NNX object or None, and the
+            structure of the values in it. Empty if there are no objects.
+        is_state: whether the rules lay it out.
+        is_donated: whether its buffers may be reused.
+        is_given: whether `in_shardings` has its layouts.
+    """
+
+    slot: Slot
+    outer: Any
+    nodes: tuple[tuple[Any, Any], ...]
+    is_state: bool
+    is_donated: bool
+    is_given: bool = False
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The argument with these leaves, and the NNX objects in it."""
+        if not self.nodes:
+            return self.outer.unflatten(leaves), []
+        nodes: list[Any] = []
+        objects: list[Any] = []
+        start = 0
+        for graphdef, treedef in self.nodes:
+            end = start + treedef.num_leaves
+            node = treedef.unflatten(leaves[start:end])
+            if graphdef is not None:
+                with nnx.merge_context() as merging:
+                    node = merging.unflatten(graphdef, node)
+                objects.append(node)
+            nodes.append(node)
+            start = end
+        return self.outer.unflatten(nodes), objects
+
+    def values(self, leaves: Sequence[Any]) -> list[Any]:
+        """The values of all parts of its NNX objects."""
+        found: list[Any] = []
+        start = 0
+        for graphdef, treedef in self.nodes:
+            end = start + treedef.num_leaves
+            if graphdef is not None:
+                found += treedef.unflatten(leaves[start:end])
+            start = end
+        return found
+
+    def in_objects(self) -> list[bool]:
+        """Per leaf, whether it is in an NNX object."""
+        if not self.nodes:
+            return [False] * self.outer.num_leaves
+        return [g is not None for g, t in self.nodes for _ in range(t.num_leaves)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Argument:
     """One argument, taken apart.
 
     Attributes:
         value: as the caller passed it.
-        outer: the structure with NNX objects (and States) as leaves.
-        nodes: the leaves of `outer`.
-        graphdefs: GraphDef of each node, None for other nodes than NNX objects.
+        objects: the outermost NNX objects in it.
+        parts: the Variables in these, and the arrays in no Variable.
         raw: all leaves as the caller has them.
-        leaves: all leaves as the program gets them: Python numbers of a state are
-            arrays, data is placed.
-        treedef: structure of the plain tree, with an `nnx.State` for each NNX object.
-        is_state: whether the rules lay it out.
-        is_donated: whether its buffers may be reused.
+        leaves: all leaves as they are passed to the compiled function: Python numbers
+            of a state are arrays, data is placed.
     """
 
-    slot: Slot
+    form: Form
     value: Any
-    outer: Any
-    nodes: Sequence[Any]
-    graphdefs: tuple[Any, ...]
+    objects: Sequence[Any]
+    parts: Sequence[Any]
     raw: Sequence[Any]
     leaves: Sequence[Any]
-    treedef: Any
-    is_state: bool
-    is_donated: bool
+
+    @property
+    def slot(self) -> Slot:
+        return self.form.slot
 
     @property
     def name(self) -> str:
-        """The name of its slot."""
-        return self.slot.name
+        return self.form.slot.name
+
+    @property
+    def is_state(self) -> bool:
+        return self.form.is_state
+
+    @property
+    def is_donated(self) -> bool:
+        return self.form.is_donated
 
     @property
     def has_objects(self) -> bool:
         """Whether NNX objects are inside, which are updated in place."""
-        return any(graphdef is not None for graphdef in self.graphdefs)
+        return bool(self.objects)
+
+    @functools.cached_property
+    def treedef(self) -> Any:
+        """Structure of the plain tree, with an `nnx.State` for each NNX object."""
+        if not self.form.nodes:
+            return self.form.outer
+        return jax.tree.structure(plain_tree(self.value))
 
     @property
     def is_container(self) -> bool:
@@ -204,19 +264,23 @@ class Argument:
             return ()
         if not all(map(is_on_mesh, self.raw)):
             return ()
-        own = map(own_sharding, self.leaves)
-        return tuple(sharding for sharding in own if sharding is not None)
+        shardings = map(own_sharding, self.leaves)
+        return tuple(sharding for sharding in shardings if sharding is not None)
 
     def key(self) -> Any:
         """The part of a program's cache key."""
-        # State is placed by the rules, so its current sharding does not matter.
-        avals = tuple(_aval_key(leaf, not self.is_state) for leaf in self.leaves)
-        return self.slot, self.outer, self.graphdefs, self.treedef, avals, self.pins
+        if self.is_state:  # no weak types, and the rules place it
+            return self.form, tuple(map(_SHAPE, self.leaves))
+        avals = tuple(map(_aval_key, self.leaves))
+        if self.form.is_given:
+            return self.form, avals
+        return self.form, avals, tuple(map(_placement, self.leaves)), self.pins
 
     def as_state(self) -> "Argument":
         """The same, laid out by the rules."""
+        form = dataclasses.replace(self.form, is_state=True)
         leaves = list(map(strong, self.raw))
-        return dataclasses.replace(self, is_state=True, leaves=leaves)
+        return dataclasses.replace(self, form=form, leaves=leaves)
 
     def with_leaves(self, leaves: Sequence[Any]) -> "Argument":
         """The same with other leaves for the program."""
@@ -228,62 +292,18 @@ class Argument:
             self.treedef, self.leaves if leaves is None else leaves
         )
 
-    def parts(self, leaves: Sequence[Any]) -> list[Any]:
-        """One part of the plain tree for each node."""
-        return self.outer.flatten_up_to(self.plain(leaves))
-
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument with new leaves, and the NNX objects in it."""
-        merged = [
-            part if graphdef is None else nnx.merge(graphdef, part)
-            for graphdef, part in zip(self.graphdefs, self.parts(leaves), strict=True)
-        ]
-        return jax.tree.unflatten(self.outer, merged), self._of_objects(merged)
-
-    @property
-    def objects(self) -> list[Any]:
-        """The outermost NNX objects in it."""
-        return self._of_objects(self.nodes)
-
-    def _of_objects(self, entries: Iterable[Any]) -> list[Any]:
-        """The entries of NNX objects, from one entry per node."""
-        has_graph = (graphdef is not None for graphdef in self.graphdefs)
-        return list(itertools.compress(entries, has_graph))
-
-    def holders(self) -> list[tuple[Any, int] | None]:
-        """Per leaf, the Variable of an NNX object that it is in, as `holders_of`."""
-        found: list[tuple[Any, int] | None] = []
-        for node, graphdef in zip(self.nodes, self.graphdefs, strict=True):
-            if graphdef is None:
-                found += [None] * len(jax.tree.leaves(node))
-            else:
-                found += holders_of(nnx_split(node)[1])
-        return found
-
-    def pure_leaves(self) -> list[bool]:
-        """Per leaf: whether it is outside of every NNX object."""
-        parts = zip(self.graphdefs, self.parts(range(len(self.leaves))), strict=True)
-        return [graphdef is None for graphdef, p in parts for _ in jax.tree.leaves(p)]
-
-    def with_objects(self, nodes: Iterator[Any]) -> Any:
+    def with_objects(self, objects: Iterator[Any]) -> Any:
         """The tree with the next of these NNX objects in place of its own."""
-        pairs = zip(self.nodes, self.graphdefs, strict=True)
-        entries = [node if made is None else next(nodes) for node, made in pairs]
-        return jax.tree.unflatten(self.outer, entries)
+        return jax.tree.map(
+            lambda node: next(objects) if is_object(node) else node,
+            self.value,
+            is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
+        )
 
-    def write_back(self, new: Mapping[int, Any]) -> None:
-        """Give the caller's own NNX objects new leaves, by position."""
-        parts = [
-            node if graphdef is None else nnx_split(node)[1]
-            for node, graphdef in zip(self.nodes, self.graphdefs, strict=True)
-        ]
-        leaves = jax.tree.leaves(jax.tree.unflatten(self.outer, parts))
-        for at, leaf in new.items():
-            leaves[at] = leaf
-        for node, part in zip(
-            self.objects, self._of_objects(self.parts(leaves)), strict=True
-        ):
-            update(node, part)
+    def owners(self) -> list[nnx.Variable[Any] | None]:
+        """Per leaf, the Variable of an NNX object that holds it."""
+        held = iter(Graph(self.objects).owners())
+        return [next(held) if inside else None for inside in self.form.in_objects()]
 
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
@@ -298,6 +318,7 @@ class Call:
         slots: all arguments, in the order of the signature.
         static: those that are compile-time constants.
         arguments: the others.
+        leaves: the leaves of these.
     """
 
     args: Sequence[Any]
@@ -306,6 +327,7 @@ class Call:
     slots: Sequence[tuple[Slot, Any]]
     static: Mapping[Slot, Any]
     arguments: Sequence[Argument]
+    leaves: Sequence[Any]
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -313,33 +335,33 @@ class Call:
         return None if self.rules is None else self.rules.mesh
 
     @property
-    def leaves(self) -> list[Any]:
-        """The leaves of all arguments."""
-        return [leaf for argument in self.arguments for leaf in argument.leaves]
+    def objects(self) -> list[Any]:
+        """The outermost NNX objects in the arguments."""
+        return [node for argument in self.arguments for node in argument.objects]
+
+    @property
+    def parts(self) -> list[Any]:
+        """The parts of these."""
+        return [part for argument in self.arguments for part in argument.parts]
+
+
+def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
+    """The outermost NNX objects in arguments, with names for messages."""
+    return [
+        (f"{a.name} (object {at})" if len(a.objects) > 1 else a.name, node)
+        for a in arguments
+        for at, node in enumerate(a.objects, 1)
+    ]
 
 
 def spans(arguments: Iterable[Argument]) -> list[range]:
     """Per argument, the positions of its leaves among those of all arguments."""
-    found: list[range] = []
+    ranges: list[range] = []
     start = 0
     for argument in arguments:
-        found.append(range(start, start + len(argument.leaves)))
-        start = found[-1].stop
-    return found
-
-
-def named_objects(
-    arguments: Sequence[Argument], objects: Sequence[Sequence[Any]] | None = None
-) -> list[tuple[str, Any]]:
-    """Each outermost NNX object, or its copy in `objects`, with the argument's name."""
-    found = []
-    for argument, own in zip(
-        arguments, objects or [one.objects for one in arguments], strict=True
-    ):
-        several = len(own) > 1
-        for at, node in enumerate(own, 1):
-            found.append((argument.name + f" (object {at})" * several, node))
-    return found
+        ranges.append(range(start, start + len(argument.leaves)))
+        start = ranges[-1].stop
+    return ranges
 
 
 def leaves_with_owners(
@@ -358,19 +380,35 @@ def rebuilt(
 
     That is, the outermost objects of each, and the positions of the leaves in them.
     """
+    return rebuilt_forms([argument.form for argument in arguments], leaves)
+
+
+def rebuilt_forms(
+    forms: Sequence[Form], leaves: Sequence[Any]
+) -> tuple[dict[Slot, Any], list[list[Any]], list[int]]:
+    """The same, from the structures alone."""
     values: dict[Slot, Any] = {}
     objects: list[list[Any]] = []
     positions: list[int] = []
-    for argument, span in zip(arguments, spans(arguments), strict=True):
-        own = leaves[span.start : span.stop]
-        values[argument.slot], found = argument.rebuild(own)
-        objects.append(found)
-        is_pure = zip(span, argument.pure_leaves(), strict=True)
-        positions += [at for at, pure in is_pure if not pure]
+    start = 0
+    for form in forms:
+        in_objects = form.in_objects()
+        end = start + len(in_objects)
+        values[form.slot], nodes = form.rebuild(leaves[start:end])
+        objects.append(nodes)
+        positions += [start + at for at, inside in enumerate(in_objects) if inside]
+        start = end
     return values, objects, positions
 
 
-def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
+def take_apart(
+    slot: Slot,
+    value: Any,
+    *,
+    is_state: bool,
+    is_donated: bool,
+    is_given: bool = False,
+) -> Argument:
     """Take an argument apart.
 
     It is state if `is_state`, or if it holds an NNX object, an `nnx.State`, a
@@ -388,34 +426,46 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
         return stop
 
     try:
-        nodes, outer = jax.tree.flatten(value, is_leaf=stops)
+        raw, outer = jax.tree.flatten(value, is_leaf=stops)
+        objects = list(filter(is_object, raw))
+        nodes: list[tuple[Any, Any]] = []
+        parts: list[Any] = []
+        if objects:
+            raw, nodes, parts = _split(raw)
+        elif is_state:
+            raw, outer = jax.tree.flatten(value)
     except (TypeError, ValueError):
         flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
-    split = [nnx_split(node) if is_object(node) else (None, node) for node in nodes]
-    graphdefs, parts = zip(*split, strict=True) if split else ((), ())
-    raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
+    form = Form(slot, outer, tuple(nodes), is_state, is_donated, is_given)
     leaves = list(map(strong, raw)) if is_state else raw
-    argument = Argument(
-        slot,
-        value,
-        outer,
-        nodes,
-        graphdefs,
-        raw,
-        leaves,
-        treedef,
-        is_state,
-        is_donated,
-    )
+    argument = Argument(form, value, objects, parts, raw, leaves)
     for at, leaf in enumerate(leaves):
-        if problem := no_array(leaf):
+        if not isinstance(leaf, jax.Array) and (problem := no_array(leaf)):
             raise LayoutError(
                 f"{argument.path(at)} is neither an array nor a number, but the "
                 f"{problem}: take it out of the argument, or name a whole (hashable) "
                 "argument in static_argnames"
             )
     return argument
+
+
+def _split(nodes: Iterable[Any]) -> tuple[list[Any], list[tuple[Any, Any]], list[Any]]:
+    """The leaves of nodes, their structures, and the parts of the objects there."""
+    leaves: list[Any] = []
+    forms: list[tuple[Any, Any]] = []
+    parts: list[Any] = []
+    for node in nodes:
+        if is_object(node):
+            graph = Graph([node])
+            leaves += graph.leaves
+            parts += graph.parts
+            forms.append((graph.graphdefs[0], graph.treedef))
+        else:
+            below, treedef = jax.tree.flatten(node)
+            leaves += below
+            forms.append((None, treedef))
+    return leaves, forms, parts
 
 
 def is_on_mesh(leaf: Any) -> bool:
@@ -448,23 +498,23 @@ def strong(leaf: Any) -> Any:
     return leaf
 
 
-def _aval_key(leaf: Any, with_sharding: bool) -> Any:
-    if isinstance(leaf, Tracer):
-        return jax.typeof(leaf)
+_SHAPE = operator.attrgetter("shape", "dtype")
+
+
+def _aval_key(leaf: Any) -> Any:
     if isinstance(leaf, _NUMBERS):
         return type(leaf)
     dtype = leaf.dtype
     if isinstance(leaf, np.ndarray | np.generic):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    weak = getattr(leaf, "weak_type", False)
-    if not with_sharding:
-        return leaf.shape, dtype, weak
-    sharding = getattr(leaf, "sharding", None)
-    explicit = isinstance(sharding, NamedSharding) and any(
-        kind is AxisType.Explicit for kind in sharding.mesh.axis_types
-    )
-    space = jax.typeof(leaf).memory_space
-    return leaf.shape, dtype, weak, space, sharding if explicit else None
+    return leaf.shape, dtype, getattr(leaf, "weak_type", False)
+
+
+def _placement(leaf: Any) -> Any:
+    """Where data is; of a tracer its type, which may say so."""
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf)
+    return getattr(leaf, "sharding", None)
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

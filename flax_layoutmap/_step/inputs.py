@@ -5,8 +5,8 @@ batch axes. Equal placements get one spelling, so that they share a compiled pro
 """
 
 import collections
+import functools
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +28,8 @@ from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
-from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
-from flax_layoutmap._rules.rules import Remark, RuleSet, announce
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
@@ -37,17 +37,17 @@ from flax_layoutmap._step.arguments import (
     is_on_mesh,
     leaves_with_owners,
     named_objects,
+    shape_key,
     slots_of,
     take_apart,
 )
-from flax_layoutmap._step.program import Program
+from flax_layoutmap._step.program import Program, are_apart
 from flax_layoutmap._step.refusals import check_apart
+from flax_layoutmap._step.shardings import sharding_kept
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.paths import Flat, Roots
+from flax_layoutmap._tree.paths import Roots
 
-# Flax's names of the matrices of layers, which no batch has.
-_PARAMETER = re.compile(r"(?:^|/)(?:kernel|embedding)$")
 _NUMBERS = (bool, int, float, complex)
 
 # Places the leaves of an argument that is data.
@@ -75,18 +75,27 @@ def bind(
         if slot in static:
             continue
         donated = slot.is_among(job.donated)
-        argument = take_apart(slot, value, is_state=donated, is_donated=donated)
+        given = job.in_sharding(slot) is not None
+        argument = take_apart(
+            slot, value, is_state=donated, is_donated=donated, is_given=given
+        )
         if not argument.is_state:
             if rules is not None and holds_parameters(argument, rules):
                 argument = argument.as_state()
-            elif job.in_sharding(slot) is None:
+            elif not given:
                 leaves = (place or place_data)(argument, rules)
                 argument = argument.with_leaves(leaves)
         arguments.append(argument)
-    raw = [leaf for one in arguments if one.has_objects for leaf in one.raw]
-    if len(set(map(id, raw))) < len(raw):  # a shared Variable is a leaf that recurs
+    _check_not_shared(arguments)
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    return Call(args, kwargs, rules, slots, static, arguments, leaves)
+
+
+def _check_not_shared(arguments: Sequence[Argument]) -> None:
+    """Raise StructureError where two arguments share a Variable."""
+    parts = [part for argument in arguments for part in argument.parts]
+    if len(set(map(id, parts))) < len(parts):
         check_apart(named_objects(arguments))
-    return Call(args, kwargs, rules, slots, static, arguments)
 
 
 # ------------------------------------------------------------- state, or data
@@ -95,52 +104,28 @@ def bind(
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
     """Whether an argument is a container with a leaf that a rule shards.
 
-    A rule that replicates does not count, so that a catch-all makes no batch a state.
+    Rules that replicate are ignored; otherwise a catch-all rule would turn every batch
+    into state.
     """
     if not argument.is_container:
         return False
+    shapes = shape_key(argument.leaves)
+    return _holds_parameters(argument.name, argument.treedef, shapes, rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_parameters(
+    name: str, treedef: Any, shapes: tuple[tuple[int, ...], ...], rules: RuleSet
+) -> bool:
+    leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
-        flat = flatten(Roots({argument.name: argument.value}))
+        flat = flatten(Roots({name: treedef.unflatten(leaves)}))
     except StructureError:
         return False  # without paths no rule can mean it
-    found = any(
-        _is_sharded(rules, flat.forms(at), np.ndim(leaf))
+    return any(
+        _is_sharded(rules, flat.forms(at), len(leaf.shape))
         for at, leaf in enumerate(flat.leaves)
     )
-    if not found:
-        _warn_of_parameters(argument.name, flat, rules)
-    return found
-
-
-def _warn_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
-    """Warn once where an argument looks like parameters and no rule matches any.
-
-    After a renaming, for example, they would silently be split like a batch.
-
-    Raises:
-        ResolveError: the rule set is strict.
-    """
-    if rules.strict is False or all(rule.layout.is_replicated for rule in rules.rules):
-        return
-    missed = [
-        at
-        for at, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
-        if np.ndim(leaf) > 1 and _PARAMETER.search(path)
-        if not rules.matcher.matching_forms(flat.forms(at))
-    ]
-    if not missed:
-        return
-    path, shape = flat.paths[missed[0]], np.shape(flat.leaves[missed[0]])
-    near = closest_rule(path, rules.rules)
-    hint = f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
-    more = f", and {len(missed) - 1} more like it" if len(missed) > 1 else ""
-    text = (
-        f"no rule matches {path} {show_shape(shape)} in the argument {name!r}{more}"
-        f"{hint}; as no rule shards anything in it, it is taken for data, and what is "
-        f"on no mesh is split over the batch axes {rules.batch}"
-    )
-    paths = frozenset(flat.paths[at] for at in missed)
-    announce(rules, [Remark(text, "taken for data", paths)])
 
 
 def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:
@@ -236,14 +221,11 @@ def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None
         grid = DeviceMesh(sharding.mesh)
         if list(grid.devices.flat) != list(mesh.devices.flat):
             return None
-        if not same_grid(grid, mesh):
-            return normal
-        # Only the axis types differ.
-        kind = sharding.memory_kind
-        return NamedSharding(mesh.jax_mesh, normal.spec, memory_kind=kind)
+        own = mesh.jax_mesh if same_grid(grid, mesh) else sharding.mesh
+        return NamedSharding(own, normal.spec, memory_kind=sharding.memory_kind)  # type: ignore[arg-type]
     if sharding.device_set != set(mesh.devices.flat):
         return None
-    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())  # type: ignore[arg-type]
     return replicated if sharding.is_equivalent_to(replicated, ndim) else sharding
 
 
@@ -289,52 +271,93 @@ def fit(program: Program, call: Call) -> list[Any]:
         LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
             and used twice.
     """
-    arguments, donated = call.arguments, program.donated
-    leaves: list[Any] = []
-    problems: list[str] = []
-    deleted: list[str] = []
-    hints: dict[str, None] = {}
-    every = leaves_with_owners(arguments)
-    for (argument, at, leaf), sharding in zip(every, program.wanted, strict=True):
-        leaves.append(leaf)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise LayoutError(
-                f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call "
-                "needs arrays; make the model with flm.create(make, layout_map), "
-                "or use .lower or .eval_shape"
-            )
-        if isinstance(leaf, (Tracer, *_NUMBERS)):
-            continue
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            deleted.append(argument.path(at))
-        elif sharding is None:
-            continue
-        elif (
-            isinstance(leaf, jax.Array)
-            and leaf.committed
-            and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        ):
-            problems.append(
-                f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
-                f"{show_sharding(sharding)}, it is {show_sharding(leaf.sharding)}"
-            )
-            hints[_hint(call, argument, at)] = None
-        else:
-            leaves[-1] = put(leaf, sharding)
-    if deleted:  # given to a program, some backends end the process
+    if are_deleted(call.leaves):  # given to a program, some backends end the process
+        named = {argument.name: argument.value for argument in call.arguments}
         raise LayoutError(
-            f"{first_four(deleted)}: deleted, as an earlier call donated "
+            f"{first_four(deleted_paths(named))}: deleted, as an earlier call donated "
             "them; go on with what that call returned, or do not donate them"
         )
-    if problems:
-        raise LayoutError(
-            f"{len(problems)} arrays are not where this jit wants them:\n"
-            f"{bullet_list(problems)}\n{'; '.join(hints)}"
-        )
-    if donated:
-        _check_not_donated_twice(arguments, leaves, donated)
-        _copy_shared_memory(leaves, donated)
+    leaves = list(call.leaves)
+    misplaced: list[int] = []
+    for at, (leaf, sharding) in enumerate(zip(leaves, program.wanted, strict=True)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise _abstract(call, at)
+        if sharding is None or getattr(leaf, "sharding", None) == sharding:
+            continue
+        if isinstance(leaf, (Tracer, *_NUMBERS)):
+            continue
+        if _is_elsewhere(leaf, sharding):
+            misplaced.append(at)
+        else:
+            leaves[at] = put(leaf, sharding)
+    if misplaced:
+        raise _misplaced(program, call, misplaced)
+    if program.donated:
+        _check_not_donated_twice(call.arguments, leaves, program.donated)
+        if not are_apart([call.leaves[at] for at in program.state]):
+            _copy_shared_memory(leaves, program)
     return leaves
+
+
+def is_for(program: Program, call: Call) -> bool:
+    """Whether a program with the key of a call is for it.
+
+    State that no rule names has to be where the program expects it.
+    """
+    kept = {at: sharding_kept(call.leaves[at]) for at in program.free}
+    return all(
+        where is None or where == program.wanted[at] for at, where in kept.items()
+    )
+
+
+def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
+    return (
+        isinstance(leaf, jax.Array)
+        and leaf.committed
+        and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
+
+
+def _abstract(call: Call, number: int) -> LayoutError:
+    argument, at, leaf = list(leaves_with_owners(call.arguments))[number]
+    return LayoutError(
+        f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call needs "
+        "arrays; make the model with flm.create(make, layout_map), or use .lower or "
+        ".eval_shape"
+    )
+
+
+def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutError:
+    every = list(leaves_with_owners(call.arguments))
+    problems: list[str] = []
+    hints: dict[str, None] = {}
+    for number in numbers:
+        argument, at, leaf = every[number]
+        problems.append(
+            f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
+            f"{show_sharding(program.wanted[number])}, it is "
+            f"{show_sharding(leaf.sharding)}"
+        )
+        hints[_hint(call, argument, at)] = None
+    return LayoutError(
+        f"{len(problems)} arrays are not where this jit wants them:\n"
+        f"{bullet_list(problems)}\n{'; '.join(hints)}"
+    )
+
+
+def are_deleted(leaves: Sequence[Any]) -> bool:
+    """Whether one of these is a deleted array."""
+    if not leaves:
+        return False
+    try:
+        # The method of the type is much faster than an attribute of each array.
+        return any(map(type(leaves[0]).is_deleted, leaves))
+    except (AttributeError, TypeError):  # other things among them
+        return any(
+            x.is_deleted()
+            for x in leaves
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        )
 
 
 def _check_not_donated_twice(
@@ -360,15 +383,15 @@ def _check_not_donated_twice(
         )
 
 
-def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
-    """Copy donated arrays that share their memory with another array.
+def _copy_shared_memory(leaves: list[Any], program: Program) -> None:
+    """Copy donated arrays that share their memory with other state.
 
-    As two arrays do that were put on a mesh from one. Donating them may end the process
-    (jax 0.10.2).
+    As two arrays do that were put on a mesh from one. Donating them ends the process
+    (jax 0.10.2), or hangs (jax 0.12.0).
     """
-    parts = list(map(buffers_of, leaves))
-    count = collections.Counter(itertools.chain.from_iterable(parts))
-    for at in donated:
+    parts = {at: buffers_of(leaves[at]) for at in program.state}
+    count = collections.Counter(itertools.chain.from_iterable(parts.values()))
+    for at in program.donated:
         if any(count[part] > 1 for part in parts[at]):
             leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
 
@@ -400,41 +423,25 @@ def _hint(call: Call, argument: Argument, at: int) -> str:
     """The fix for a leaf that is placed elsewhere."""
     flat, name = flatten(Roots({argument.name: argument.value})), argument.name
     rules = call.rules
-    if flat.section(at).role != "optimizer":
-        if rules is not None and _goes_by_its_name(flat, at, rules):
-            return (
-                f"the rules name the argument {name!r}, so the model has to be called "
-                f"so where it is made or moved, too: layout_map.place({{{name!r}: "
-                f"{name}}}), or flm.create(lambda: {{{name!r}: make()}}, layout_map)"
-            )
-        is_ruled = rules is None or rules.matcher.matching_forms(flat.forms(at))
-        if not is_ruled and not argument.leaves[at].sharding.is_fully_replicated:
-            return (
-                f"no rule is for them in the argument {name!r}: if rules name what "
-                "they were made in, such as 'policy', pass them as that, "
-                f"{{'policy': {name}}}, or call the argument so; if not, move them "
-                f"first, layout_map.place({name})"
-            )
+    if flat.section(at).role == "optimizer":
+        # The state of an optimizer alone does not say which parameters it follows.
         return (
-            "move them first, layout_map.place(model), or make the model with "
-            "flm.create(make, layout_map)"
+            "make the optimizer with flm.create_optimizer(model, tx, layout_map), or "
+            "place the tree that holds both, "
+            f"layout_map.place({{'model': model, {name!r}: {name}}})"
         )
-    # The state of an optimizer alone does not say which parameters it follows.
-    more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
-    named = [one.name for one in call.arguments if one.has_objects or one is argument]
-    named = ["model", name] if len(named) == 1 else named
-    both = ", ".join(f"{one!r}: {one}" for one in named)
-    return (
-        f"make the optimizer with flm.create_optimizer(model, tx{more}), or place the "
-        f"tree that holds both, layout_map.place({{{both}}})"
-    )
-
-
-def _goes_by_its_name(flat: Flat, at: int, rules: RuleSet) -> bool:
-    """Whether the rules of a leaf depend on the name of its argument."""
     whole, *within = flat.forms(at)
-    ask = rules.matcher.matching_forms
-    return bool(within) and ask((whole, *within)) != ask(within)
+    if rules is not None and within:
+        ask = rules.matcher.matching_forms
+        if ask((whole, *within)) != ask(within):
+            return (
+                f"these rules match paths that start with {name!r}, so create and "
+                f"place the model under that name: layout_map.place({{{name!r}: {name}}})"
+            )
+    return (
+        "move them first, layout_map.place(model), or make the model with "
+        "flm.create(make, layout_map)"
+    )
 
 
 def show_sharding(sharding: Any) -> str:

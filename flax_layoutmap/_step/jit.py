@@ -1,14 +1,5 @@
-"""jit: in and out shardings from the rules, for NNX objects and pure trees.
+"""jit: in and out shardings from the rules, for NNX objects and pure trees."""
 
-Arguments are sorted into two kinds. **State** is laid out by the rules and stays there:
-NNX objects, TrainStates, optax states, containers in which a rule shards something, and
-whatever is donated. **Data** is everything else: arrays that are on the mesh keep their
-layout, host arrays are split over the batch axes. The function is traced once for each
-structure and set of shapes; what it changed in NNX objects is written back into the
-caller's own objects.
-"""
-
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,27 +21,24 @@ from flax_layoutmap._place.place import need_devices
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import call_with_rules
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     first_four,
     named_objects,
     names_of,
-    positional_names,
     signature_of,
     slots_of,
     static_key,
 )
-from flax_layoutmap._step.fast_path import FastPath
 from flax_layoutmap._step.inputs import (
     Placer,
     bind,
     deleted_paths,
     fit,
+    is_for,
     warn_of_whole_batches,
 )
-from flax_layoutmap._step.memory import call_on_device
 from flax_layoutmap._step.program import (
     Program,
     StaleProgramError,
@@ -58,9 +46,10 @@ from flax_layoutmap._step.program import (
     make_program,
     run_program,
 )
+from flax_layoutmap._step.recognise import KnownCalls
 from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
-from flax_layoutmap._step.trace import Job, call_job, context_key, mesh_context
+from flax_layoutmap._step.trace import Job, context_key, mesh_context
 from flax_layoutmap._tree.paths import join_keys
 from flax_layoutmap._tree.watch import Uncomparable, comparable
 
@@ -82,48 +71,34 @@ def jit(
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
-    State comes in and goes out in the layouts of the rules, so that nothing drifts and
-    the second call compiles nothing: arguments that hold an NNX object, an `nnx.State`,
-    a TrainState or an optax state, containers (a dict of parameters) in which a rule
-    shards a leaf, and donated arguments. NNX objects are updated in place, as by
-    `nnx.jit`. Arguments of other kinds are data: arrays on the mesh stay as they are,
-    those on the host are split over the map's `batch` axes (scalars and PRNG keys are
-    replicated).
+    Arguments that hold an NNX object, an `nnx.State`, a TrainState or an optax state,
+    containers in which a rule shards a leaf, and donated arguments are state: they come
+    in and go out in the layouts of the rules. Other arguments are data: arrays on the
+    mesh stay as they are, those on the host are split over the map's `batch` axes
+    (scalars and PRNG keys are replicated).
 
-    A changed static attribute is seen, and the function traced again; also a change in
-    place of one that cannot be hashed (a list, a dataclass). docs/jit.md has a table of
-    what is compared.
+    NNX objects are updated in place, as by `nnx.jit`; modules may be modified inside,
+    and new Variables are sharded by the rules, or left to XLA where no rule names them.
+    A call that changes the structure donates nothing of the objects. Changing a static
+    attribute of a module retraces the function; docs/jit.md says what is compared.
 
-    The function may also add, remove, replace or swap Variables and modules of NNX
-    objects, edit their static attributes, and return them: the caller's own objects
-    become what they would without `jit`, and what is new is laid out by the rules. Such
-    a call donates nothing of the objects.
-
-    In the result, a tree with the structure and shapes of a state argument gets that
-    argument's layouts, and one like a container of data on the mesh gets those of the
-    container. Any other TrainState, optax state, `nnx.State` or mapping with the key
-    "params" is laid out by the rules. The rest is left to the compiler.
-
-    Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`, and
-    `layout_map.activations` lay out the outputs of modules. On an Explicit mesh the
-    function is traced as on Auto axes, so that stock layers, losses and optimizers work
-    as they are.
+    A part of the result with the structure of an argument gets its layouts; any other
+    TrainState, optax state, `nnx.State` or mapping with the key "params" those of the
+    rules. Inside, `flm.distribute_tensor(x, "hidden")` finds
+    `layout_map.names["hidden"]`, and `layout_map.activations` constrain the outputs of
+    modules. On an Explicit mesh the function is traced as on Auto axes.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
-        layout_map: a `LayoutMap` or `RuleSet`; it may be edited later: a new rule takes
-            effect at the next call. None: without rules every array stays where it is,
-            and host batches are not split; where the state is on a mesh of several
-            devices, a warning says so.
+        layout_map: a `LayoutMap` or `RuleSet`; an edit takes effect at the next call.
+            None: every array stays where it is, and host batches are not split.
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
-            as `("data", None)` (or a prefix tree of them), which overrides the rules
-            for that argument.
-        out_shardings: the same for the function's result; None leaves what is no state
-            to the compiler. NNX objects in the result are laid out by the rules.
+            as `("data", None)` (or a prefix tree of them), which overrides the rules.
+        out_shardings: the same for the function's result.
         static_argnames: arguments that are compile-time constants (hashable).
         static_argnums: the same by position.
         donate_argnames: arguments whose buffers may be reused for the results. Of an
-            NNX object only what the function changes is donated; the rest stays valid.
+            NNX object only what the function changes is donated.
         donate_argnums: the same by position.
         explicit: on an Explicit mesh, trace the function with its types of layouts,
             for code that gives them (`out_sharding=`, `jax.sharding.reshard`).
@@ -135,10 +110,9 @@ def jit(
     Raises:
         LayoutError: an option names no argument; or, when called: state is not where
             the rules say, a batch does not divide, two NNX arguments share a Variable,
-            a Variable has `ref` or `hijax`, or the function uses an NNX object or a
-            Variable from a closure, a global or the like, not from an argument. Nothing
-            was run.
-        RuleError: `layout_map` is none, or a sharding names an unknown axis.
+            a Variable has `ref` or `hijax`, or the function uses an NNX object that is
+            not an argument. Nothing was run.
+        RuleError: `layout_map` is not one, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
             rules, meshes, states or host batches: each of them passes the whole batch.
@@ -219,8 +193,8 @@ class Jitted:
         both = sorted(job.static & (job.donated | set(given)))
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
-        self._fast_path = FastPath(positional_names(signature))
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, list[Program]] = {}
+        self._known = KnownCalls(signature)
         self._warned = False
 
     # ----------------------------------------------------------------------- a call
@@ -228,8 +202,11 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
         try:
-            ran, result = self._fast_path.call(args, kwargs, rules)
-            return result if ran else self._slow_path(args, kwargs, rules)
+            ran, result = self._known.run(args, kwargs, rules)
+            if ran:
+                return result
+            call = bind(self._job, args, kwargs, rules)
+            return self._run(call, self._program(call, runs=True))
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -238,35 +215,13 @@ class Jitted:
             self._raise_if_lost(args, kwargs, error)
             raise
 
-    def _slow_path(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
-    ) -> Any:
-        """A new call: bind its arguments, find or make its program, run it."""
-        config: Any = jax.config
-        if config.jax_disable_jit:
-            given = slots_of(self._job.signature.bind(*args, **kwargs))
-
-            def eagerly(given: Any) -> Any:
-                return call_job(self._job, given, rules, ())
-
-            return call_with_rules(rules, lambda: call_on_device(eagerly, given))
-        # Once an operation has turned these off for itself (jnp.var does), JAX checks
-        # no results of compiled programs in this thread, unless they are set again.
-        nans, infs = config.jax_debug_nans, config.jax_debug_infs
-        with contextlib.ExitStack() as stack:
-            if nans or infs:
-                stack.enter_context(jax.debug_nans(nans))
-                stack.enter_context(jax.debug_infs(infs))
-            return self._run(bind(self._job, args, kwargs, rules))
-
-    def _run(self, call: Call, stale: Program | None = None) -> Any:
-        program = self._program(call, runs=True, stale=stale)
+    def _run(self, call: Call, program: Program) -> Any:
         leaves = fit(program, call)
         try:
             result = run_program(program, call, leaves)
         except StaleProgramError:  # while JAX traces it: nothing has run
-            return self._run(call, program)
-        self._fast_path.remember(call, program, leaves)
+            return self._run(call, self._program(call, runs=True, stale=program))
+        self._known.remember(call, program, leaves)
         return result
 
     def _raise_if_lost(
@@ -300,17 +255,14 @@ class Jitted:
         call = bind(self._job, args, kwargs, self._rules())
         return abstract_result(self._program(call), call)
 
-    def _stage(self, stage: str, call: Call, stale: Program | None = None) -> Any:
-        program = self._program(call, stale=stale)
+    def _stage(self, stage: str, call: Call) -> Any:
+        program = self._program(call)
         avals = [
             abstract(leaf, wanted or own_sharding(leaf))
             for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
         ]
-        try:
-            with mesh_context(call.rules, call.leaves):
-                return getattr(program.jitted, stage)(*program.places.inputs(avals))
-        except StaleProgramError:
-            return self._stage(stage, call, program)
+        with mesh_context(call.rules, call.leaves):
+            return getattr(program.jitted, stage)(*avals)
 
     def without_running(
         self,
@@ -339,7 +291,9 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(executables_of(one.jitted) for one in self._programs.values())
+        return sum(
+            executables_of(p.jitted) for ps in self._programs.values() for p in ps
+        )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -359,52 +313,61 @@ class Jitted:
         """The program of a call: a cached one, or a new one.
 
         `runs` says whether it will run, for which all processes have to agree; `stale`
-        is one that JAX would trace again, though it was cached for the call.
+        is a cached one that turned out not to be the program of this call.
         """
-        key = _key(call)
-        program = self._programs.get(key)
-        if stale is not None and program is stale:
-            self._fast_path.forget(stale)
-            # Only one process may have to do this, so nothing is compared.
-            program = dataclasses.replace(
-                make_program(self._job, call), agreed=stale.agreed
-            )
-        elif program is None or (runs and not program.agreed):
-            # Only a run involves all processes; one may lower the function alone.
-            mesh = call.mesh if runs else None
-            what = f"the first call of {self._job.name}"
-            with Agreement(what, mesh) as agreement:
-                program = program or make_program(self._job, call)
-                lines = program.fingerprints
-                agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
-            if runs:
-                program = dataclasses.replace(program, agreed=True, fingerprints={})
-                if call.rules is None and not self._warned:
-                    self._warned = warn_of_whole_batches(call.arguments, self._job.name)
-        else:
+        key: Any = _key(call)
+        try:
+            cached = self._programs.get(key, [])
+        except TypeError:  # constants that can change in place
+            key = _comparable(key, call)
+            cached = self._programs.get(key, [])
+        fitting = [p for p in cached if p is not stale and is_for(p, call)]
+        program = fitting[0] if fitting else None
+        if program is not None and (program.agreed or not runs):
             return program
-        if program.cacheable:
-            self._programs[key] = program
-            if len(self._programs) > _PROGRAMS:
-                self._fast_path.forget(self._programs.pop(next(iter(self._programs))))
-        return program
+        if stale is not None:  # only one process may have to do this
+            made = dataclasses.replace(make_program(self._job, call), agreed=True)
+        else:
+            made = self._agreed(call, program, runs)
+        others = [p for p in cached if p is not stale and p is not program]
+        self._programs[key] = [made, *others]
+        if len(self._programs) > _PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return made
+
+    def _agreed(self, call: Call, program: Program | None, runs: bool) -> Program:
+        """A new program, or this one, for which all processes agree if it runs."""
+        # Only a run involves all processes; one may lower the function alone.
+        mesh = call.mesh if runs else None
+        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
+            program = program or make_program(self._job, call)
+            lines = program.fingerprints
+            agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
+        if not runs:
+            return program
+        if call.rules is None and not self._warned:
+            self._warned = warn_of_whole_batches(call.arguments, self._job.name)
+        return dataclasses.replace(program, agreed=True, fingerprints={})
 
 
-def _key(call: Call) -> Any:
-    """The cache key of a program: rules, constants, contexts, settings, arguments.
-
-    Raises:
-        StructureError: a constant in an NNX object cannot be compared.
-    """
+def _key(call: Call) -> tuple[Any, ...]:
+    """The cache key of programs: rules, constants, contexts, settings, arguments."""
     places: tuple[Any, ...] = ()
     if call.rules is None:
         state = [argument for argument in call.arguments if argument.is_state]
         places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
     keys = [argument.key() for argument in call.arguments]
+    return call.rules, static_key(call.static), places, context_key(), *keys
+
+
+def _comparable(key: Any, call: Call) -> Any:
+    """A key that can be hashed.
+
+    Raises:
+        StructureError: a constant in an NNX object cannot be compared.
+    """
     try:
-        return comparable(
-            (call.rules, static_key(call.static), places, context_key(), *keys)
-        )
+        return comparable(key)
     except Uncomparable as error:
         refuse_constants(named_objects(call.arguments), error)
         raise

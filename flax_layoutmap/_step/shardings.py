@@ -17,19 +17,21 @@ from jax.tree_util import DictKey, GetAttrKey
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
 from flax_layoutmap._core.fetch import own_sharding
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.layout import TensorLayout, is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument, Call, shape_key, spans
-from flax_layoutmap._step.trace import Job, Traced
+from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import plain_tree
-from flax_layoutmap._tree.graph import Change
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
 
 # Of one leaf of the result: whether it is state, and its sharding.
 Pin = tuple[bool, Any]
+
+# Structures of arguments → what results like them get, for each such argument.
+_Known = Mapping[Any, Sequence[Sequence[Pin]]]
 
 # A placeholder for such a sharding until the rules are resolved.
 _BY_RULE = object()
@@ -38,17 +40,54 @@ _BY_RULE = object()
 RESULT = "the result"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resolved:
-    """Trees by name, and their Resolution; None if there are no trees."""
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The layouts of state, before a function or after it.
 
-    trees: dict[str, Any]
+    Attributes:
+        wanted: one sharding per leaf of all arguments; None leaves it to JAX.
+        free: positions of leaves that keep the sharding they have, as no rule decides.
+        after: one sharding per leaf of the NNX objects that the function changes, or of
+            all after a change of structure; None as above.
+        trees: what the rules lay out, by name.
+        resolution: its resolution; None if there is nothing to resolve.
+        known: structures of the arguments → what results like them get, a list each.
+    """
+
+    wanted: Sequence[Any]
+    free: Sequence[int]
+    after: Sequence[Any]
+    trees: Mapping[str, Any]
     resolution: Resolution | None
+    known: _Known
 
     @property
-    def shardings(self) -> Sequence[NamedSharding]:
-        """One sharding per leaf of all trees."""
-        return [] if self.resolution is None else self.resolution.sharding_list()
+    def parameters(self) -> tuple[str, ...]:
+        """The paths of parameters among the arguments, in all their forms."""
+        made = self.resolution
+        return () if made is None else tuple(made._flat.every_form())
+
+    def avals(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves to trace with."""
+        pairs = zip(leaves, self.wanted, strict=True)
+        return [x if where is None else abstract(x, where) for x, where in pairs]
+
+
+def pins_of(result: Any, known: _Known, made: dict[str, Any] | None) -> list[Pin]:
+    """Per leaf of a result: whether it is state, and its sharding or None.
+
+    `known` are the `Layouts.known`. States that are like no argument are added to
+    `made`, unless that is None.
+    """
+    turns = {key: [list(pin) for pin in pins] for key, pins in known.items()}
+    return _pin_tree(result, turns, made, RESULT)
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether a sharding, or a traced array, is in another memory than the device's."""
+    if isinstance(x, Tracer):
+        return jax.typeof(x).memory_space is jax.memory.Space.Host
+    return x is not None and x is not _BY_RULE and is_offloaded(own_memory_kind(x))
 
 
 def abstract(leaf: Any, sharding: Any) -> Any:
@@ -64,8 +103,8 @@ def abstract(leaf: Any, sharding: Any) -> Any:
     )
 
 
-def wanted_before(job: Job, call: Call) -> tuple[list[Any], Resolved]:
-    """One sharding per leaf of all arguments; None leaves it to JAX."""
+def wanted_before(job: Job, call: Call) -> Layouts:
+    """The layouts of the arguments."""
     trees: dict[str, Any] = {}
     if call.rules is not None:
         trees = {
@@ -73,26 +112,52 @@ def wanted_before(job: Job, call: Call) -> tuple[list[Any], Resolved]:
             for argument in call.arguments
             if argument.is_state and job.in_sharding(argument.slot) is None
         }
-    resolved = _resolved(trees, call.rules)
-    by_rule = iter(resolved.shardings)
-    found: list[Any] = []
+    resolution = _resolved(trees, call.rules)
+    by_rule = iter(_decisions(resolution))
+    wanted: list[Any] = []
+    free: list[int] = []
     for argument in call.arguments:
         prefix, leaves = job.in_sharding(argument.slot), argument.leaves
         if prefix is not None:
             what = f"in_shardings[{argument.name!r}]"
-            found += broadcast(prefix, argument.plain(), call.mesh, what)
+            wanted += broadcast(prefix, argument.plain(), call.mesh, what)
         elif argument.name in trees:
-            found += [next(by_rule) for _ in leaves]
+            for leaf, owner in zip(leaves, argument.owners(), strict=True):
+                sharding, has_rule = next(by_rule)
+                if not has_rule and is_free(owner):
+                    free.append(len(wanted))
+                    sharding = sharding_kept(leaf) or sharding
+                wanted.append(sharding)
         else:
-            found += [own_sharding(x) if argument.is_state else None for x in leaves]
-    return found, resolved
+            keeps = argument.is_state
+            wanted += [own_sharding(x) if keeps else None for x in leaves]
+    return Layouts(wanted, free, (), trees, resolution, _known(call, wanted))
 
 
-def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
+def is_free(owner: Any) -> bool:
+    """Whether a Variable may lie anywhere if no rule names it."""
+    bound = nnx.Param | nnx.OptState
+    return isinstance(owner, nnx.Variable) and not isinstance(owner, bound)
+
+
+def sharding_kept(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array that was put on a mesh, and is not replicated."""
+    sharding = own_sharding(leaf)
+    return None if sharding is None or sharding.is_fully_replicated else sharding
+
+
+def _resolved(trees: Mapping[str, Any], rules: RuleSet | None) -> Resolution | None:
     """Resolve the rules for trees, if there are any."""
-    if rules is None or not trees:
-        return Resolved(trees, None)
-    return Resolved(trees, resolve(Roots(trees), rules))
+    return None if rules is None or not trees else resolve(Roots(trees), rules)
+
+
+def _decisions(resolution: Resolution | None) -> list[tuple[NamedSharding, bool]]:
+    """Per leaf, its sharding and whether a rule (or metadata) names it."""
+    if resolution is None:
+        return []
+    unmatched = set(resolution.unmatched)
+    named = [path not in unmatched for path in resolution.paths]
+    return list(zip(resolution.sharding_list(), named, strict=True))
 
 
 def _without_arrays(argument: Argument) -> Any:
@@ -102,59 +167,61 @@ def _without_arrays(argument: Argument) -> Any:
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
 
 
-def wanted_after(
-    job: Job, call: Call, wanted: Sequence[Any], traced: Traced, change: Change
-) -> tuple[list[Any], Resolved]:
-    """One sharding per leaf of the objects after a change; None leaves it to JAX.
+def after_change(
+    job: Job, call: Call, before: Layouts, outcome: Any, new: Any
+) -> Layouts:
+    """The layouts of the NNX objects after a function; `new` are its abstract outputs.
 
-    `wanted` are the shardings of the leaves of all arguments.
+    Values of Variables stay where they are. After a change of structure the rules are
+    asked again; new Variables that they do not name are left to XLA.
     """
-    outcome = traced.outcome
-    avals = traced.closed.out_avals[: outcome.count]
-    every = call.leaves
-    given: list[Any] = [None] * len(every)
-    for at in change.stays:
-        shape, dtype = every[at].shape, every[at].dtype
-        given[at] = jax.ShapeDtypeStruct(shape, dtype, sharding=wanted[at])
-    new = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    leaves = change.leaves(given, new)
-    nodes = iter(change.merged(leaves))
-    found: dict[int, Any] = {}  # by the id of an abstract leaf
+    structure = outcome.structure
+    if structure is None:
+        after = [before.wanted[at] for at in outcome.leaves]
+        return dataclasses.replace(before, after=after)
+    given: list[Any] = [
+        jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype) for x in call.leaves
+    ]
+    leaves = structure.leaves(given, jax.tree.leaves(new))
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    objects = iter(structure.merged(leaves)[0])
+    chosen: dict[int, Any] = {}  # by the id of an abstract leaf
     trees: dict[str, Any] = {}
     for argument in call.arguments:
-        tree, prefix = argument.with_objects(nodes), job.in_sharding(argument.slot)
+        prefix, name = job.in_sharding(argument.slot), argument.name
+        tree = argument.with_objects(objects)
         if prefix is not None and argument.has_objects:
             plain = plain_tree(tree)
-            name = argument.name
             what = f"in_shardings[{name!r}] (after {name} has changed)"
             layouts = broadcast(prefix, plain, call.mesh, what)
-            found.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
+            chosen.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
         elif prefix is None and argument.is_state:
-            whole = argument.has_objects
-            trees[argument.name] = tree if whole else _without_arrays(argument)
+            trees[name] = tree if argument.has_objects else _without_arrays(argument)
     names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
-    trees.update(zip(names, nodes, strict=True))
-    if call.rules is None:
-        own = [getattr(leaf, "sharding", None) for leaf in leaves]
-        return list(map(found.get, map(id, leaves), own)), Resolved({}, None)
-    resolved = _resolved(trees, call.rules)
+    trees.update(zip(names, objects, strict=True))
+    resolution = _resolved(trees, call.rules)
     ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
-    for key, sharding in zip(ids, resolved.shardings, strict=True):
-        found.setdefault(key, sharding)
-    return [found[id(leaf)] for leaf in leaves], resolved
+    if resolution is not None:
+        by_rule = dict(zip(ids, _decisions(resolution), strict=True))
+    else:
+        by_rule = {}
+    after = []
+    for leaf, is_free, (stays, at) in zip(
+        leaves, structure.free, structure.sources, strict=True
+    ):
+        where, has_rule = by_rule.get(id(leaf), (None, False))
+        if id(leaf) in chosen:
+            where = chosen[id(leaf)]
+        elif stays and (resolution is None or (not has_rule and at in before.free)):
+            where = before.wanted[at]
+        elif is_free and not has_rule:
+            where = None
+        after.append(where)
+    return dataclasses.replace(before, after=after, trees=trees, resolution=resolution)
 
 
-def pin_results(
-    job: Job, call: Call, wanted: Sequence[Any], traced: Traced, resolved: Resolved
-) -> tuple[list[Pin], Resolved]:
-    """Per leaf of the result: whether it is state, and its sharding or None.
-
-    None leaves it to the compiler. A part of the result with the structure of an
-    argument keeps its layouts. Other state is laid out by the rules. `wanted` are the
-    shardings of the leaves of all arguments, `resolved` the trees so far.
-    """
-    # Types have Explicit axes in every version of JAX; shapes may not.
-    types = traced.closed.out_avals[traced.outcome.count :]
+def _known(call: Call, wanted: Sequence[Any]) -> dict[Any, list[list[Pin]]]:
+    """What results with the structure of an argument get; state comes first."""
     known: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
     for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
@@ -162,26 +229,40 @@ def pin_results(
         if argument.is_state and span:
             known.setdefault(key, []).append([(True, wanted[at]) for at in span])
         elif argument.pins:
-            data.setdefault(key, []).append([(False, at) for at in argument.pins])
+            data.setdefault(key, []).append([(False, where) for where in argument.pins])
+    return {**data, **known}
+
+
+def pin_results(
+    job: Job, call: Call, after: Layouts, result: Any
+) -> tuple[list[Any], Resolution | None]:
+    """Per leaf of an abstract result, its sharding or None, and the resolution.
+
+    None leaves it to the compiler. A part of the result with the structure of an
+    argument keeps its layouts. Other state is laid out by the rules.
+    """
+    types, treedef = jax.tree.flatten(result)
     # Without the types of Explicit axes, which the rules override.
-    plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in types]
-    result = jax.tree.unflatten(traced.outcome.out_tree, plain)
-    chosen: list[Any] = [None] * len(plain)  # by the user
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in types]
+    plain = treedef.unflatten(shapes)
+    chosen: list[Any] = [None] * len(shapes)  # by the user
     if job.out_shardings is not None:
-        chosen = broadcast(job.out_shardings, result, call.mesh, "out_shardings")
-    by_rules = call.rules is not None and None in chosen
+        chosen = broadcast(job.out_shardings, plain, call.mesh, "out_shardings")
     made: dict[str, Any] = {}
-    found = _pin_tree(result, {**data, **known}, made if by_rules else None, RESULT)
+    by_rules = call.rules is not None and None in chosen
+    pins = pins_of(plain, after.known, made if by_rules else None)
+    resolution = after.resolution
     if made:
         # With the arguments: optimizer state follows parameters among them.
-        resolved = _resolved({**made, **resolved.trees}, call.rules)
-        every = iter(resolved.shardings)
-        found = [(s, next(every) if at is _BY_RULE else at) for s, at in found]
-    typed = [_typed(aval, call.mesh) for aval in types]
+        resolution = _resolved({**made, **after.trees}, call.rules)
+        assert resolution is not None
+        every = iter(resolution.sharding_list())
+        pins = [(s, next(every) if at is _BY_RULE else at) for s, at in pins]
+    typed = [_typed(leaf, call.mesh) if job.explicit else None for leaf in types]
     return [
-        (state, given or sharding or own)
-        for (state, sharding), given, own in zip(found, chosen, typed, strict=True)
-    ], resolved
+        given or sharding or own
+        for (_, sharding), given, own in zip(pins, chosen, typed, strict=True)
+    ], resolution
 
 
 def _typed(aval: Any, mesh: DeviceMesh | None) -> NamedSharding | None:

@@ -126,9 +126,9 @@ def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
     return not (metadata.get("hijax") or metadata.get("ref"))
 
 
-def is_bookkeeping(name: str) -> bool:
+def is_bookkeeping(name: Any) -> bool:
     """Whether an attribute of an NNX object is NNX's own."""
-    return name.startswith("_pytree__")
+    return isinstance(name, str) and name.startswith("_pytree__")
 
 
 def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -18,7 +18,7 @@ from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument, spans
 from flax_layoutmap._step.inputs import split_leaf
-from flax_layoutmap._step.memory import is_on_host
+from flax_layoutmap._step.shardings import is_on_host
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Roots
 
@@ -66,8 +66,8 @@ def leaves_of(
 
 def _caches(argument: Argument, paths: Sequence[str]) -> set[int]:
     """Positions of key-value caches, by type or by name."""
-    holders = enumerate(argument.holders())
-    by_type = {at for at, held in holders if held and isinstance(held[0], nnx.Cache)}
+    owners = enumerate(argument.owners())
+    by_type = {at for at, owner in owners if isinstance(owner, nnx.Cache)}
     return by_type | {at for at, path in enumerate(paths) if _CACHE.search(path)}
 
 

@@ -296,23 +296,14 @@ def _lower_ours(
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
     with mesh_context(rules, leaves):
-        traced = program.jitted.trace(*program.places.inputs(avals))
+        traced = program.jitted.trace(*avals)
         lowered = _lower(traced, platform, job.name)
-    # The program has its inputs in another order than the leaves.
-    entries, _ = jax.tree_util.tree_flatten_with_path(
-        program.places.inputs(range(len(leaves)))
-    )
-    named = {f"inputs{jax.tree_util.keystr(keys)}": at for keys, at in entries}
-    kept = [named[name] for name in _arguments_of(lowered)]
+    kept = [_number_of(name) for name in _arguments_of(lowered)]
     place = {leaf: at for at, leaf in enumerate(kept)}
-    outcome, (changed, out_shapes) = program.outcome, program.shapes
-    updates: dict[int, int] = {}
-    if outcome.change is None:
-        updates = dict(enumerate((*outcome.changed, *outcome.nested)))
-    result = jax.tree.unflatten(outcome.out_tree, out_shapes)
-    updates |= {
-        len(changed) + at: leaf for at, leaf in same_trees(result, arguments).items()
-    }
+    new, result = program.shapes
+    updates = dict(enumerate(program.outcome.leaves))
+    count = len(jax.tree.leaves(new))
+    updates |= {count + at: leaf for at, leaf in same_trees(result, arguments).items()}
     gone = set(program.donated)
     every = leaves_of(arguments, [at in gone for at in range(len(leaves))], avals)
     return Lowered(
@@ -376,8 +367,7 @@ def _lower_jitted(
     whole = jax.jit(flat, donate_argnums=gone)
     with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
         lowered = _lower(whole.trace(*avals), platform, name)
-    names = _arguments_of(lowered)  # such as "leaves[3]"
-    kept = [int(name.removeprefix("leaves[").removesuffix("]")) for name in names]
+    kept = [_number_of(name) for name in _arguments_of(lowered)]
     place = {leaf: at for at, leaf in enumerate(kept)}
     every = leaves_of(arguments, donated, avals)
     updates = same_trees(result, arguments)
@@ -480,6 +470,11 @@ def _arguments_of(lowered: Any) -> list[str]:
     (main,) = (op for op in operations if str(op.name) == '"main"')
     texts = [str(argument.location)[5:-2] for argument in main.arguments]
     return [_plain(text) for text in texts]
+
+
+def _number_of(name: str) -> int:
+    """The number of a leaf from the name of its argument, such as `leaves[3]`."""
+    return int(name.partition("[")[2].removesuffix("]"))
 
 
 def _plain(text: str) -> str:

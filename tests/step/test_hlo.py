@@ -1,10 +1,8 @@
 """`flm.jit` compiles the same program as a handwritten `jax.jit`.
 
 Both programs have the same function name, the same layouts, and the same order of
-leaves. The order is that of `nnx.split((model, optimizer), …)`: first what the step
-changes in NNX objects, by argument and sorted by path, then what it only reads, then
-the pure trees; and out come first what it changed, in that order, then its result. A
-pure tree alone (a TrainState) has JAX's own order.
+leaves: that of the arguments, and within NNX objects that of `nnx.split`. Out come
+first the Variables that the step changes, which alone are donated, then its result.
 
 Equal means: the same optimized HLO, shardings, donated buffers and layout of the
 results included. Only what says where a line came from is dropped (metadata, tables of
@@ -211,25 +209,36 @@ class Nnx:
         step = flm.jit(train, layout_map=layout_map, donate_argnames=donated)
         return step.lower(*self.state(), self.batch).compile()
 
-    def by_hand(self, mesh: Any, donated: int | tuple[int, ...] = 0) -> Any:
-        stays = (nnx.RngKey, Table)
-        graphdef, kept, changing = nnx.split(self.state(), stays, ...)
+    def by_hand(self, mesh: Any, donates: bool = True) -> Any:
+        graphdef, state = nnx.split(self.state())
+        leaves, treedef = jax.tree.flatten((state, self.batch))
+        count = len(jax.tree.leaves(state))
+        variables = jax.tree.leaves(
+            state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        changing = [
+            at
+            for at, variable in enumerate(variables)
+            if not isinstance(variable, nnx.RngKey | Table)
+        ]
 
-        def train(changing: Any, kept: Any, batch: Any) -> Any:
-            model, optimizer = nnx.merge(graphdef, changing, kept)
+        def train(*leaves: Any) -> Any:
+            state, batch = treedef.unflatten(leaves)
+            model, optimizer = nnx.merge(graphdef, state)
             loss, grads = nnx.value_and_grad(lambda model: model.loss(batch))(model)
             optimizer.update(model, grads)
-            return nnx.state((model, optimizer), nnx.Not(stays)), loss
+            after = jax.tree.leaves(nnx.state((model, optimizer)))
+            return [after[at] for at in changing], loss
 
-        before = shardings(changing, self.layouts, mesh)
-        others = shardings(kept, self.layouts, mesh)
+        before = jax.tree.leaves(shardings(state, self.layouts, mesh))
+        rows = [NamedSharding(mesh, P("data"))] * (len(leaves) - count)
         step = jax.jit(
             train,
-            in_shardings=(before, others, NamedSharding(mesh, P("data"))),
-            out_shardings=(before, None),
-            donate_argnums=donated,
+            in_shardings=(*before, *rows),
+            out_shardings=([before[at] for at in changing], None),
+            donate_argnums=changing if donates else (),
         )
-        return step.lower(changing, kept, self.batch).compile()
+        return step.lower(*leaves).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +388,7 @@ def test_other_programs_are_told_apart(mesh: flm.DeviceMesh) -> None:
     case = CASES["mlp"]
     compiled = [
         case.by_hand(bare(mesh)),
-        case.by_hand(bare(mesh), donated=()),
+        case.by_hand(bare(mesh), donates=False),
         Nnx(OneMoreOperation, ROWS).by_hand(bare(mesh)),
         Nnx(AnotherLayout, ROWS).by_hand(bare(mesh)),
     ]

@@ -1,8 +1,6 @@
 """jit: layouts of state and data, objects in place, caches, donation, and bad input."""
 
 import contextlib
-import dataclasses
-import functools
 import gc
 import inspect
 import re
@@ -16,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import steps
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,8 +22,6 @@ from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.scope import current_rules
-from flax_layoutmap._step import jit as _jit
-from flax_layoutmap._step.inputs import bind
 
 P = PartitionSpec
 NAMES = ("data", "model")
@@ -169,22 +164,6 @@ def test_a_loop_with_placed_batches_compiles_once(mesh: flm.DeviceMesh) -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_old_programs_are_dropped(
-    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_jit, "_PROGRAMS", 2)
-    function = Counted(lambda x: x.sum())
-    step = flm.jit(function, layout_map=rules(mesh))
-    for rows in (2, 4, 6):
-        step(np.ones((rows, 8), np.float32))
-    assert len(step._programs) == 2 and function.count == 3
-    step(np.ones((6, 8), np.float32))
-    step(np.ones((4, 8), np.float32))
-    assert function.count == 3
-    step(np.ones((2, 8), np.float32))
-    assert function.count == 4
-
-
 def test_a_rule_added_later_takes_effect(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     layout_map.names["out"] = (None, "model")
@@ -213,32 +192,6 @@ def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
     assert_lies(state["step"], (), mesh, np.int32(3))
     assert_lies(state["rate"], (), mesh, np.float32(0.5))
     assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
-
-
-def test_weak_types_do_not_compile_twice(mesh: flm.DeviceMesh) -> None:
-    weak = jnp.where(True, 1.0, 2.0)
-    assert weak.weak_type
-    function = Counted(lambda state: {"rate": jnp.where(state["rate"] > 0, 1.0, 2.0)})
-    step = flm.jit(function, layout_map=rules(mesh), donate_argnames="state")
-    state = {"rate": weak}
-    for _ in range(3):
-        state = step(state)
-        assert not state["rate"].weak_type
-    assert function.count == 1 and step._cache_size() == 1
-
-    class Scalar(nnx.Module):
-        def __init__(self) -> None:
-            self.rate = nnx.Variable(0.5)
-
-    def halve(scalar: Any) -> None:
-        scalar.rate[...] = 0.25
-
-    scalar, again = Scalar(), Counted(halve)
-    step = flm.jit(again, layout_map=rules(mesh))
-    for _ in range(3):
-        step(scalar)
-    assert again.count == 1 and step._cache_size() == 1
-    assert_lies(scalar.rate.get_value(), (), mesh, np.float32(0.25))
 
 
 # --------------------------------------------------------------------- kinds of state
@@ -288,131 +241,6 @@ def test_train_state(kind: str, donate: bool) -> None:
     assert type(state) is TrainState
     assert function.count == 1 and step._cache_size() == 1
     assert first.params["kernel"].is_deleted() is donate
-
-
-@dataclasses.dataclass
-class Pair:
-    params: Any
-    rest: Any
-
-
-jax.tree_util.register_dataclass(Pair, data_fields=["params", "rest"], meta_fields=[])
-
-
-def test_trees_dataclasses_and_optax_states(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    params = layout_map.place({"up": {"kernel": np.ones((8, 16), np.float32)}})
-    tx = optax.adam(1e-2)
-    opt_state = flm.create_optimizer(params, tx, layout_map)
-
-    def update(pair: Any, opt_state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda p: (x @ p["up"]["kernel"]).sum())(pair.params)
-        updates, opt_state = tx.update(grads, opt_state, pair.params)
-        new = Pair(optax.apply_updates(pair.params, updates), [pair.rest[0] + 1])
-        return grads, (new, {"o": [opt_state]})
-
-    function = Counted(update)
-    step = flm.jit(
-        function, layout_map=layout_map, donate_argnames=("pair", "opt_state")
-    )
-    pair = Pair(params, [0])
-    for _ in range(2):
-        grads, (pair, rest) = step(pair, opt_state, X)
-        (opt_state,) = rest["o"]
-        assert_lies(pair.params["up"]["kernel"], COLUMN, mesh)
-        assert_lies(opt_state[0].mu["up"]["kernel"], COLUMN, mesh)
-        assert_lies(opt_state[0].count, (), mesh)
-        assert grads["up"]["kernel"].shape == (8, 16)
-    assert function.count == 1 and step._cache_size() == 1
-    assert int(pair.rest[0]) == 2
-
-
-def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map)
-    _, train_state = make_train_state(mesh)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    kinds = {
-        "model": (model, True),
-        "optimizer": (optimizer, True),
-        "both": ({"model": model, "optimizer": optimizer, "step": 3}, True),
-        "rngs": (nnx.Rngs(0), True),
-        "variable": (model.up.kernel, True),
-        "state": (nnx.state(model), True),
-        "train_state": (train_state, True),
-        "opt_state": (train_state.opt_state, True),
-        "params": (params, True),
-        "array": (X, False),
-        "pair": ((X, X), False),
-        "nothing": (None, False),
-    }
-    for name, (value, is_state) in kinds.items():
-        step = flm.jit(lambda x: 0, layout_map=layout_map)
-        (argument,) = bind(step._job, (value,), {}, step._rules()).arguments
-        assert argument.is_state is is_state, name
-
-
-def test_a_state_of_nnx(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    graphdef, state = nnx.split(flm.create(make, layout_map))
-
-    def update(state: Any, x: Any) -> Any:
-        model = nnx.merge(graphdef, state)
-        return model(x).sum(), nnx.state(model)
-
-    function = Counted(update)
-    step = flm.jit(function, layout_map=layout_map)
-    for _ in range(2):
-        _, state = step(state, X)
-        assert_model_lies(state, mesh)
-    assert function.count == 1 and step._cache_size() == 1
-
-
-def test_variables_are_updated_in_place(mesh: flm.DeviceMesh) -> None:
-    kernel, other = nnx.Param(jnp.asarray(X)), nnx.Param(jnp.asarray(X))
-    layout_map = flm.LayoutMap(mesh, strict=False)
-
-    def double(variable: Any, pair: Any) -> None:
-        variable[...] = variable[...] * 2
-        pair["a"][...] = pair["a"][...] + 1
-
-    flm.jit(double, layout_map=layout_map)(kernel, {"a": other, "b": X})
-    assert_lies(kernel.get_value(), ((), ()), mesh, X * 2)
-    assert_lies(other.get_value(), ((), ()), mesh, X + 1)
-
-
-def test_rngs_count(mesh: flm.DeviceMesh) -> None:
-    rngs, plain = nnx.Rngs(0), nnx.Rngs(0)
-    draw = flm.jit(lambda rngs: rngs.uniform((4,)), layout_map=rules(mesh))
-    for _ in range(2):
-        np.testing.assert_array_equal(draw(rngs), plain.uniform((4,)))
-    assert int(rngs.default.count[...]) == 2
-
-
-def test_a_state_is_found_inside_the_results(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["a"] = ("model", None)
-    layout_map["b"] = (None, "model")
-    step = flm.jit(
-        lambda s, x: (x, {"new": [s, {"b": s["b"]}], "copy": (s,)}, None),
-        layout_map=layout_map,
-        donate_argnames="s",
-    )
-    _, found, nothing = step({"a": X, "b": X}, X)
-    assert nothing is None
-    for state in (found["new"][0], found["copy"][0]):
-        assert_lies(state["a"], ROW, mesh, X)
-        assert_lies(state["b"], COLUMN, mesh, X)
-
-
-def test_states_of_one_structure_keep_their_order(mesh: flm.DeviceMesh) -> None:
-    a = jax.device_put(X, NamedSharding(bare(mesh), P("model")))
-    b = jax.device_put(X, NamedSharding(bare(mesh), P(None, "model")))
-    step = flm.jit(lambda a, b: (a * 2, b * 3), donate_argnames=("a", "b"))
-    first, second = step({"w": a}["w"], b)
-    assert_lies(first, ROW, mesh, X * 2)
-    assert_lies(second, COLUMN, mesh, X * 3)
 
 
 # --------------------------------------------------------------------------- data
@@ -578,22 +406,6 @@ def test_other_spellings_of_a_layout_are_no_error(mesh: flm.DeviceMesh) -> None:
     assert model.up.kernel[...].sharding.mesh == mesh.jax_mesh
 
 
-def test_a_mesh_of_one_device() -> None:
-    one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[2:3])
-    layout_map = rules(one)
-    model, device = make(), jax.devices()[2]
-    nnx.update(model, jax.device_put(nnx.state(model), device))
-    step = flm.jit(predict, layout_map=layout_map)
-    for x in (
-        X,
-        jax.device_put(X, device),
-        jax.device_put(X, NamedSharding(bare(one), P("data"))),
-    ):
-        step(model, x)
-    assert step._cache_size() == 1
-    assert_model_lies(model, one)
-
-
 # ------------------------------------------------------------------------- donation
 
 
@@ -723,50 +535,6 @@ def test_signatures(mesh: flm.DeviceMesh) -> None:
     assert_lies(kinds(model, X), BATCH, mesh, X)
 
 
-def test_options_of_variadic_arguments(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return [arg * 2 for arg in args], {k: v * 3 for k, v in kwargs.items()}
-
-    on_mesh = functools.partial(
-        flm.distribute_tensor, layout=flm.TensorLayout(None, mesh)
-    )
-    step = flm.jit(
-        function, layout_map=layout_map, donate_argnums=1, donate_argnames="state"
-    )
-    values = [on_mesh(X + at) for at in range(4)]
-    step(values[0], values[1], other=values[2], state=values[3])
-    assert [value.is_deleted() for value in values] == [False, True, False, True]
-    step = flm.jit(function, layout_map=layout_map, donate_argnames="args")
-    values = [on_mesh(X + at) for at in range(2)]
-    step(*values)
-    assert all(value.is_deleted() for value in values)
-    step = flm.jit(
-        lambda *args: args[0] * args[1], layout_map=layout_map, static_argnums=1
-    )
-    np.testing.assert_array_equal(step(X, 2), X * 2)
-
-
-def test_methods_and_decorators(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-
-    class Net(steps.Model):
-        @flm.jit(layout_map=layout_map)
-        def run(self, x: Any) -> Any:
-            """Runs."""
-            return self(x)
-
-    net = flm.create(lambda: Net(nnx.Rngs(0)), layout_map)
-    before = int(net.drop.rngs.count[...])
-    assert net.run(X).shape == (8, 8)
-    assert int(net.drop.rngs.count[...]) == before + 1
-    assert Net.run.__name__ == "run" and Net.run.__doc__ == "Runs."
-    assert str(inspect.signature(flm.jit(train))) == str(inspect.signature(train))
-    partial = flm.jit(functools.partial(predict, x=X), layout_map=layout_map)
-    assert partial(net).shape == (8, 8)
-
-
 def test_unknown_arguments() -> None:
     def function(model: Any, x: Any) -> Any:
         del model, x
@@ -817,23 +585,6 @@ def test_in_shardings(mesh: flm.DeviceMesh) -> None:
     batch, state = step({"x": [X, X], "y": X}, {"up": {"kernel": X}})
     assert_lies(batch["x"][1], COLUMN, mesh, X)
     assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
-
-
-def test_in_shardings_of_a_model(mesh: flm.DeviceMesh) -> None:
-    layout_map, other = rules(mesh), rules(mesh)
-    other.replace("up/kernel", ("model", None))
-    model = flm.create(make, other)
-    step = flm.jit(
-        nudge,
-        layout_map=layout_map,
-        in_shardings={"model": other.shardings(model)},
-        donate_argnames="model",
-    )
-    for _ in range(2):
-        step(model, X)
-        assert_lies(model.up.kernel.get_value(), ROW, mesh)
-        assert_lies(model.down.kernel.get_value(), ROW, mesh)
-    assert step._cache_size() == 1
 
 
 def test_bad_in_shardings(mesh: flm.DeviceMesh) -> None:
@@ -918,38 +669,6 @@ def test_trace_lower_and_eval_shape(mesh: flm.DeviceMesh) -> None:
 # --------------------------------------------------------------------- without a map
 
 
-def test_without_a_map_arrays_stay_where_they_are(mesh: flm.DeviceMesh) -> None:
-    layout_map, other = rules(mesh), rules(mesh)
-    other.replace("up/kernel", ("model", None))
-    model = flm.create(make, layout_map)
-    function = Counted(nudge)
-    step = flm.jit(function, donate_argnames="model")
-    x = flm.distribute_tensor(X, flm.TensorLayout(("data", None), mesh))
-    for _ in range(2):
-        step(model, x)
-        assert_model_lies(model, mesh)
-    assert function.count == 1
-    # Another layout is no error here, but another program.
-    other.place(model)
-    step(model, x)
-    assert_lies(model.up.kernel.get_value(), ROW, mesh)
-
-
-def test_without_a_map_and_without_a_mesh() -> None:
-    model = make()
-    step = flm.jit(predict)
-    assert step(model, X).shape == (8, 8)
-    assert int(model.drop.rngs.count[...]) == int(make().drop.rngs.count[...]) + 1
-    spelled = [
-        jax.device_put(X, NamedSharding(bare(grid()), spec))
-        for spec in (P("data"), P("data", None))
-    ]
-    double = flm.jit(lambda x: x * 2)
-    for x in spelled:
-        double(x)
-    assert double._cache_size() == 1
-
-
 def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)
@@ -970,33 +689,6 @@ def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
         flm.jit(predict)(model, flm.distribute_batch(X, layout_map))
         flm.jit(predict)(make(), X)
         flm.jit(predict).lower(model, X)
-
-
-def test_integers_that_are_differentiated(mesh: flm.DeviceMesh) -> None:
-    class Tabled(nnx.Module):
-        def __init__(self) -> None:
-            self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-            self.tables = nnx.List([nnx.Param(jnp.arange(4))])
-            self.count = nnx.Variable(jnp.zeros((), int))
-
-    def step(model: Any, x: Any) -> Any:
-        return nnx.grad(lambda model: model.up(x).sum())(model)
-
-    def on_a_tree(params: Any, x: Any) -> Any:
-        return jax.grad(lambda params: (x @ params["up"]["kernel"]).sum())(params)
-
-    tree = {"up": {"kernel": jnp.ones((8, 8))}, "at": jnp.zeros((), bool)}
-    for fun, state, what in (
-        (step, rules(mesh).place(Tabled()), "model/tables/0 (4,) int32"),
-        (on_a_tree, rules(mesh).place(tree), "params/at () bool"),
-    ):
-        with refuses(
-            flm.errors.StructureError,
-            f"{fun.__name__} differentiates integers or booleans: {what}; keep them in "
-            "an nnx.Variable that is not an nnx.Param, or outside of the tree that is "
-            "differentiated",
-        ):
-            flm.jit(fun, layout_map=rules(mesh))(state, X)
 
 
 # ------------------------------------------------------------------ inside other things
@@ -1045,104 +737,6 @@ def test_inside_transformations(kind: str) -> None:
             )
     shape = jax.eval_shape(step, w, x)
     assert shape.shape == (8, 8)
-
-
-def test_the_size_of_a_mapped_axis(mesh: flm.DeviceMesh) -> None:
-    """JAX traces again where it is another one, and so must we."""
-    function = Counted(lambda x: x * jax.lax.psum(1, "i"))
-    step = flm.jit(function, layout_map=rules(mesh))
-    for size in (4, 8, 8, 4):
-        result = jax.vmap(step, axis_name="i")(jnp.ones(size))
-        np.testing.assert_array_equal(result, np.full(size, size))
-    assert function.count == 3  # the size before is known
-
-
-def test_jax_may_forget_its_traces(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    function = Counted(nudge)
-    step = flm.jit(function, layout_map=layout_map, donate_argnames="model")
-    before = np.asarray(model.up.kernel[...])
-    for count in range(1, 7):
-        step(model, X + 1)
-        np.testing.assert_allclose(
-            model.up.kernel[...], before + count * (X + 1).sum(), rtol=1e-5
-        )
-        if count == 3:
-            jax.clear_caches()
-    assert function.count == 2
-    assert step.lower(model, X + 1).compile() is not None and function.count == 2
-
-
-@pytest.mark.slow
-def test_a_model_inside_other_transformations(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    model.eval()
-    step = flm.jit(lambda model, x: (model(x) ** 2).mean(), layout_map=layout_map)
-    grads = nnx.grad(step)(model, X)
-    wanted = nnx.grad(lambda model, x: (model(x) ** 2).mean())(model, X)
-    for path, leaf in leaves_of(grads).items():
-        np.testing.assert_allclose(leaf, leaves_of(wanted)[path], rtol=1e-4, atol=1e-6)
-    graphdef, state = nnx.split(model)
-    inside = jax.jit(lambda state, x: step(nnx.merge(graphdef, state), x))(state, X)
-    np.testing.assert_allclose(inside, step(model, X), rtol=1e-5)
-    outer = nnx.jit(lambda model, x: step(model, x))(model, X)
-    np.testing.assert_allclose(outer, inside, rtol=1e-5)
-    nested = flm.jit(lambda model, x: step(model, x) * 2, layout_map=layout_map)(
-        model, X
-    )
-    np.testing.assert_allclose(nested, inside * 2, rtol=1e-5)
-
-
-def test_objects_are_updated_inside_an_outer_trace(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    step = flm.jit(predict, layout_map=layout_map)
-
-    def outer(model: Any, x: Any) -> Any:
-        return step(model, step(model, x))
-
-    before = int(model.drop.rngs.count[...])
-    flm.jit(outer, layout_map=layout_map)(model, X)
-    assert int(model.drop.rngs.count[...]) == before + 2
-    assert_model_lies(model, mesh)
-
-
-def test_tracers_do_not_stay_in_the_cache(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-
-    def outer(x: Any) -> Any:
-        step = flm.jit(lambda y: y + x, layout_map=layout_map)
-        first = step(y)
-        assert len(step._programs) == 0
-        return first + step(y)
-
-    y = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
-    with jax.checking_leaks():
-        found = jax.jit(outer)(y)
-    np.testing.assert_allclose(found, 4 * X, rtol=1e-6)
-    step = flm.jit(lambda y: y * 2, layout_map=layout_map)
-    jax.jit(step)(y)
-    np.testing.assert_array_equal(step(X), X * 2)
-    np.testing.assert_array_equal(jax.jit(lambda y: step(y) + 1)(y), X * 2 + 1)
-
-
-def test_disable_jit(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    weight = nnx.Param(jnp.asarray(X))
-
-    def add(weight: Any, x: Any) -> Any:
-        weight[...] = weight[...] + x
-        return flm.distribute_tensor(x, "hidden")
-
-    function = Counted(add)
-    step = flm.jit(function, layout_map=layout_map)
-    with jax.disable_jit():
-        for _ in range(2):
-            assert_lies(step(weight, X), BATCH, mesh, X)
-    assert function.count == 2
-    np.testing.assert_allclose(weight[...], X * 3, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -1195,24 +789,6 @@ def test_another_mesh_in_context(kind: str) -> None:
     assert function.count == 3  # once for each context
 
 
-def test_effects_are_kept(
-    mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[float] = []
-
-    def report(x: Any) -> Any:
-        jax.debug.print("sum {}", x.sum())
-        jax.debug.callback(lambda value: seen.append(float(value)), x.sum())
-        return x
-
-    step = flm.jit(report, layout_map=rules(mesh))
-    for factor in (1, 2):
-        step(np.ones((8, 2), np.float32) * factor)
-    jax.effects_barrier()
-    assert seen == [16.0, 32.0]
-    assert capfd.readouterr().out.split() == ["sum", "16.0", "sum", "32.0"]
-
-
 # ----------------------------------------------------------------------- what is kept
 
 
@@ -1251,39 +827,6 @@ def test_the_model_can_be_collected(mesh: flm.DeviceMesh) -> None:
 
 
 # ---------------------------------------------------------------------------- errors
-
-
-def test_an_error_while_tracing_leaves_the_model_whole(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    before, graphdef = leaves_of(model), nnx.graphdef(model)
-
-    def broken(model: Any, x: Any) -> Any:
-        nudge(model, x)
-        model(x)
-        model.drop.deterministic = True
-        raise RuntimeError("too late")
-
-    step = flm.jit(broken, layout_map=layout_map, donate_argnames="model")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="too late"):
-            step(model, X)
-    assert not step._programs
-    after = leaves_of(model)
-    assert all(leaf is before[path] for path, leaf in after.items())
-    assert not any(leaf.is_deleted() for leaf in after.values())
-    assert nnx.graphdef(model) == graphdef
-    flm.jit(nudge, layout_map=layout_map)(model, X)
-
-
-def test_rules_that_do_not_fit(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    function = Counted(predict)
-    model = flm.create(make, layout_map)
-    layout_map["norm/scale"] = ("model", None)
-    with pytest.raises(flm.errors.ResolveError, match="norm/scale .8,.*has 2 dims"):
-        flm.jit(function, layout_map=layout_map)(model, X)
-    assert function.count == 0
 
 
 def test_a_map_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
@@ -1329,25 +872,6 @@ def test_what_was_donated_before(mesh: flm.DeviceMesh) -> None:
     ):
         step(state)
     assert_lies(step(new)["b"], ((), ()), mesh, X + 1 + 1)
-
-
-def test_what_is_no_function() -> None:
-    for fun in (5, max):
-        with refuses(
-            flm.LayoutError,
-            f"jit needs a Python function, got {fun!r}; wrap what is callable in one: "
-            "lambda x: …",
-        ):
-            flm.jit(fun)  # type: ignore[arg-type]
-
-
-def test_trees_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
-    for layout_map in (rules(mesh), None):
-        step = flm.jit(lambda tree: tree, layout_map=layout_map)
-        with pytest.raises(
-            flm.errors.StructureError, match="keys of types that cannot be"
-        ):
-            step({"inner": {1: X, "1": X}})
 
 
 class Odd(nnx.Module):
@@ -1431,10 +955,3 @@ def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> Non
         step(model, X)
         step(model, X[:4])
         flm.jit(predict, layout_map=layout_map)(model, X)
-
-
-def test_strict_rules_raise(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=True)
-    layout_map["kernle"] = ("model", None)
-    with pytest.raises(flm.errors.ResolveError, match="kernle"):
-        flm.jit(predict, layout_map=layout_map)(make(), X)

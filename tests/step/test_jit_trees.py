@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, grid, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._step.inputs import bind
 
 P = PartitionSpec
 X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
@@ -91,37 +90,6 @@ def test_parameters_from_the_host_come_in_by_the_rules() -> None:
         assert_lies(w, COLUMN, mesh, X)
     with refuses(flm.LayoutError, "params/w (8,8): wanted P(-, model)"):
         step({"w": put(mesh, P("data"))})
-
-
-def test_which_containers_are_state() -> None:
-    mesh = grid()
-    every = flm.Rule(".*", None)
-    sharded = flm.Rule("w", (None, "model"))
-    cubes = flm.Rule("w", (None, None, "model"), rank="skip")
-    overlap: Any
-    for listed, overlap, given, expected in (
-        ([sharded], "first", {"w": X}, True),
-        ([sharded, every], "first", {"w": X, "n": 3}, True),
-        ([sharded, every], "last", {"m": {"w": X}}, False),
-        ([every, sharded], "first", {"m": {"w": X}}, False),
-        ([every, sharded], "last", {"m": {"w": X}}, True),
-        ([sharded], "error", [X, {"w": X}], True),
-        ([sharded], "error", {"x": X, "y": X}, False),
-        ([every], "error", {"x": X}, False),
-        ([cubes], "error", {"w": X}, False),
-        ([sharded], "error", {"w": np.float32(1)}, False),
-        ([sharded], "error", {"w": None}, False),
-        ([flm.Rule("x|", (None, "model"))], "error", X, False),
-    ):
-        layout_map = flm.LayoutMap.from_rules(
-            listed, mesh, overlap=overlap, strict=False
-        )
-        step = flm.jit(lambda x: 0, layout_map=layout_map)
-        (argument,) = bind(step._job, (given,), {}, step._rules()).arguments
-        assert argument.is_state is expected, (listed, overlap, given)
-    # What JAX cannot name uniquely is data, not an error.
-    step = flm.jit(lambda batch: batch, layout_map=rules(mesh, strict=False))
-    assert_lies(step({"w/w": X})["w/w"], COLUMN, mesh, X)
 
 
 # ------------------------------------------------------------------------- data
@@ -243,42 +211,6 @@ def test_rules_used_by_the_result_alone_are_used() -> None:
         make(nnx.Rngs(0))
 
 
-# ------------------------------------------------------------------ messages
-
-
-def test_where_to_go_with_optimizer_state() -> None:
-    mesh = grid()
-    layout_map = rules(mesh, strict=False)
-    model = flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map)
-    other = rules(mesh, strict=False)
-    other.optimizer["kernel"] = ("data", "model")
-    step = flm.jit(lambda model, optimizer: 0, layout_map=other)
-    hint = (
-        "make the optimizer with flm.create_optimizer(model, tx, "
-        "layout_map=layout_map), or place the tree that holds both, "
-        "layout_map.place({'model': model, 'optimizer': optimizer})"
-    )
-    with pytest.raises(flm.LayoutError) as caught:
-        step(model, optimizer)
-    text = str(caught.value)
-    assert text.startswith("2 arrays are not") and text.endswith("\n" + hint)
-    both = {"model": model, "optimizer": optimizer}
-    other.place(both)
-    step(**both)
-    # The model is elsewhere too; and no rules for optimizers: no word of a map.
-    turned = flm.LayoutMap(mesh, strict=False)
-    turned["kernel"] = ("model", None)
-    with pytest.raises(flm.LayoutError) as caught:
-        flm.jit(lambda model, optimizer: 0, layout_map=turned)(model, optimizer)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("3 arrays") and lines[-1].startswith(
-        "move them first, layout_map.place(model), or make the model with "
-        "flm.create(make, layout_map); make the optimizer with "
-        "flm.create_optimizer(model, tx), or place the tree"
-    )
-
-
 # ---------------------------------------------------- layouts given by hand
 
 
@@ -336,57 +268,3 @@ def test_what_is_no_layout_map() -> None:
             flm.errors.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"
         ):
             flm.jit(lambda x: x, layout_map=given)
-
-
-# ------------------------------------------------- parameters that no rule matches
-
-RENAMED = {"up": {"kernel": jnp.ones((8, 16))}, "down": {"kernel": jnp.ones((16, 8))}}
-
-
-def renamed_rules(**options: Any) -> flm.LayoutMap:
-    """As after `up` and `down` were called so."""
-    layout_map = flm.LayoutMap(grid(), **options)
-    layout_map["ffn_up/kernel"] = (None, "model")
-    return layout_map
-
-
-@pytest.mark.parametrize("tree", [RENAMED, {"params": RENAMED}])
-def test_parameters_that_no_rule_matches_are_told_of(tree: Any) -> None:
-    @flm.jit(layout_map=renamed_rules())
-    def total(params: Any) -> Any:
-        return sum(map(jnp.sum, jax.tree.leaves(params)))
-
-    with pytest.warns(flm.LayoutWarning) as caught:
-        total(tree)
-        total(tree)
-    (warning,) = caught
-    assert str(warning.message) == (
-        "1 finding\n"
-        "  - no rule matches down/kernel (16,8) in the argument 'params', and 1 more "
-        "like it; the closest is rule 1 'ffn_up/kernel'; as no rule shards anything in "
-        "it, it is taken for data, and what is on no mesh is split over the batch axes "
-        "('data',)\n  (a rule None says that a leaf is to be replicated; strict=False "
-        "is quiet, strict=True raises)"
-    )
-
-
-def test_parameters_that_no_rule_matches_are_an_error_where_it_is_strict() -> None:
-    total = flm.jit(lambda params: params, layout_map=renamed_rules(strict=True))
-    with refuses(
-        flm.errors.ResolveError, "strict: 1 finding\n  - no rule matches down/kernel"
-    ):
-        total(RENAMED)
-
-
-@pytest.mark.filterwarnings("error::flax_layoutmap.LayoutWarning")
-def test_data_is_not_told_of() -> None:
-    """Nor what a rule replicates, nor anything where the user asked for quiet."""
-    batch = {"tokens": X, "labels": {"w": X}}
-    replicated = renamed_rules()
-    replicated[".*"] = None
-    for layout_map, tree in (
-        (renamed_rules(), batch),
-        (renamed_rules(strict=False), RENAMED),
-        (replicated, RENAMED),
-    ):
-        flm.jit(lambda tree: jax.tree.map(jnp.sum, tree), layout_map=layout_map)(tree)
