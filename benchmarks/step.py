@@ -151,7 +151,7 @@ class Bench:
     def cached(self) -> Call:
         """The call that does not look at the objects."""
         jitted = nnx.jit(step, donate_argnames=("model", "optimizer"))
-        cached = nnx.cached_partial(jitted, *self.placed())
+        cached: Any = nnx.cached_partial(jitted, *self.placed())
         return lambda: cached(self.x)
 
     def by_hand(self) -> Call:
@@ -162,7 +162,7 @@ class Bench:
         @functools.partial(jax.jit, donate_argnums=0)
         def jitted(state: Any, x: Any) -> Any:
             objects = nnx.merge(graphdef, state)
-            result = step(*objects, x)
+            result = step(objects[0], objects[1], x)
             return nnx.state(objects), result
 
         def call() -> Any:

@@ -169,30 +169,26 @@ class Form:
         """The argument with these leaves, and the NNX objects in it."""
         if not self.nodes:
             return self.outer.unflatten(leaves), []
+        rest = iter(leaves)
         nodes: list[Any] = []
         objects: list[Any] = []
-        start = 0
         for graphdef, treedef in self.nodes:
-            end = start + treedef.num_leaves
-            node = treedef.unflatten(leaves[start:end])
+            node = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
             if graphdef is not None:
                 with nnx.merge_context() as merging:
                     node = merging.unflatten(graphdef, node)
                 objects.append(node)
             nodes.append(node)
-            start = end
         return self.outer.unflatten(nodes), objects
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """The values of all parts of its NNX objects."""
-        found: list[Any] = []
-        start = 0
+        rest = iter(leaves)
+        values: list[Any] = []
         for graphdef, treedef in self.nodes:
-            end = start + treedef.num_leaves
-            if graphdef is not None:
-                found += treedef.unflatten(leaves[start:end])
-            start = end
-        return found
+            node = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
+            values += [] if graphdef is None else node
+        return values
 
     def in_objects(self) -> list[bool]:
         """Per leaf, whether it is in an NNX object."""
@@ -374,19 +370,12 @@ def leaves_with_owners(
 
 
 def rebuilt(
-    arguments: Sequence[Argument], leaves: Sequence[Any]
+    forms: Sequence[Form], leaves: Sequence[Any]
 ) -> tuple[dict[Slot, Any], list[list[Any]], list[int]]:
-    """The arguments with new leaves, and what of them is in NNX objects.
+    """Arguments of these structures, and what of them is in NNX objects.
 
     That is, the outermost objects of each, and the positions of the leaves in them.
     """
-    return rebuilt_forms([argument.form for argument in arguments], leaves)
-
-
-def rebuilt_forms(
-    forms: Sequence[Form], leaves: Sequence[Any]
-) -> tuple[dict[Slot, Any], list[list[Any]], list[int]]:
-    """The same, from the structures alone."""
     values: dict[Slot, Any] = {}
     objects: list[list[Any]] = []
     positions: list[int] = []

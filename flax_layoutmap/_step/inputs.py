@@ -436,7 +436,8 @@ def _hint(call: Call, argument: Argument, at: int) -> str:
         if ask((whole, *within)) != ask(within):
             return (
                 f"these rules match paths that start with {name!r}, so create and "
-                f"place the model under that name: layout_map.place({{{name!r}: {name}}})"
+                "place the model under that name: "
+                f"layout_map.place({{{name!r}: {name}}})"
             )
     return (
         "move them first, layout_map.place(model), or make the model with "

@@ -29,7 +29,7 @@ from flax_layoutmap._step.arguments import (
     Form,
     named_objects,
     no_array,
-    rebuilt_forms,
+    rebuilt,
     spans,
     strong,
 )
@@ -287,7 +287,7 @@ def _flat_function(
 
     def flat(*leaves: Any) -> Any:
         inputs = list(map(_on_device, leaves))
-        values, nested, positions = rebuilt_forms(forms, inputs)
+        values, nested, positions = rebuilt(forms, inputs)
         values |= static
         objects = [node for nodes in nested for node in nodes]
         graph = Graph(objects)
@@ -303,7 +303,12 @@ def _flat_function(
         results, treedef = jax.tree.flatten(after.result)
         pins = pins_of(after.result, known, {})
         pairs = zip(results, pins, strict=True)
-        results = [_kept(x, where) if state else x for x, (state, where) in pairs]
+        # What stays as it is does not leave the memory of the host.
+        host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
+        results = [
+            _kept(host.get(id(x), x), where) if state else x
+            for x, (state, where) in pairs
+        ]
         return after.kept(wanted), treedef.unflatten(results)
 
     flat.__name__ = job.name
@@ -319,7 +324,8 @@ def _on_device(leaf: Any) -> Any:
 
 def _kept(x: Any, sharding: Any) -> Any:
     """A value of state, in the memory that it is kept in."""
-    return jax.device_put(strong(x), _HOST) if is_on_host(sharding) else strong(x)
+    moves = is_on_host(sharding) and not is_on_host(x)
+    return jax.device_put(strong(x), _HOST) if moves else strong(x)
 
 
 _HOST = jax.memory.Space.Host
@@ -510,7 +516,7 @@ def abstract_result(program: Program, call: Call) -> Any:
     given = [abstract(leaf, None) for leaf in call.leaves]
     if outcome.structure is None:
         forms = [argument.form for argument in call.arguments]
-        _, nested, _ = rebuilt_forms(forms, given)
+        _, nested, _ = rebuilt(forms, given)
         nodes: Any = Graph(node for nodes in nested for node in nodes).nodes
     else:
         leaves = outcome.structure.leaves(given, jax.tree.leaves(new))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, GetAttrKey
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
@@ -258,29 +258,8 @@ def pin_results(
         assert resolution is not None
         every = iter(resolution.sharding_list())
         pins = [(s, next(every) if at is _BY_RULE else at) for s, at in pins]
-    typed = [_typed(leaf, call.mesh) if job.explicit else None for leaf in types]
-    return [
-        given or sharding or own
-        for (_, sharding), given, own in zip(pins, chosen, typed, strict=True)
-    ], resolution
-
-
-def _typed(aval: Any, mesh: DeviceMesh | None) -> NamedSharding | None:
-    """The sharding on Explicit axes from the type of a result.
-
-    Without this, a program of no arguments would not know its devices.
-    """
-    own = getattr(aval, "sharding", None)
-    if mesh is None or not isinstance(own, NamedSharding):
-        return None
-    jax_mesh: Any = mesh.jax_mesh
-    is_explicit = all(kind is AxisType.Explicit for kind in mesh.axis_types)
-    same = is_explicit and own.mesh == jax_mesh.abstract_mesh
-    if not same:
-        return None
-    is_on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
-    kind = "pinned_host" if is_on_host else None
-    return NamedSharding(jax_mesh, own.spec, memory_kind=kind)
+    pairs = zip(pins, chosen, strict=True)
+    return [given or sharding for (_, sharding), given in pairs], resolution
 
 
 def _pin_tree(

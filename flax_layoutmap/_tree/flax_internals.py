@@ -2,15 +2,11 @@
 
 - `Variable._var_metadata`, `_raw_value`: slots, read and written without a call of
   Python for each of hundreds of Variables in every step. Fallback: the public getters
-  and setters. `_raw_value` is also replaced while the function of `jit` is traced.
-  Fallback: what it reads from a closure is constant.
+  and setters.
 - `Variable._raw_value`, `_var_metadata` and `_trace_state` are all that a Variable
   holds, and are copied where it takes the place of another. Fallback: if there are
   others, the kept Variable is not found, and is a copy.
-- `Variable._can_update`: whether it may be written at this level of tracing. Fallback:
-  to write its own value into it.
-- `Pytree._pytree__nodes`: which attributes of an object are data. Without it, its graph
-  is flattened in every call.
+- `Pytree._pytree__nodes`: which attributes of an object are data.
 - `Pytree._pytree__state`: no part of the graph, and renewed by `nnx.jit`; its
   `trace_state` is the level of tracing at which an object was made. Without it, what a
   constructor makes in a trace is a copy of its `self`.
@@ -21,7 +17,6 @@
   leave out: a note on a module has it. Fallback: a name of its own, which they show.
 - `__call__` of the classes of NNX modules: wrapped while functions with activation
   rules are traced, as NNX has no hook like `linen.intercept_methods`. Plain Python.
-- `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph`: shared Variables once,
   as the default may change.
 
@@ -29,16 +24,13 @@
 """
 
 import contextlib
-import contextvars
 import functools
-import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.patches import patched
@@ -72,52 +64,12 @@ def _slot(name: str) -> Any:
     return slot if isinstance(slot, types.MemberDescriptorType) else None
 
 
-def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
-    """Functions that read and write a Variable's value, and its metadata.
+_value, _metadata = _slot("_raw_value"), _slot("_var_metadata")
 
-    `value` and `metadata` are the slots of the class, or None where Flax has no such
-    slot.
-    """
-    return (
-        nnx.Variable.get_raw_value if value is None else value.__get__,
-        nnx.Variable.set_raw_value if value is None else value.__set__,
-        metadata_of if metadata is None else metadata.__get__,
-        _set_metadata if metadata is None else metadata.__set__,
-    )
-
-
-def _set_metadata(variable: nnx.Variable[Any], metadata: dict[str, Any]) -> None:
-    variable.set_metadata(metadata)
-
-
-# For Variables that `can_write` allows and that are plain (`is_plain_variable`).
-read_value, write_value, read_metadata, write_metadata = accessors(
-    _slot("_raw_value"), _slot("_var_metadata")
-)
-
-
-def can_write(variable: nnx.Variable[Any]) -> bool:
-    """Whether a Variable may be written at this level of tracing."""
-    try:
-        return bool(variable._can_update)
-    except AttributeError:
-        pass
-    try:
-        variable.set_raw_value(variable.get_raw_value())
-    except TraceContextError:
-        return False
-    return True
-
-
-def check_can_write(nodes: Iterable[Any]) -> None:
-    """Raise flax's TraceContextError if a node belongs to another level of tracing."""
-    for node in nodes:
-        if isinstance(node, nnx.Variable):
-            node.set_raw_value(node.get_raw_value())
-        else:
-            own = (name for name in vars(node) if not is_bookkeeping(name))
-            for name in itertools.islice(own, 1):
-                nnx.Pytree.__setattr__(node, name, vars(node)[name])
+# Only for Variables of this level of tracing that are plain (`is_plain_variable`).
+read_value = nnx.Variable.get_raw_value if _value is None else _value.__get__
+write_value = nnx.Variable.set_raw_value if _value is None else _value.__set__
+read_metadata = metadata_of if _metadata is None else _metadata.__get__
 
 
 def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
@@ -174,12 +126,6 @@ def was_made_elsewhere(node: Any) -> bool:
     """Whether an object was made at another level of tracing; False if unknown."""
     level = _level_of(node)
     return level is not None and not level.is_valid()
-
-
-def were_made_alike(node: Any, other: Any) -> bool:
-    """Whether two objects were made at one level of tracing; False if unknown."""
-    level = _level_of(node)
-    return level is not None and level == _level_of(other)
 
 
 def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
@@ -262,53 +208,6 @@ def metaclass_of_objects() -> type:
         "layout_map_scope cannot see the constructors of this version of flax: use "
         "flm.create(lambda: Model(...), layout_map)"
     )
-
-
-# Maps a Variable and its value to what reading it gives, in this context.
-_READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
-    contextvars.ContextVar("_READ_AS", default=None)
-)
-
-
-class _WatchedSlot:
-    """The slot of the value of a Variable; reading it returns what `_READ_AS` gives."""
-
-    def __init__(self, slot: Any) -> None:
-        self._slot = slot
-
-    def __get__(self, variable: Any, owner: Any = None) -> Any:
-        if variable is None:
-            return self
-        value, read_as = self._slot.__get__(variable), _READ_AS.get()
-        return value if read_as is None else read_as(variable, value)
-
-    def __set__(self, variable: Any, value: Any) -> None:
-        self._slot.__set__(variable, value)
-
-
-def reader() -> Callable[[Any, Any], Any] | None:
-    """What `call_reading_as` was given, in a call of it; else None."""
-    return _READ_AS.get()
-
-
-def call_reading_as(read_as: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-    """Call a function; in it, reading a Variable gives `read_as(variable, value)`.
-
-    It is not a context manager, so that Ctrl-C at any point restores the usual reading.
-    """
-    before = _READ_AS.get()
-    try:
-        _READ_AS.set(read_as)
-        with _watched_slot():
-            return call()
-    finally:
-        _READ_AS.set(before)
-
-
-def _watched_slot() -> contextlib.AbstractContextManager[None]:
-    if "_raw_value" not in vars(nnx.Variable):
-        return contextlib.nullcontext()
-    return patched(nnx.Variable, "_raw_value", _WatchedSlot)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Private or moved names of Flax: each still behaves as expected."""
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,12 +33,6 @@ def test_metadata_without_the_private_name() -> None:
 
     variable: Any = Public()
     assert internals.metadata_of(variable) == {"note": "y"}
-
-
-def test_metadata_that_is_written_is_read() -> None:
-    variable = nnx.Param(jnp.ones(2))
-    variable.set_metadata("eager_sharding", False)
-    assert internals.metadata_of(variable)["eager_sharding"] is False
 
 
 def test_shared_variables_once() -> None:
@@ -137,7 +130,6 @@ def test_the_private_names_that_jit_needs_are_there() -> None:
         assert isinstance(vars(nnx.Variable)[slot], types.MemberDescriptorType)
     assert internals.read_value is not nnx.Variable.get_raw_value
     assert internals.read_value(variable) is variable.get_raw_value()
-    assert variable._can_update is True
 
     class Module(nnx.Module):
         def __init__(self) -> None:
@@ -145,26 +137,6 @@ def test_the_private_names_that_jit_needs_are_there() -> None:
 
     assert internals.attributes_of(Module()) == ({"w": variable}, {"size": 3})
     assert internals.attributes_of(object()) is None
-
-
-def test_whether_a_variable_may_be_written_without_the_private_name() -> None:
-    class Public:
-        def __init__(self, variable: Any) -> None:
-            self.get_raw_value = variable.get_raw_value
-            self.set_raw_value = variable.set_raw_value
-
-    variable = nnx.Param(jnp.ones(2))
-    found = []
-
-    def trace(x: Any) -> Any:
-        own = nnx.Param(x)
-        for each in (own, variable):
-            public: Any = Public(each)
-            found.append((internals.can_write(each), internals.can_write(public)))
-        return x
-
-    jax.jit(trace)(1.0)
-    assert found == [(True, True), (False, False)]
 
 
 def test_every_object_is_made_by_the_metaclass() -> None:
@@ -234,32 +206,6 @@ def test_variables_that_hold_more_belong_to_no_level(
     monkeypatch.setattr(internals, "_VARIABLES_ARE_KNOWN", False)
     assert not internals.was_made_here(variable)
     assert not internals.was_made_elsewhere(variable)
-
-
-def test_all_reads_of_a_variable_come_from_its_slot() -> None:
-    variable, other = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
-
-    def read_as(which: Any, value: Any) -> Any:
-        return value * 5 if which is variable else value
-
-    merge: Any = nnx.merge
-    state: Any = nnx.state
-    reads: tuple[Callable[[], Any], ...] = (
-        lambda: variable.get_value(),
-        lambda: variable[...],
-        lambda: variable[:],
-        lambda: variable + 0,
-        lambda: jnp.asarray(variable),
-        lambda: variable.get_raw_value(),
-        lambda: variable.T,
-        lambda: state(nnx.Dict(a=variable))["a"][...],
-        lambda: merge(*nnx.split(nnx.Dict(a=variable)))["a"][...],
-    )
-    for read in reads:
-        assert float(internals.call_reading_as(read_as, read)[0]) == 5
-        assert float(read()[0]) == 1
-    assert float(internals.call_reading_as(read_as, lambda: other[...])[0]) == 1
-    assert internals.reader() is None
 
 
 class Heads(nnx.Dict):
