@@ -131,58 +131,39 @@ class _KnownCall:
         self._mesh = mesh_needed(call.rules)
         place = {name: at for at, name in enumerate(names)}
         self._static = [(place[s.name], type(v), v) for s, v in call.static.items()]
-        # In order, by place in the call: a tree, or how many Variables an object has.
-        self._sources: list[tuple[int, _Tree | int]] = []
-        roots: dict[int, Any] = {}
-        variables: list[Any] = []
-        held: list[Any] = []
+        self._sources: list[tuple[int, _Tree | _Object]] = []
         for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
             placed = leaves[span.start : span.stop]
-            if not argument.objects:
-                tree = _Tree(argument, placed)
-                self._sources.append((place[argument.name], tree))
-                continue
-            if not is_nnx_object(argument.value):  # it is further inside, or a Variable
-                raise _UnknownError
-            self._sources.append((place[argument.name], len(argument.parts)))
-            roots[place[argument.name]] = argument.value
-            variables += argument.parts
-            held += placed
-        self._roots = list(roots)
-        self._watch = _Watch(list(roots.values()), on_death)
-        if not self._watch.holds(variables) or len(held) != len(variables):
-            raise _UnknownError
-        self._variables = variables
-        self._arrays = _arrays(held)
+            source = (
+                _Object(argument, placed, on_death)
+                if argument.objects
+                else _Tree(argument, placed)
+            )
+            self._sources.append((place[argument.name], source))
+        # Objects come last, as comparing them takes longest.
+        numbered = enumerate(self._sources)
+        self._order = sorted(numbered, key=lambda x: isinstance(x[1][1], _Object))
         # PRNG keys, for whose shardings JAX has several spellings.
         pairs = enumerate(zip(leaves, program.wanted, strict=True))
         keys = [(at, x, where) for at, (x, where) in pairs if where and _is_key(x)]
         self._keys = [(at, where) for at, x, where in keys if x.sharding != where]
-        self._changed = [variables[at] for at in program.outcome.changed]
-        self._donates_trees = any(
-            a.is_donated and not a.objects for a in call.arguments
-        )
+        parts = call.parts
+        self._changed = [parts[at] for at in program.outcome.changed]
 
     def is_alive(self) -> bool:
-        return self._watch.is_alive()
+        return all(source.is_alive() for _, source in self._sources)
 
     def leaves(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves for the program, if a call with these values equals this one."""
         for at, kind, value in self._static:
             if type(values[at]) is not kind or values[at] != value:
                 return None
-        trees: dict[int, Any] = {}
-        for at, source in self._sources:
-            if isinstance(source, _Tree):
-                trees[at] = source.leaves_of(values[at])
-                if trees[at] is None:
-                    return None
-        if not self._watch.fits([values[at] for at in self._roots]):
-            return None
-        held = list(map(_read_value, self._variables))
-        if _arrays(held) != self._arrays:
-            return None
-        leaves = self._in_order(trees, held)
+        below: list[Any] = [None] * len(self._order)
+        for number, (at, source) in self._order:
+            below[number] = source.leaves_of(values[at])
+            if below[number] is None:
+                return None
+        leaves: list[Any] = list(_flat(below))
         state = [leaves[at] for at in self.program.state]
         if are_deleted(state):
             return None
@@ -192,18 +173,6 @@ class _KnownCall:
             return None
         for at, where in self._keys:
             leaves[at] = put(leaves[at], where)
-        return leaves
-
-    def _in_order(self, trees: Mapping[int, Any], held: Sequence[Any]) -> list[Any]:
-        """The leaves of all arguments, from those of trees and of NNX objects."""
-        leaves: list[Any] = []
-        start = 0
-        for at, source in self._sources:
-            if isinstance(source, _Tree):
-                leaves += trees[at]
-            else:
-                leaves += held[start : start + source]
-                start += source
         return leaves
 
     def run(self, leaves: list[Any]) -> Any:
@@ -251,14 +220,16 @@ class _Tree:
     """An argument without NNX objects."""
 
     def __init__(self, argument: Argument, placed: Sequence[Any]) -> None:
-        self.is_state = argument.is_state
         self._treedef = argument.form.outer
         self._arrays = _arrays(argument.raw)
         pairs = list(zip(argument.raw, placed, strict=True))
         self._moves = [None if a is b else b.sharding for a, b in pairs]
         self._stays = not any(self._moves)
-        if self.is_state and not self._stays:
+        if argument.is_state and not self._stays:
             raise _UnknownError  # comes once
+
+    def is_alive(self) -> bool:
+        return True
 
     def leaves_of(self, value: Any) -> list[Any] | None:
         """The leaves of an equal tree, placed; None for another one."""
@@ -271,59 +242,61 @@ class _Tree:
         return [x if where is None else put(x, where) for x, where in pairs]
 
 
-# ---------------------------------------------------------------------- NNX objects
+class _Object:
+    """An argument that is an NNX object.
 
-
-class _Watch:
-    """NNX objects, to tell whether their structure and constants are as they were.
-
-    It does not keep these objects alive, but what is in them.
+    It is recognised if its structure and constants are as they were. The object itself
+    is not kept alive, but what is in it.
     """
 
-    def __init__(self, roots: Sequence[Any], on_death: Callable[[], None]) -> None:
-        self._alive = [weakref.ref(root, lambda _: on_death()) for root in roots]
-        self._roots = set(map(id, roots))
+    def __init__(
+        self, argument: Argument, placed: Sequence[Any], on_death: Callable[[], None]
+    ) -> None:
+        root = argument.value
+        if not is_nnx_object(root):  # it is further inside, or a Variable
+            raise _UnknownError
+        self._alive = weakref.ref(root, lambda _: on_death())
         self._seen: dict[int, Any] = {}
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
-        self._variables: list[nnx.Variable[Any]] = []
+        self._variables: list[nnx.Variable[Any]] = argument.parts  # type: ignore[assignment]
         self._hashed: list[Any] = []
         self._read: list[Any] = []
-        for root in roots:
-            self._look_below(root)
+        self._look_below(root)
+        self._seen[id(root)] = None
+        known = [v for v in self._seen.values() if isinstance(v, nnx.Variable)]
+        if {*map(id, known)} != {*map(id, argument.parts)} or len(known) < len(placed):
+            raise _UnknownError
+        self._arrays = _arrays(placed)
         self._keys = self._all_keys()
         keys = enumerate(_flat(self._dicts))
         compared = [at for at, key in keys if not is_bookkeeping(key)]
         count = sum(map(len, self._dicts))
         compared += range(count, count + sum(map(len, self._lists)))
-        pick = operator.itemgetter(*compared, *compared[:1]) if compared else None
-        self._pick = pick or (lambda values: ())
+        self._pick = operator.itemgetter(*compared, *compared[:1])
         self._values = self._pick(self._all_values())
         self._constants = self._all_constants()
 
-    def holds(self, variables: Sequence[Any]) -> bool:
-        """Whether these are all Variables that it has seen."""
-        return set(map(id, self._variables)) == set(map(id, variables))
-
     def is_alive(self) -> bool:
-        """Whether all objects are still there."""
-        return all(alive() is not None for alive in self._alive)
+        return self._alive() is not None
 
-    def fits(self, roots: Sequence[Any]) -> bool:
-        """Whether these are the objects, unchanged."""
-        for alive, root in zip(self._alive, roots, strict=True):
-            if alive() is not root:
-                return False
-        if not roots:
-            return True
+    def leaves_of(self, value: Any) -> list[Any] | None:
+        """The values of its Variables, if it is this object and unchanged."""
+        if self._alive() is not value:
+            return None
         try:
-            return (
-                self._all_keys() == self._keys
-                and all(map(operator.is_, self._pick(self._all_values()), self._values))
-                and self._all_constants() == self._constants
-            )
+            if (
+                self._all_keys() != self._keys
+                or not all(
+                    map(operator.is_, self._pick(self._all_values()), self._values)
+                )
+                or self._all_constants() != self._constants
+            ):
+                return None
         except (IndexError, TypeError, ValueError):  # no such value, or not comparable
-            return False
+            return None
+        leaves = list(map(_read_value, self._variables))
+        return leaves if _arrays(leaves) == self._arrays else None
 
     def _all_keys(self) -> list[Any]:
         return [*_flat(self._dicts), *map(len, self._lists)]
@@ -342,12 +315,13 @@ class _Watch:
     def _look_below(self, node: Any) -> None:
         """Find the containers, Variables and constants that a node refers to."""
         if id(node) in self._seen:
+            if node is self._alive():
+                raise _UnknownError  # what refers to it would keep it alive
             return
-        if not isinstance(node, tuple):  # which may be gone before the next one
-            self._seen[id(node)] = None if id(node) in self._roots else node
+        if not isinstance(node, tuple):  # whose id may be another's afterwards
+            self._seen[id(node)] = node
         children: Iterable[Any] = ()
         if isinstance(node, nnx.Variable):
-            self._variables.append(node)
             children = read_metadata(node).values()
         elif isinstance(node, nnx.Pytree):
             attributes = vars(node)
