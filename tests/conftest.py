@@ -23,7 +23,6 @@ import pytest
 from multiprocess import launch
 
 import flax_layoutmap as flm
-from flax_layoutmap._step import inputs as _inputs
 from flax_layoutmap.pod import _ask
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -98,20 +97,6 @@ def mesh() -> flm.DeviceMesh:
 def abstract_mesh() -> flm.DeviceMesh:
     """The same mesh without devices."""
     return flm.DeviceMesh.abstract((2, 4), ("data", "model"))
-
-
-@pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arguments that were taken apart so far."""
-    seen: list[str] = []
-    plain = _inputs.take_apart
-
-    def take_apart(slot: Any, value: Any, **options: Any) -> Any:
-        seen.append(slot.name)
-        return plain(slot, value, **options)
-
-    monkeypatch.setattr(_inputs, "take_apart", take_apart)
-    return seen
 
 
 @pytest.fixture

@@ -64,8 +64,8 @@ def check_plain(named: Named) -> None:
     for path, part in named_parts(named):
         if isinstance(part, nnx.Variable) and not is_plain_variable(part):
             raise StructureError(
-                f"{path} is a {type(part).__name__} with ref or hijax, which "
-                "changes in place by itself: make it without, or use nnx.jit"
+                f"{path} is a {type(part).__name__} with ref or hijax, which is a "
+                "reference to its value and has no layout: make it without these"
             )
 
 

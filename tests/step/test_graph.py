@@ -402,3 +402,15 @@ def test_what_no_rule_names_stays_where_xla_puts_it(
         seen = model.seen.get_value()
         assert len(seen) == count
         assert seen[0].sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("option", ["ref", "hijax"])
+def test_variables_that_are_references(option: str, layout_map: flm.LayoutMap) -> None:
+    holder = nnx.Dict(w=nnx.Param(jnp.ones(4), **{option: True}))
+    step = flm.jit(lambda holder: holder.w[...].sum(), layout_map=layout_map)
+    with pytest.raises(flm.errors.StructureError) as caught:
+        step(holder)
+    assert str(caught.value) == (
+        f"holder/w is a {type(holder.w).__name__} with ref or hijax, which is a "
+        "reference to its value and has no layout: make it without these"
+    )
