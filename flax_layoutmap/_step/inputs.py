@@ -43,7 +43,6 @@ from flax_layoutmap._step.arguments import (
 )
 from flax_layoutmap._step.program import Program, are_apart
 from flax_layoutmap._step.refusals import check_apart
-from flax_layoutmap._step.shardings import sharding_kept
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Roots
@@ -304,15 +303,14 @@ def is_for(program: Program, call: Call) -> bool:
 
     State that no rule names has to be where the program expects it.
     """
-    kept = {at: sharding_kept(call.leaves[at]) for at in program.free}
-    return all(
-        where is None or where == program.wanted[at] for at, where in kept.items()
-    )
+    leaves = call.leaves
+    return not any(_is_elsewhere(leaves[at], program.wanted[at]) for at in program.free)
 
 
 def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
     return (
         isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
         and leaf.committed
         and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     )

@@ -54,7 +54,13 @@ from flax_layoutmap._step.shardings import (
 )
 from flax_layoutmap._step.trace import Job, call_job, mesh_context, roots_of
 from flax_layoutmap._tree.flax_internals import was_made_elsewhere
-from flax_layoutmap._tree.graph import TAG, Graph, with_objects, without_objects
+from flax_layoutmap._tree.graph import (
+    TAG,
+    Graph,
+    update,
+    with_objects,
+    without_objects,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -498,14 +504,21 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
 
 
 def _keep_placed(arguments: Sequence[Argument], leaves: Sequence[Any]) -> None:
-    """Write leaves that were placed for the program into their Variables."""
+    """Write leaves that were placed for the program into their objects."""
     for argument, span in zip(arguments, spans(arguments), strict=True):
         placed = leaves[span.start : span.stop]
-        if argument.has_objects and not all(map(operator.is_, argument.raw, placed)):
+        if not argument.objects or all(map(operator.is_, argument.raw, placed)):
+            continue
+        if all(isinstance(part, nnx.Variable) for part in argument.parts):
             values = argument.form.values(placed)
             for part, value in zip(argument.parts, values, strict=True):
-                if isinstance(part, nnx.Variable):
-                    part.set_raw_value(value)
+                part.set_raw_value(value)
+        else:
+            objects = iter(argument.objects)
+            states = argument.form.outer.flatten_up_to(argument.plain(placed))
+            for state, (graphdef, _) in zip(states, argument.form.nodes, strict=True):
+                if graphdef is not None:
+                    update(next(objects), state)
 
 
 def abstract_result(program: Program, call: Call) -> Any:

@@ -376,6 +376,7 @@ def test_what_is_refused(layout_map: flm.LayoutMap) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using .Module.sow:DeprecationWarning")
 def test_what_no_rule_names_stays_where_xla_puts_it(
     mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
 ) -> None:
@@ -396,9 +397,14 @@ def test_what_no_rule_names_stays_where_xla_puts_it(
     for _ in range(3):
         step(model, X)
         nnx.pop(model, nnx.Intermediate)
+    # Statistics that no rule names stay where they are, too.
+    model.up.mean = nnx.BatchStat(jnp.zeros(8))
     keep = flm.jit(lambda model, x: model(x), layout_map=layout_map)
-    for count in (1, 2, 3):
+    for count, spec in ((1, P("model")), (2, P()), (3, P("model"))):
+        where = jax.sharding.NamedSharding(mesh.jax_mesh, spec)  # type: ignore[arg-type]
+        model.up.mean.set_value(jax.device_put(np.zeros(8, np.float32), where))
         keep(model, X)
+        assert model.up.mean.get_value().sharding.spec == spec
         seen = model.seen.get_value()
         assert len(seen) == count
         assert seen[0].sharding.spec == P("data", "model")
