@@ -404,7 +404,8 @@ def test_what_no_rule_names_stays_where_xla_puts_it(
         where = jax.sharding.NamedSharding(mesh.jax_mesh, spec)  # type: ignore[arg-type]
         model.up.mean.set_value(jax.device_put(np.zeros(8, np.float32), where))
         keep(model, X)
-        assert model.up.mean.get_value().sharding.spec == spec
+        mean: Any = model.up.mean.get_value()
+        assert mean.sharding.spec == spec
         seen = model.seen.get_value()
         assert len(seen) == count
         assert seen[0].sharding.spec == P("data", "model")
