@@ -293,19 +293,6 @@ GPT_OSS_LEAVES = {
     "layers/{n}/attention/sinks": "H",
     **expert_leaves("layers/{n}", bias=True),
 }
-MXFP4_LEAVES = {
-    path: dims
-    for path, dims in GPT_OSS_LEAVES.items()
-    if not re.search("experts/.*/kernel", path)
-} | {
-    f"layers/{{n}}/mlp/experts/{name}/{leaf}": dims
-    for leaf, end in (("blocks", " 16"), ("scales", ""))
-    for name, dims in (
-        ("gate", f"E m d/32{end}"),
-        ("up", f"E m d/32{end}"),
-        ("down", f"E d m/32{end}"),
-    )
-}
 MIXTRAL_SIZES = heads(32, 32000, 4096, 32, 8, 128, 14336, m=14336, E=8)
 QWEN_MOE_SIZES = heads(48, 151936, 2048, 32, 4, 128, 6144, m=768, E=128)
 GPT_OSS_SIZES = heads(24, 201088, 2880, 64, 8, 64, 2880, m=2880, E=32)
@@ -438,23 +425,6 @@ def with_scales(table: Table) -> Table:
     for name, dims in table.items():
         if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name:
             found[f"{name}_scale_inv"] = " ".join(f"{dim}/128" for dim in dims.split())
-    return found
-
-
-def with_scale_leaves(table: Table) -> Table:
-    """With the scales beside the kernels, by inputs and outputs."""
-    found = dict(table)
-    for path, dims in table.items():
-        if not re.search(r"(?<!router)/kernel$", path) or "lm_head" in path:
-            continue
-        names = dims.split()
-        lead = ["E"] if "/experts/" in path else []
-        own = names[len(lead) :]
-        if "attention/out" in path:
-            own = ["*".join(own[:2]), own[2]]
-        elif len(own) > 2:
-            own = [own[0], "*".join(own[1:])]
-        found[f"{path}_scale"] = " ".join([*lead, *(f"{dim}/128" for dim in own)])
     return found
 
 
@@ -735,11 +705,6 @@ FAMILIES = {
         *(DEEPSEEK_SIZES, TINY_DEEPSEEK, 671_026_419_200),
         left_out=r"model\.layers\.61\..*",
     ),
-    "deepseek_v3, float8 kept": Family(
-        *("deepseek_v3", partial(mappings.deepseek_v3, keep_float8=True)),
-        *(with_scales(DEEPSEEK), with_scale_leaves(DEEPSEEK_LEAVES)),
-        *(DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2}, TINY_DEEPSEEK),
-    ),
     "gpt_oss": Family(  # 20B, in bfloat16
         *("gpt_oss", partial(mappings.gpt_oss, mxfp4=False)),
         *(GPT_OSS | GPT_OSS_WEIGHTS, GPT_OSS_LEAVES),
@@ -748,10 +713,6 @@ FAMILIES = {
     "gpt_oss, MXFP4": Family(  # as published
         *("gpt_oss", mappings.gpt_oss, GPT_OSS | MXFP4, GPT_OSS_LEAVES),
         *(GPT_OSS_SIZES, TINY_EXPERTS, 20_914_757_184),
-    ),
-    "gpt_oss, in MXFP4": Family(
-        *("gpt_oss", partial(mappings.gpt_oss, keep_mxfp4=True)),
-        *(GPT_OSS | MXFP4, MXFP4_LEAVES, GPT_OSS_SIZES, TINY_EXPERTS),
     ),
     "t5": Family(  # 1.1 base
         *("t5", mappings.t5, t5(True, False), t5_leaves(True, False)),
@@ -798,16 +759,6 @@ def stored_dtype(name: str, float8: bool) -> str:
         return "F32"
     is_matrix = re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name
     return "F8_E4M3" if float8 and is_matrix else "BF16"
-
-
-def leaf_dtype(path: str, float8: bool = False) -> str:
-    """The dtype of a leaf."""
-    if path.endswith(("/blocks", "/scales")):
-        return "uint8"
-    if path.endswith("/kernel_scale"):
-        return "float32"
-    is_matrix = re.search(r"(?<!router)(?<!lm_head)/kernel$", path)
-    return "float8_e4m3fn" if float8 and is_matrix else "bfloat16"
 
 
 BYTES = {"I64": 8, "F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}

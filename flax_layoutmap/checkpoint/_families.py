@@ -12,7 +12,6 @@ from typing import Any
 from flax_layoutmap.checkpoint._steps import (
     dequantize,
     linear,
-    rearrange,
     split,
     stack,
     transpose,
@@ -163,42 +162,26 @@ FUSED_EXPERTS: list[Row] = [
 ]
 
 
-def gpt_oss_experts(mxfp4: bool, keep: bool) -> list[Row]:
-    """Experts as (experts, in, out), where outputs of gate and up alternate.
-
-    Tensors in MXFP4 are (experts, out, blocks, bytes), with the scales of the blocks,
-    and so are their leaves if they are kept.
-    """
-    numbers = (dequantize("mxfp4"), *_TURNED) if mxfp4 else ()
-    # Leaf, the end of the tensor's name, steps, and the dims around its outputs.
-    parts = [("kernel", "_blocks" if mxfp4 else "", numbers, "e i", "")]
-    if keep:
-        parts = [("blocks", "_blocks", (), "e", "block byte")]
-        parts += [("scales", "_scales", (), "e", "block")]
+def gpt_oss_experts(mxfp4: bool) -> list[Row]:
+    """Experts as (experts, in, out), where outputs of gate and up alternate."""
+    kernel = ("kernel", "_blocks" if mxfp4 else "", 2)
     found: list[Row] = []
-    for leaf, end, steps, before, after in [*parts, ("bias", "_bias", (), "e", "")]:
-        tensor, dim = f"mlp.experts.gate_up_proj{end}", len(before.split())
-        pattern = f"{before} (out two) {after} -> {before} (two out) {after}"
-        apart = (*steps, rearrange(pattern, two=2))
-        found += [
-            (f"mlp/experts/gate/{leaf}", tensor, (*apart, split(dim, 0, 2))),
-            (f"mlp/experts/up/{leaf}", tensor, (*apart, split(dim, 1, 2))),
-            (f"mlp/experts/down/{leaf}", f"mlp.experts.down_proj{end}", steps),
-        ]
+    for leaf, end, dim in (kernel, ("bias", "_bias", 1)):
+        steps = (dequantize("mxfp4"), *_TURNED) if end == "_blocks" else ()
+        for at, part in enumerate(("gate", "up")):
+            half = split(dim, at, 2, alternating=True)
+            tensor = f"mlp.experts.gate_up_proj{end}"
+            found.append((f"mlp/experts/{part}/{leaf}", tensor, (*steps, half)))
+        found.append((f"mlp/experts/down/{leaf}", f"mlp.experts.down_proj{end}", steps))
     return found
 
 
-def float8(of: Sequence[Row], keep: bool = False) -> list[Row]:
-    """Rows for matrices in float8, multiplied by their scales or kept beside them."""
-    found: list[Row] = []
-    for path, name, steps in of:
-        is_scaled = path.endswith("/kernel") and name.endswith(".weight")
-        if is_scaled and keep:
-            found.append((f"{path}_scale", f"{name}_scale_inv", steps))
-        if is_scaled and not keep:
-            steps = (dequantize(), *steps)
-        found.append((path, name, steps))
-    return found
+def float8(of: Sequence[Row]) -> list[Row]:
+    """Rows whose matrices are multiplied by their scales if they are in float8."""
+    return [
+        (path, name, (dequantize(), *steps) if path.endswith("/kernel") else steps)
+        for path, name, steps in of
+    ]
 
 
 # ----------------------------------------------------------------- other families

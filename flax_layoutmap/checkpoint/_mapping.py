@@ -10,87 +10,81 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
-from flax_layoutmap.checkpoint._lazy import Array
+from flax_layoutmap.checkpoint._lazy import Array, Lazy, box_shape
 from flax_layoutmap.checkpoint._steps import (
     STEPS,
-    Cast,
     Dequantize,
     Merge,
-    filled,
+    Regroup,
+    Stack,
     linear,
 )
-
-# Layers that are stacked in one leaf, and those of a list.
-_STACKED, _NUMBERED = re.compile(r"\blayers/(?!\d)"), re.compile(r"\blayers/\d+/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a leaf: names to try for its tensor, and the steps.
-
-    `dtype` is what the tensors are cast to (None: not at all), and `dequantize` the
-    step for those in float8 or MXFP4.
-    """
+    """How to make a leaf: names to try for its tensor, and the steps."""
 
     names: tuple[str, ...]
     steps: tuple[Any, ...] = ()
-    dtype: Any = None
     dequantize: Dequantize | None = None
 
-    def tensors(self, name: str, shape: Shape) -> dict[str, Shape]:
+    def shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Name → shape of the tensors that make a leaf; ValueError if none do."""
         found: dict[str, Shape] = {}
-        _collect(name, self.steps, shape, found)
-        if self.dequantize is not None:
-            for tensor, size in found.items():
-                self.dequantize.scales(tensor, size)
+        for tensor, part in undone(name, self.steps, _nothing(shape)):
+            if field := re.search(r"\{\w+\}", tensor):
+                raise ValueError(f"no step fills in the {field[0]} of {tensor!r}")
+            if found.setdefault(tensor, part.shape) != part.shape:
+                raise ValueError(f"{tensor!r} would need two shapes")
         return found
 
     def leaf(
         self, name: str, shape: Shape, dtype: Any, opened: Callable[[str], Array]
     ) -> Array:
         """The leaf, of the tensors that `opened` returns."""
-        return _made(name, self.steps, shape, dtype, opened)
+
+        def made(name: str, steps: Sequence[Any], shape: Shape) -> Array:
+            if not steps:
+                return opened(name)
+            inputs = undone(name, steps[-1:], _nothing(shape))
+            parts = [made(name, steps[:-1], part.shape) for name, part in inputs]
+            return steps[-1].forward(parts, shape, dtype)
+
+        return made(name, self.steps, shape)
 
     def with_linear(self, **dims: int) -> "Recipe":
         """The recipe with other arguments of `linear`."""
-        is_linear = [getattr(step, "key", "")[:1] == ("linear",) for step in self.steps]
-        pairs = zip(self.steps, is_linear, strict=True)
-        steps = tuple(linear(**dims) if found else step for step, found in pairs)
+        steps = tuple(
+            linear(**dims)
+            if isinstance(step, Regroup) and step.key[0] == "linear"
+            else step
+            for step in self.steps
+        )
         return dataclasses.replace(self, steps=steps)
 
 
-def _collect(
-    name: str, steps: Sequence[Any], shape: Shape, found: dict[str, Shape]
-) -> None:
-    if steps:
-        for fields, inner in steps[-1].inputs(shape):
-            _collect(filled(name, fields), steps[:-1], inner, found)
-        return
-    field = re.search(r"\{\w+\}", name)
-    if field is not None:
-        raise ValueError(
-            f"no step fills in the {field[0]} of {name!r}; stack fills in {{layer}}, "
-            "merge {part}"
-        )
-    if found.setdefault(name, shape) != shape:
-        raise ValueError(f"{name!r} would need two shapes, {found[name]}, {shape}")
-
-
-def _made(
-    name: str, steps: Sequence[Any], shape: Shape, dtype: Any, opened: Any
-) -> Array:
+def undone(name: str, steps: Sequence[Any], leaf: Array) -> list[tuple[str, Array]]:
+    """The names and values of what steps make a leaf of."""
     if not steps:
-        return opened(name)
+        return [(name, leaf)]
     *before, last = steps
-    parts = [
-        _made(filled(name, fields), before, inner, dtype, opened)
-        for fields, inner in last.inputs(shape)
-    ]
-    return last.forward(parts, shape, dtype)
+    found = []
+    for fields, part in last.back(leaf):
+        filled = name
+        for field, value in fields.items():
+            filled = filled.replace(f"{{{field}}}", value)
+        found += undone(filled, before, part)
+    return found
+
+
+def _nothing(shape: Shape) -> Lazy:
+    return Lazy(shape, lambda box: np.empty(box_shape(box)))
 
 
 class NameMapping:
@@ -124,8 +118,7 @@ class NameMapping:
             return Recipe((".".join(map(unescape, full_path.split("/"))),))
         for text in dict.fromkeys((path, full_path)):
             for pattern, recipe in self._entries:
-                match = pattern.fullmatch(text)
-                if match is None:
+                if (match := pattern.fullmatch(text)) is None:
                     continue
                 try:
                     names = tuple(match.expand(name) for name in recipe.names)
@@ -138,13 +131,15 @@ class NameMapping:
 
     def unmatched(self, path: str) -> str:
         """The message that no entry matches a leaf."""
-        numbered = _STACKED.sub("layers/0/", path)
-        stacked = _NUMBERED.sub("layers/", path)
-        for other, fix in ((numbered, "scanned=True"), (stacked, "scanned=False")):
+        for layers, others, fix in (
+            (r"\blayers/(?!\d)", "layers/0/", "True"),
+            (r"\blayers/\d+/", "layers/", "False"),
+        ):
+            other = re.sub(layers, others, path)
             if other != path and self.recipe(other, other) is not None:
                 return (
                     f"no entry of the mapping matches, but one would match {other}; "
-                    f"pass {fix} to the function that makes the mapping"
+                    f"pass scanned={fix} to the function that makes the mapping"
                 )
         return (
             "no entry of the mapping matches; add (path, name of the tensor), or leave "
@@ -170,31 +165,24 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
             f"{where}: {names!r} is not the name of a tensor, nor several to try"
         )
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
-    kept: list[Any] = []
-    dtype, dequantize = None, None
     for step in steps:
         if not isinstance(step, STEPS):
             raise CheckpointError(
                 f"{where}: {step!r} is not a step; take transpose(), linear(), "
-                "rearrange(…), unflatten(), stack(), merge(…), split(…), cast(…) or "
-                "dequantize()"
+                "unflatten(), stack(), merge(…), split(…) or dequantize()"
             )
-        if isinstance(step, Cast):
-            dtype = step.dtype
-        elif isinstance(step, Dequantize):
-            dequantize = step
-        else:
-            kept.append(step)
-        field = f"{{{step.field}}}" if isinstance(step, Merge) else ""
+        field = f"{{{step.field}}}" if isinstance(step, Stack | Merge) else ""
         if any(field not in name for name in several):
             raise CheckpointError(f"{where}: {several} have no {field} to fill in")
-    return pattern, Recipe(several, tuple(kept), dtype, dequantize)
+    scaled = [step for step in steps if isinstance(step, Dequantize)]
+    others = tuple(step for step in steps if not isinstance(step, Dequantize))
+    return pattern, Recipe(several, others, *scaled[:1])
 
 
 def _compiled(where: str, pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
+    except (re.error, TypeError) as error:
         raise CheckpointError(
             f"{where}: {pattern!r} is not a regular expression: {error}"
         ) from error

@@ -1,31 +1,23 @@
 """flm.checkpoint.restore_safetensors."""
 
 import dataclasses
-import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, meant
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.paths import escape
 from flax_layoutmap.checkpoint._join import Held, Plan, Read, join, opened
-from flax_layoutmap.checkpoint._lazy import (
-    Array,
-    Box,
-    empty_like,
-    from_mxfp4,
-    full,
-    scaled,
-)
+from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._options import (
@@ -55,7 +47,7 @@ def restore_safetensors(
     dtype: Any = None,
     missing: Missing = "error",
     unexpected: Unexpected = "error",
-    progress: bool | Callable[[int, int], object] | None = None,
+    progress: bool | None = None,
 ) -> Any:
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
@@ -86,8 +78,7 @@ def restore_safetensors(
         missing: as in `restore`, for leaves whose tensors do not exist or that no entry
             of the mapping matches.
         unexpected: as in `restore`, for tensors that no leaf uses.
-        progress: as in `restore`; or a function that is called after each leaf with the
-            bytes of the leaves so far, and of all.
+        progress: as in `restore`.
 
     Returns:
         The target's own type, as `restore` does; or a dict by names.
@@ -184,51 +175,49 @@ def _parts(stored: Stored, plan: Plan) -> dict[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """How a leaf is made: the recipe, the name that exists, and the tensors' shapes."""
+    """How a leaf is made: the recipe, and the name that exists.
+
+    `needed` maps each tensor to those in the files that make it, with their shapes: the
+    numbers, and their scales.
+    """
 
     recipe: Recipe
     name: str
-    shapes: Mapping[str, Shape]
-
-    def scales(self, stored: Stored, name: str) -> tuple[str, Shape] | None:
-        """Name and shape of the scales of a tensor; None if it needs none."""
-        step, dtype = self.recipe.dequantize, stored.tensors[name].dtype
-        is_float8 = dtype.itemsize == 1 and is_floating(dtype)
-        if step is None or not (step.is_mxfp4 or is_float8):
-            return None
-        return step.scales(name, self.shapes[name])
-
-    def needed(self, stored: Stored) -> dict[str, Shape]:
-        """Name → shape in the files, of the tensors and of their scales."""
-        found: dict[str, Shape] = {}
-        for name, shape in self.shapes.items():
-            scales = self.scales(stored, name)
-            found[name] = shape
-            if scales is not None:
-                found[scales[0]] = scales[1]
-            if scales is not None and self.is_mxfp4:
-                found[name] = (*scales[1], 16)
-        return found
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.recipe.dequantize is not None and self.recipe.dequantize.is_mxfp4
+    needed: Mapping[str, Mapping[str, Shape]]
 
     def leaf(self, path: str, stored: Stored, value: Any) -> Leaf:
         """Describe the leaf, by the dtype that fits the target least.
 
         If that one can be converted, the others can.
         """
-        product = np.dtype(jnp.bfloat16)
         kinds = {
-            product if self.scales(stored, name) else stored.tensors[name].dtype
-            for name in self.shapes
+            np.dtype(jnp.bfloat16) if len(parts) > 1 else stored.tensors[name].dtype
+            for name, parts in self.needed.items()
         }
-        if self.recipe.dtype is not None:
-            kinds = {self.recipe.dtype}
         wanted = getattr(value, "dtype", None)
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
         return Leaf(path, "array", np.shape(value), dtype)
+
+    def problem(self, shape: Shape, stored: Stored) -> str | None:
+        """The problem with the first tensor that is absent or of another shape."""
+        parts = [part for parts in self.needed.values() for part in parts.items()]
+        step = self.recipe.dequantize
+        for name, size in parts:
+            tensor = stored.tensors.get(name)
+            if tensor is None:
+                return (
+                    f"is made of a scaled tensor, whose scales {name!r} are not in "
+                    f"{stored.where}; leave dequantize out to restore it without"
+                )
+            if tensor.shape != size:
+                return (
+                    f"needs {tensor} to have the shape {show_shape(size)}; "
+                    f"{_other_linear(self, shape, stored)}build the target with the "
+                    "sizes of the checkpoint, or change the steps of the mapping"
+                )
+            if step is not None and step.is_mxfp4 and tensor.dtype != np.uint8:
+                return f"needs {tensor} to be uint8, as MXFP4 is, not {tensor.dtype}"
+        return None
 
 
 def _plan(
@@ -237,121 +226,89 @@ def _plan(
     """Join the tensors of a checkpoint with the leaves of the target."""
     target = opened(options.target)
     options = options.among(target.flat)
-    problems: list[str] = []
-    used: set[str] = set()
+    problems: dict[str, str] = {}
     absent: dict[str, str] = {}
     makers: dict[str, Maker] = {}
-    wanted, near = target.leaves, _hints(stored)
+    wanted, alike = target.leaves, _by_numbers(stored)
     for (path, value), short in zip(wanted.items(), target.flat.paths, strict=True):
-        is_selected, shape = path in options.selection, np.shape(value)
-        recipe = names.recipe(short, path)
+        recipe, shape = names.recipe(short, path), np.shape(value)
+        if recipe is None:
+            absent[path] = names.unmatched(short)
+            continue
         try:
             maker = _maker(recipe, shape, stored)
         except ValueError as error:
-            if is_selected:
-                problems.append(
-                    f"{path} {show_shape(shape)}: the mapping's steps do not make this "
-                    f"shape: {error}"
-                )
+            problems[path] = f"the mapping's steps do not make this shape: {error}"
             continue
-        if isinstance(maker, Maker):
-            needed = maker.needed(stored)
-            used.update(needed)
-            wrong = _wrong_tensor(maker, needed, shape, stored) if is_selected else None
-            if wrong is not None:
-                problems.append(f"{path} {show_shape(shape)}: {wrong}")
-            elif is_selected:
-                makers[path] = maker
-        elif is_selected:
-            text = f"there is no tensor {maker!r} in {stored.where}{near(maker)}"
-            absent[path] = text if maker else names.unmatched(short)
+        if isinstance(maker, str):
+            near = did_you_mean(maker, alike.get(_numbers(maker), ()))
+            absent[path] = f"there is no tensor {maker!r} in {stored.where}{near}"
+            continue
+        makers[path] = maker
+        if problem := maker.problem(shape, stored):
+            problems[path] = problem
+    texts = [
+        f"{path} {show_shape(np.shape(wanted[path]))}: {problem}"
+        for path, problem in problems.items()
+        if path in options.selection
+    ]
     if options.unexpected == "error":
-        problems += _unexpected(stored, used, names)
+        needed = [held for maker in makers.values() for held in maker.needed.values()]
+        used = {name for held in needed for name in held}
+        texts += _unexpected(stored, used, names)
     held = Held(
         {
             path: maker.leaf(path, stored, wanted[path])
             for path, maker in makers.items()
+            if path in options.selection and path not in problems
         },
         absent,
-        {path: f" (tensor {next(iter(m.shapes))!r})" for path, m in makers.items()},
-        problems=tuple(problems),
+        {path: f" (tensor {next(iter(m.needed))!r})" for path, m in makers.items()},
+        problems=tuple(texts),
     )
     rules = options.rules
     plan = join(held, target, rules, lambda: resolve(target.tree, rules), options)
     return plan, makers
 
 
-def _maker(recipe: Recipe | None, shape: Shape, stored: Stored) -> Maker | str:
-    """The maker of a leaf by the first name that exists, else a tensor that does not.
-
-    Without a recipe, that is "".
-    """
-    if recipe is None:
-        return ""
+def _maker(recipe: Recipe, shape: Shape, stored: Stored) -> Maker | str:
+    """The maker by the first name that exists, else a tensor that does not."""
     absent = []
     for name in recipe.names:
-        shapes = recipe.tensors(name, shape)
+        shapes, step = recipe.shapes(name, shape), recipe.dequantize
         missing = [tensor for tensor in shapes if tensor not in stored.tensors]
         if not missing:
-            return Maker(recipe, name, shapes)
+            needed = {
+                tensor: {tensor: size}
+                if step is None
+                else step.needed(tensor, size, stored.tensors[tensor].dtype)
+                for tensor, size in shapes.items()
+            }
+            return Maker(recipe, name, needed)
         absent += missing
     return absent[0]
-
-
-def _wrong_tensor(
-    maker: Maker, needed: Mapping[str, Shape], shape: Shape, stored: Stored
-) -> str | None:
-    """The problem with the first tensor that is absent or of another shape or dtype."""
-    for name, size in needed.items():
-        tensor = stored.tensors.get(name)
-        if tensor is None:
-            return (
-                f"is made of a tensor in {'MXFP4' if maker.is_mxfp4 else 'float8'}, "
-                f"whose scales {name!r} are not in {stored.where}; leave dequantize "
-                "out of the entry to restore it without"
-            )
-        if tensor.shape != size:
-            return (
-                f"needs {tensor} to have the shape {show_shape(size)}; "
-                f"{_other_linear(maker, shape, stored)}build the target with the sizes "
-                "of the checkpoint, or change the steps of the mapping"
-            )
-        if maker.is_mxfp4 and tensor.dtype != np.uint8:
-            return (
-                f"needs {tensor} to be uint8, as MXFP4 is, not {tensor.dtype}; leave "
-                "dequantize out of the entry to restore it as it is"
-            )
-    return None
 
 
 def _other_linear(maker: Maker, shape: Shape, stored: Stored) -> str:
     """The arguments of `linear` with which the tensors have the right shapes."""
     for kind in ("outputs", "inputs"):
         for count in range(1, len(shape)):
-            other = maker.recipe.with_linear(**{kind: count})
-            tensors = other.tensors(maker.name, shape)
-            if all(stored.tensors[n].shape == size for n, size in tensors.items()):
+            shapes = maker.recipe.with_linear(**{kind: count}).shapes(maker.name, shape)
+            if all(stored.tensors[n].shape == size for n, size in shapes.items()):
                 return f"write linear({kind}={count}), which fits; or "
     return ""
 
 
-def _hints(stored: Stored) -> Callable[[str], str]:
-    """A function that says which tensor a name most likely misspells.
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", name))
 
-    Numbers are not compared: the names of all layers are alike, and are too many.
-    """
-    forms = {re.sub(r"\d+", "0", name): name for name in reversed(stored.tensors)}
-    meant_by = functools.cache(lambda form: meant(form, forms))
 
-    def hint(name: str) -> str:
-        form = re.sub(r"\d+", "0", name)
-        near, numbers = meant_by(form), iter(re.findall(r"\d+", name))
-        if near is None or near == form:
-            return ""
-        text = re.sub(r"\d+", lambda _: next(numbers, "0"), near)
-        return f"; did you mean {text if text in stored.tensors else forms[near]!r}?"
-
-    return hint
+def _by_numbers(stored: Stored) -> dict[tuple[str, ...], list[str]]:
+    """The names of tensors by the numbers in them; those of one layer are few."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in stored.tensors:
+        found.setdefault(_numbers(name), []).append(name)
+    return found
 
 
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
@@ -362,11 +319,10 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
             kind = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
             kinds.setdefault(kind, []).append(name)
     tied = "; where the model ties its output to the embedding, pass tied=True"
-    others = {kind: f" and {len(own) - 1} like it" for kind, own in kinds.items()}
     return [
-        f"{stored.tensors[first]}{others[kind] if more else ''}: no leaf "
-        f"of the target is made of it; to leave it out, add (None, r'{kind}') to the "
-        f"mapping, or pass unexpected='ignore'{tied if 'lm_head' in first else ''}"
+        f"{stored.tensors[first]}{f' and {len(more)} like it' if more else ''}: no "
+        f"leaf of the target is made of it; to leave it out, add (None, r'{kind}') to "
+        f"the mapping, or pass unexpected='ignore'{tied if 'lm_head' in first else ''}"
         for kind, (first, *more) in kinds.items()
     ]
 
@@ -375,10 +331,7 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
 
 
 def _read(
-    stored: Stored,
-    plan: Plan,
-    makers: Mapping[str, Maker],
-    progress: bool | Callable[[int, int], object] | None,
+    stored: Stored, plan: Plan, makers: Mapping[str, Maker], progress: bool | None
 ) -> dict[str, Any]:
     """Path → restored value of every leaf of the plan."""
     sizes = {
@@ -386,10 +339,9 @@ def _read(
         for path, read in plan.reads.items()
     }
     files, total, done = Files(), sum(sizes.values()), 0
-    shown = False if callable(progress) else progress
     found: dict[str, Any] = {}
     before: Any = None
-    with shown_progress(f"restoring {stored.where}", total, shown, lambda: done):
+    with shown_progress(f"restoring {stored.where}", total, progress, lambda: done):
         for path, read in plan.reads.items():
             try:
                 found[path] = _value(files, stored, makers[path], read)
@@ -400,8 +352,6 @@ def _read(
             before = found[path]
             files.release()
             done += sizes[path]
-            if callable(progress):
-                progress(done, total)
     return found
 
 
@@ -411,14 +361,10 @@ def _value(files: Files, stored: Stored, maker: Maker, read: Read) -> Any:
     dtype = read.stored.dtype if result.is_python else result.dtype
 
     def tensor(name: str) -> Array:
-        values: Any = files.tensor(stored.tensors[name])
-        scales = maker.scales(stored, name)
-        if scales is None or step is None:
-            return values
-        factors: Any = files.tensor(stored.tensors[scales[0]])
-        if step.is_mxfp4:
-            return from_mxfp4(values, factors, dtype)
-        return scaled(values, factors, step.block, dtype)
+        parts = [files.tensor(stored.tensors[part]) for part in maker.needed[name]]
+        if step is None or len(parts) == 1:
+            return parts[0]
+        return step.product(parts[0], parts[1], dtype)
 
     leaf = maker.recipe.leaf(maker.name, result.shape, dtype, tensor)
     if sharding is None:
@@ -440,10 +386,11 @@ def _value(files: Files, stored: Stored, maker: Maker, read: Read) -> Any:
 
 
 def _in_memory(leaf: Array, box: Box, dtype: Any) -> np.ndarray:
-    """A box of a leaf, which nothing else holds, in the order of the file."""
+    """A box of a leaf, not a view of a file, in the order of the file.
+
+    JAX transposes on the way to the device, faster than NumPy.
+    """
     value = np.asarray(leaf[box])
     if value.flags.writeable and value.dtype == dtype:
         return value
-    made = empty_like(value, value.shape, dtype)
-    made[...] = value
-    return made
+    return np.array(value, dtype, order="K")

@@ -21,8 +21,8 @@ from flax_layoutmap.checkpoint._lazy import (
     Array,
     Box,
     Lazy,
+    assembled,
     box_shape,
-    concatenated,
     full,
 )
 from flax_layoutmap.checkpoint._leaves import (
@@ -32,7 +32,7 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping
+from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
     checked_selection,
@@ -41,7 +41,7 @@ from flax_layoutmap.checkpoint._options import (
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_write import Made, Writer, cannot_write
-from flax_layoutmap.checkpoint._steps import Split, filled
+from flax_layoutmap.checkpoint._steps import Split
 
 
 def save_safetensors(
@@ -55,7 +55,7 @@ def save_safetensors(
     max_file_bytes: float = 5e9,
     overwrite: bool = False,
     metadata: Mapping[str, str] | None = None,
-    progress: bool | Callable[[int, int], object] | None = None,
+    progress: bool | None = None,
 ) -> None:
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
@@ -84,8 +84,7 @@ def save_safetensors(
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
             requires, is added.
         progress: whether process 0 shows on stderr how much has been written; None: as
-            in `restore`. Or a function that process 0 calls after each tensor
-            with the bytes written so far, and the total.
+            in `restore`.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), the path is
@@ -139,33 +138,18 @@ def _plan(
     for path, short, value in columns:
         if path not in selection:
             continue
-        problem = _value_problem(path, value)
-        if problem is not None:
+        if problem := _value_problem(path, value):
             problems.append(f"{path}: {problem}")
             continue
         recipe = names.recipe(short, path)
         kind = np.dtype(value.dtype).newbyteorder("=")
         kind = dtype if dtype is not None and is_floating(kind) else kind
-        if recipe is None:
-            problem = names.unmatched(short)
-        elif recipe.dequantize is not None and recipe.dequantize.is_mxfp4:
-            problem = (
-                "cannot be saved in MXFP4; save it by a mapping without "
-                "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
-            )
-        elif kind not in NAMES:
-            problem = f"safetensors cannot hold {kind}; pass dtype=, or convert it"
-        else:
-            name = recipe.names[0]
-            try:
-                recipe.tensors(name, tuple(value.shape))
-            except ValueError as error:
-                problem = f"the mapping's steps do not make this shape: {error}"
-            else:
-                made = Made(name, kind, _on_host(value), path)
-                draft.add(made, recipe.steps)
+        problem = _recipe_problem(names, short, recipe, kind, value.shape)
         if problem is not None:
             problems.append(f"{path} {show_shape(value.shape)}: {problem}")
+        elif recipe is not None:
+            made = Made(recipe.names[0], kind, _on_host(value), path)
+            draft.add(made, recipe.steps)
     problems = problems or draft.finish()
     if not draft.tensors and not problems:
         problems.append("the tree holds no array")
@@ -190,96 +174,88 @@ def _value_problem(path: str, value: Any) -> str | None:
     return problem
 
 
-class _Draft:
-    """The tensors made so far, and parts of tensors that wait for the others.
+def _recipe_problem(
+    names: NameMapping, path: str, recipe: Recipe | None, dtype: Any, shape: Shape
+) -> str | None:
+    """The reason why a mapping cannot be undone for a leaf, or None."""
+    if recipe is None:
+        return names.unmatched(path)
+    if recipe.dequantize is not None and recipe.dequantize.is_mxfp4:
+        return (
+            "cannot be saved in MXFP4; save it by a mapping without "
+            "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
+        )
+    if dtype not in NAMES:
+        return f"safetensors cannot hold {dtype}; pass dtype=, or convert it"
+    try:
+        recipe.shapes(recipe.names[0], shape)
+    except ValueError as error:
+        return f"the mapping's steps do not make this shape: {error}"
+    return None
 
-    The steps of a leaf are undone from the last to the first. Where that is a split,
-    the leaf is a part of what the steps before it make; once all parts are there, they
-    are joined, and these steps are undone.
+
+class _Draft:
+    """Undoes the steps of leaves.
+
+    A split leaf is a part of what the steps before it make; once all parts are there,
+    they are assembled, and these steps are undone.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Made] = {}
-        # Tensor, steps before the split → dim, start, shape of the whole, part.
-        self._parts: dict[Any, list[tuple[int, int, Shape, Made]]] = {}
+        # Tensor, steps up to the split → place in the whole, part.
+        self._parts: dict[Any, list[tuple[Any, Made]]] = {}
         self._problems: list[str] = []
 
     def add(self, made: Made, steps: Sequence[Any]) -> None:
-        """Undo steps."""
-        if not steps:
-            before = self.tensors.setdefault(made.name, made)
-            if before is not made:
-                self._problems.append(_clash(before, made, before.shape, made.shape))
-            return
-        *rest, last = steps
-        inputs = last.inputs(made.shape)
-        if isinstance(last, Split):
-            waiting = (*last.place(made.shape), inputs[0].shape, made)
-            self._parts.setdefault((made.name, tuple(rest)), []).append(waiting)
-            return
-        for (fields, _), values in zip(inputs, last.back(made.values), strict=True):
-            name = filled(made.name, fields)
-            self.add(dataclasses.replace(made, name=name, values=values), rest)
+        """Undo steps, up to a split."""
+        at = max((at for at, s in enumerate(steps) if isinstance(s, Split)), default=-1)
+        for name, values in undone(made.name, steps[at + 1 :], made.values):
+            part = dataclasses.replace(made, name=name, values=values)
+            if at >= 0:
+                place = steps[at].place(values.shape)
+                self._parts.setdefault((name, steps[:at]), []).append((place, part))
+            elif (before := self.tensors.setdefault(name, part)) is not part:
+                self._problems.append(
+                    f"{before.paths}, {made.paths}: would both write the tensor "
+                    f"{name!r}; give one of the leaves another name, or leave it out "
+                    "with exclude="
+                )
 
     def finish(self) -> list[str]:
-        """Join the parts; return the problems with them."""
+        """Assemble the parts; return the problems with them."""
         while self._parts:
             key = max(self._parts, key=lambda key: len(key[1]))
-            try:
-                self.add(_joined(self._parts.pop(key)), key[1])
-            except ValueError as error:
-                self._problems.append(str(error))
+            parts = self._parts.pop(key)
+            (shape, axis, _), first = parts[0]
+            paths = ", ".join(dict.fromkeys(part.paths for _, part in parts))
+            covered = [
+                at for (_, _, chosen), _ in parts for at in range(shape[axis])[chosen]
+            ]
+            if len({(*place[:2], part.dtype) for place, part in parts}) > 1:
+                problem = "have other shapes or dtypes"
+            elif len(covered) > len(set(covered)):
+                problem = "would write some elements twice"
+            elif len(covered) < shape[axis]:
+                problem = "make only a part; the mapping lacks leaves for the rest"
+            else:
+                chosen = [(place[2], part.values) for place, part in parts]
+                values = assembled(shape, axis, chosen, first.dtype)
+                whole = dataclasses.replace(first, values=values, paths=paths)
+                self.add(whole, key[1])
+                continue
+            self._problems.append(
+                f"{paths}: {problem}, of the tensor {first.name!r} {show_shape(shape)}"
+            )
         return self._problems
-
-
-def _joined(parts: list[tuple[int, int, Shape, Made]]) -> Made:
-    """The whole of some parts; ValueError if they are not all, or overlap."""
-    parts = sorted(parts, key=lambda part: part[1])
-    axis, _, shape, first = parts[0]
-    paths, end = ", ".join(dict.fromkeys(part[3].paths for part in parts)), 0
-    for dim, start, whole, made in parts:
-        if (dim, whole, made.dtype) != (axis, shape, first.dtype) or start < end:
-            raise ValueError(_clash(first, made, shape, whole))
-        end = end if start > end else end + made.shape[axis]
-    if end < shape[axis]:
-        raise ValueError(
-            f"{paths}: make only a part of the tensor {first.name!r} "
-            f"{show_shape(shape)}; the mapping lacks leaves for the rest"
-        )
-    values = concatenated([made.values for *_, made in parts], axis, first.dtype)
-    return dataclasses.replace(first, values=values, paths=paths)
-
-
-def _clash(before: Made, made: Made, *shapes: Shape) -> str:
-    """The problem that two leaves make the same tensor, or the same part of it."""
-    first, other = (
-        f"{m.dtype} {show_shape(shape)}"
-        for m, shape in zip((before, made), shapes, strict=True)
-    )
-    if first != other:
-        return (
-            f"{made.paths}: would make the tensor {made.name!r} {other}, and "
-            f"{before.paths} {first}"
-        )
-    return (
-        f"{before.paths}, {made.paths}: would write some elements of the tensor "
-        f"{made.name!r} twice; give one of the leaves another name, or leave it out "
-        "with exclude="
-    )
 
 
 # ----------------------------------------------------- tensors, one after another
 
 
-def _write(
-    place: str,
-    writer: Writer,
-    progress: bool | Callable[[int, int], object] | None,
-) -> None:
+def _write(place: str, writer: Writer, progress: bool | None) -> None:
     """Bring each tensor to process 0, which writes it."""
     done, total = 0, sum(tensor.nbytes for tensor in writer.tensors)
-    is_first = jax.process_index() == 0
-    shown = False if callable(progress) else progress
 
     def together(action: Callable[[], None]) -> None:
         on_first_process(
@@ -289,16 +265,14 @@ def _write(
 
     try:
         together(writer.start)
-        with shown_progress(f"saving {place}", total, shown, lambda: done):
+        with shown_progress(f"saving {place}", total, progress, lambda: done):
             for tensor in writer.tensors:
                 values = np.asarray(tensor.values[full(tensor.shape)])
                 together(functools.partial(writer.add, tensor, values))
                 done += tensor.nbytes
-                if is_first and callable(progress):
-                    progress(done, total)
             together(writer.finish)
     finally:
-        if is_first:
+        if jax.process_index() == 0:
             writer.clean_up()
 
 

@@ -1,15 +1,15 @@
 """The steps of a mapping: operations that turn tensors into a leaf.
 
-A step works both ways. From the shape of its result it gives the inputs that it needs,
-so that a mapping holds no numbers of a model; `forward` makes the result of the inputs,
-and `back` the inputs of the result, to save.
+A step works both ways: `forward` makes the leaf, of a shape, of its inputs; `back`
+gives the inputs of a leaf, each with the values of the `{fields}` in its name. The
+shapes of the inputs follow from that of the leaf, so that a mapping holds no numbers of
+a model.
 """
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,66 +18,46 @@ from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint._lazy import (
     MXFP4_BLOCK,
     Array,
-    concatenated,
+    assembled,
+    entries,
+    entry,
     flattened,
-    part,
+    from_mxfp4,
+    replaced,
+    scaled,
     transposed,
     unflattened,
+    with_dim,
 )
 from flax_layoutmap.checkpoint._leaves import is_floating
 
-
-class Input(NamedTuple):
-    """One input of a step: its shape, and the fields of its tensor's name."""
-
-    fields: dict[str, str]
-    shape: Shape
-
+Inputs = list[tuple[dict[str, str], Array]]
 
 # ------------------------------------------------------------- one tensor, other dims
-
-Axes = Sequence[Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Regroup:
-    """Splits dims to axes, orders the axes, and joins them to dims.
+    """Dims of the tensor are split, and all are put into another order.
 
-    `axes` gives, for the shape of the leaf, the names of the axes in each dim of the
-    tensor and of the leaf, and their sizes. `key` names the step and its arguments.
+    `groups` gives, for the rank of the leaf, the dims of the leaf in each dim of the
+    tensor. `key` names the step and its arguments.
     """
 
     key: tuple[Any, ...]
-    axes: Callable[[Shape], tuple[Axes, Axes, Mapping[str, int]]] = dataclasses.field(
-        compare=False
-    )
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        left, _, sizes = self.axes(shape)
-        return [Input({}, tuple(math.prod(sizes[n] for n in group) for group in left))]
+    groups: Callable[[int], Sequence[Sequence[int]]] = dataclasses.field(compare=False)
 
     def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        left, right, sizes = self.axes(shape)
-        return _regrouped(parts[0], left, right, sizes)
+        groups = self.groups(len(shape))
+        dims = [dim for group in groups for dim in group]
+        apart = unflattened(parts[0], [[shape[dim] for dim in g] for g in groups])
+        return transposed(apart, [dims.index(dim) for dim in range(len(shape))])
 
-    def back(self, value: Array) -> list[Array]:
-        left, right, sizes = self.axes(value.shape)
-        return [_regrouped(value, right, left, sizes)]
-
-
-def _regrouped(x: Array, left: Axes, right: Axes, sizes: Mapping[str, int]) -> Array:
-    names = [name for group in left for name in group]
-    order = [names.index(name) for group in right for name in group]
-    apart = unflattened(x, [[sizes[name] for name in group] for group in left])
-    groups = [[sizes[name] for name in group] for group in right]
-    return flattened(transposed(apart, order), groups)
-
-
-def _in_leaf(groups: Sequence[Sequence[int]], shape: Shape) -> Any:
-    """Axes that are the dims of the leaf, grouped to the dims of the tensor."""
-    names = [str(dim) for dim in range(len(shape))]
-    left = [[names[dim] for dim in group] for group in groups]
-    return left, [[name] for name in names], dict(zip(names, shape, strict=True))
+    def back(self, leaf: Array) -> Inputs:
+        groups = self.groups(len(leaf.shape))
+        moved = transposed(leaf, [dim for group in groups for dim in group])
+        sizes = [[leaf.shape[dim] for dim in group] for group in groups]
+        return [({}, flattened(moved, sizes))]
 
 
 def transpose(*axes: int) -> Regroup:
@@ -87,13 +67,13 @@ def transpose(*axes: int) -> Regroup:
         *axes: for each dim of the result, which dim of the tensor; none reverses them.
     """
 
-    def axes_of(shape: Shape) -> Any:
-        order = axes or tuple(reversed(range(len(shape))))
-        if sorted(order) != list(range(len(shape))):
-            raise ValueError(f"transpose{axes} is not an order of {len(shape)} dims")
-        return _in_leaf([[order.index(dim)] for dim in range(len(shape))], shape)
+    def groups(rank: int) -> Sequence[Sequence[int]]:
+        order = axes or tuple(reversed(range(rank)))
+        if sorted(order) != list(range(rank)):
+            raise ValueError(f"transpose{axes} is not an order of {rank} dims")
+        return [[order.index(dim)] for dim in range(rank)]
 
-    return Regroup(("transpose", axes), axes_of)
+    return Regroup(("transpose", axes), groups)
 
 
 def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
@@ -109,148 +89,48 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
     if inputs is not None and outputs is not None:
         raise CheckpointError("linear takes inputs= or outputs=, not both")
 
-    def axes_of(shape: Shape) -> Any:
-        rank = len(shape)
-        count = (1 if inputs is None else inputs) if outputs is None else rank - outputs
+    def groups(rank: int) -> Sequence[Sequence[int]]:
+        count = rank - outputs if outputs is not None else inputs or 1
         if not 0 < count < rank:
-            raise ValueError(
-                f"{show_shape(shape)} is not a kernel with dims for inputs and outputs"
-            )
-        return _in_leaf([range(count, rank), range(count)], shape)
+            raise ValueError("it is not a kernel with dims for inputs and outputs")
+        return [range(count, rank), range(count)]
 
-    return Regroup(("linear", inputs, outputs), axes_of)
+    return Regroup(("linear", inputs, outputs), groups)
 
 
 def unflatten() -> Regroup:
     """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
-    return Regroup(("unflatten",), lambda shape: _in_leaf([range(len(shape))], shape))
-
-
-def rearrange(pattern: str, **sizes: int) -> Regroup:
-    """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
-
-    Sizes are inferred from the shape of the leaf where possible.
-
-    Args:
-        pattern: the dims of the tensor and of the leaf:
-            `"(heads three dim) inputs -> three inputs heads dim"`.
-        **sizes: sizes of axes that cannot be inferred, since the leaf joins them.
-
-    Raises:
-        CheckpointError: the pattern is invalid.
-    """
-    sides = [_groups(side) for side in pattern.split("->")]
-    names = [sorted(name for group in side or () for name in group) for side in sides]
-    if len(sides) != 2 or None in sides or names[0] != names[1]:
-        raise CheckpointError(
-            f"rearrange({pattern!r}) needs the same names on both sides of '->', with "
-            "brackets around those that are one dim: '(heads dim) inputs -> inputs "
-            "heads dim'"
-        )
-    if len(set(names[0])) < len(names[0]) or not set(sizes) <= set(names[0]):
-        raise CheckpointError(
-            f"rearrange({pattern!r}) has a name twice, or sizes for others: {sizes}"
-        )
-    left, right = (side or () for side in sides)
-    return Regroup(
-        ("rearrange", left, right, tuple(sizes.items())),
-        lambda shape: (left, right, _sizes(pattern, right, sizes, shape)),
-    )
-
-
-def _groups(side: str) -> tuple[tuple[str, ...], ...] | None:
-    """The names in each dim of one side of a pattern; None if it is malformed."""
-    if not re.fullmatch(r"(?:\([\w ]*\)|\w+|\s+)*", side):
-        return None
-    groups = re.findall(r"\(([\w ]*)\)|(\w+)", side)
-    return tuple(tuple((joined or single).split()) for joined, single in groups)
-
-
-def _sizes(
-    pattern: str, right: Axes, given: Mapping[str, int], shape: Shape
-) -> dict[str, int]:
-    """The size of each axis of a pattern, for a leaf of this shape."""
-    if len(shape) != len(right):
-        raise ValueError(
-            f"{pattern!r} makes {len(right)} dims, not {show_shape(shape)}"
-        )
-    sizes = dict(given)
-    for names, size in zip(right, shape, strict=True):
-        unknown = [name for name in names if name not in sizes]
-        if len(unknown) > 1:
-            raise ValueError(
-                f"{pattern!r} leaves the sizes of {' and '.join(unknown)} open; name "
-                f"one, as in rearrange({pattern!r}, {unknown[0]}=2)"
-            )
-        known = math.prod(sizes[name] for name in names if name in sizes)
-        if unknown and known:
-            sizes[unknown[0]] = size // known
-        if math.prod(sizes.get(name, 0) for name in names) != size:
-            raise ValueError(
-                f"{pattern!r} does not fit {show_shape(shape)}: "
-                f"{' × '.join(names)} is {size} there, with {dict(given)}"
-            )
-    return sizes
+    return Regroup(("unflatten",), lambda rank: [range(rank)])
 
 
 # ------------------------------------------------------ several tensors, parts of one
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge:
-    """Concatenates tensors along a dim, or stacks them along a new one (`is_new`)."""
+class Stack:
+    """The step of `stack`."""
 
     axis: int
-    field: str
     over: tuple[str, ...] | None
-    sizes: tuple[int, ...] | None = None
-    start: int = 0
-    is_new: bool = False
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        axis = _axis(self.axis, shape)
-        sizes, found = self._sizes(shape[axis]), []
-        numbers = range(self.start, self.start + len(sizes))
-        names = map(str, numbers) if self.over is None else self.over
-        for name, size in zip(names, sizes, strict=True):
-            middle = () if self.is_new else (size,)
-            inner = (*shape[:axis], *middle, *shape[axis + 1 :])
-            found.append(Input({self.field: name}, inner))
-        return found
+    field: str
+    start: int
 
     def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         axis = _axis(self.axis, shape)
-        if self.is_new:
-            sizes = _with_dim(parts[0].shape, axis)
-            parts = [flattened(x, sizes) for x in parts]
-        return concatenated(parts, axis, dtype)
+        chosen = [(slice(at, at + 1), with_dim(x, axis)) for at, x in enumerate(parts)]
+        return assembled(shape, axis, chosen, dtype)
 
-    def back(self, value: Array) -> list[Array]:
-        axis = _axis(self.axis, value.shape)
-        start, parts = 0, []
-        for size in self._sizes(value.shape[axis]):
-            parts.append(part(value, axis, start, start + size))
-            start += size
-        if self.is_new:
-            rest = (*value.shape[:axis], *value.shape[axis + 1 :])
-            parts = [unflattened(x, _with_dim(rest, axis)) for x in parts]
-        return parts
-
-    def _sizes(self, size: int) -> Sequence[int]:
-        if not self.is_new:
-            return _part_sizes(size, self.sizes or len(self.over or ()))
-        if self.over is not None and len(self.over) != size:
+    def back(self, leaf: Array) -> Inputs:
+        axis = _axis(self.axis, leaf.shape)
+        size = leaf.shape[axis]
+        names = self.over or range(self.start, self.start + size)
+        if len(names) != size:
             raise ValueError(
-                f"it has {size} entries in dim {self.axis}, and {len(self.over)} "
-                "tensors are stacked"
+                f"it has {size} entries in dim {self.axis}, and {len(names)} tensors "
+                "are stacked"
             )
-        return [1] * size
-
-
-def _with_dim(shape: Shape, axis: int) -> list[tuple[int, ...]]:
-    """The dims of a shape as groups, with an empty one at `axis`."""
-    groups = [(size,) for size in shape]
-    return [*groups[:axis], (), *groups[axis:]]
+        fields = [{self.field: str(name)} for name in names]
+        return [(field, entry(leaf, axis, at)) for at, field in enumerate(fields)]
 
 
 def stack(
@@ -259,7 +139,7 @@ def stack(
     *,
     field: str = "layer",
     start: int = 0,
-) -> Merge:
+) -> Stack:
     """Stack tensors along a new dim, as in a model that scans over its layers.
 
     Args:
@@ -269,8 +149,40 @@ def stack(
         field: another name for `layer`, to stack experts within layers.
         start: the first of the consecutive numbers.
     """
-    names = None if over is None else tuple(map(str, over))
-    return Merge(axis, field, names, start=start, is_new=True)
+    return Stack(axis, None if over is None else tuple(map(str, over)), field, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The step of `merge`."""
+
+    axis: int
+    over: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    field: str
+
+    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        axis = _axis(self.axis, shape)
+        pairs = zip(self._slices(shape[axis]), parts, strict=True)
+        return assembled(shape, axis, [*pairs], dtype)
+
+    def back(self, leaf: Array) -> Inputs:
+        axis = _axis(self.axis, leaf.shape)
+        slices = self._slices(leaf.shape[axis])
+        return [
+            ({self.field: name}, entries(leaf, axis, chosen))
+            for name, chosen in zip(self.over, slices, strict=True)
+        ]
+
+    def _slices(self, size: int) -> list[slice]:
+        count = len(self.over)
+        sizes = self.sizes or (size // count,) * count
+        if len(sizes) != count or sum(sizes) != size:
+            raise ValueError(
+                f"dim {self.axis} has {size} entries, which are not {count} parts of "
+                f"{self.sizes or 'equal size; pass sizes=(…)'}"
+            )
+        return [_from_to(sizes, at) for at in range(count)]
 
 
 def merge(
@@ -288,9 +200,7 @@ def merge(
         sizes: how many entries each has in that dim; None if equally many.
         field: another name for `part`.
     """
-    if not over or (sizes is not None and len(sizes) != len(over)):
-        raise CheckpointError(f"merge needs parts, and as many sizes: {over}, {sizes}")
-    return Merge(axis, field, tuple(over), None if sizes is None else tuple(sizes))
+    return Merge(axis, tuple(over), None if sizes is None else tuple(sizes), field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,50 +210,52 @@ class Split:
     axis: int
     index: int
     of: int | tuple[int, ...]
-
-    def inputs(self, shape: Shape) -> list[Input]:
-        axis = _axis(self.axis, shape)
-        total = sum(self._sizes(shape[axis]))
-        return [Input({}, (*shape[:axis], total, *shape[axis + 1 :]))]
+    alternating: bool
 
     def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        axis, start = self.place(shape)
-        return part(parts[0], axis, start, start + shape[axis])
+        return entries(parts[0], *self.place(shape)[1:])
 
-    def place(self, shape: Shape) -> tuple[int, int]:
-        """The dim that is split, and where a part of this shape begins in it."""
+    def back(self, leaf: Array) -> Inputs:
+        whole, axis, chosen = self.place(leaf.shape)
+        return [({}, assembled(whole, axis, [(chosen, leaf)], None))]
+
+    def place(self, shape: Shape) -> tuple[Shape, int, slice]:
+        """The shape of the whole, and where in it is a part of this shape."""
         axis = _axis(self.axis, shape)
-        return axis, sum(self._sizes(shape[axis])[: self.index])
-
-    def _sizes(self, size: int) -> Sequence[int]:
-        if isinstance(self.of, int):
-            return [size] * self.of
-        if self.of[self.index] != size:
+        size, of = shape[axis], self.of
+        sizes = (size,) * of if isinstance(of, int) else of
+        if sizes[self.index] != size:
             raise ValueError(
-                f"part {self.index} of {self.of} has {self.of[self.index]} entries, "
-                f"not {size}"
+                f"part {self.index} of {self.of} has {sizes[self.index]} entries, not "
+                f"{size}"
             )
-        return self.of
+        chosen = _from_to(sizes, self.index)
+        if self.alternating:
+            chosen = slice(self.index, sum(sizes), len(sizes))
+        return replaced(shape, axis, sum(sizes)), axis, chosen
 
 
-def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
+def split(
+    axis: int, index: int, of: int | Sequence[int], *, alternating: bool = False
+) -> Split:
     """Take one part of a fused tensor, such as the queries of `c_attn`.
 
     Args:
         axis: the dim that is split.
         index: which part, from 0.
         of: how many equal parts there are, or the size of each.
+        alternating: whether the parts alternate, so that one has every `of`-th entry.
 
     Raises:
         CheckpointError: there is no such part.
     """
-    parts = of if isinstance(of, int) else tuple(of)
-    count = parts if isinstance(parts, int) else len(parts)
-    if not 0 <= index < count:
+    count = of if isinstance(of, int) else len(of)
+    if not 0 <= index < count or (alternating and not isinstance(of, int)):
         raise CheckpointError(
-            f"split has {count} parts, so index={index} is out of range"
+            f"split({axis}, {index}, {of}): there is no part {index} of {count}, or "
+            "alternating parts are not equal"
         )
-    return Split(axis, index, parts)
+    return Split(axis, index, of if isinstance(of, int) else tuple(of), alternating)
 
 
 def _axis(axis: int, shape: Shape) -> int:
@@ -352,41 +264,11 @@ def _axis(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
-def _part_sizes(size: int, parts: int | tuple[int, ...]) -> Sequence[int]:
-    if isinstance(parts, int):
-        if size % parts:
-            raise ValueError(f"{size} is not {parts} equal parts; pass sizes=(…)")
-        return [size // parts] * parts
-    if sum(parts) != size:
-        raise ValueError(f"parts of {parts} do not make {size}")
-    return parts
+def _from_to(sizes: Sequence[int], at: int) -> slice:
+    return slice(sum(sizes[:at]), sum(sizes[: at + 1]))
 
 
-# ----------------------------------------------------------- numbers of other dtypes
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """The step of `cast`."""
-
-    dtype: np.dtype[Any]
-
-
-def cast(dtype: Any) -> Cast:
-    """Cast a tensor to another floating-point dtype, before it is compared to the leaf.
-
-    Saving writes the dtype that the leaf has.
-
-    Raises:
-        CheckpointError: it is not a floating-point dtype.
-    """
-    try:
-        found = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"cast({dtype!r}): not a dtype: {error}") from error
-    if not is_floating(found):
-        raise CheckpointError(f"cast({found}): only floating-point dtypes are cast")
-    return Cast(found)
+# ------------------------------------------------------------------ scaled blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,21 +282,30 @@ class Dequantize:
     def is_mxfp4(self) -> bool:
         return not self.block
 
-    def scales(self, name: str, shape: Shape) -> tuple[str, Shape]:
-        """Name and shape of the scales of a tensor with numbers in this shape."""
-        if not self.is_mxfp4:
-            if len(shape) != 2:
+    def needed(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> dict[str, Shape]:
+        """Name → shape of the tensors that make one of this shape."""
+        if self.is_mxfp4:
+            if not shape or shape[-1] % MXFP4_BLOCK:
                 raise ValueError(
-                    f"dequantize is for tensors of two dims, not {show_shape(shape)}"
+                    f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, "
+                    f"which do not make {show_shape(shape)}"
                 )
-            return name + self.suffix, tuple(-(-size // self.block) for size in shape)
-        if not shape or shape[-1] % MXFP4_BLOCK:
+            blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
+            scales = name.removesuffix("_blocks") + self.suffix
+            return {name: (*blocks, 16), scales: blocks}
+        if dtype.itemsize > 1 or not is_floating(dtype):
+            return {name: shape}
+        if len(shape) != 2:
             raise ValueError(
-                f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
-                f"do not make {show_shape(shape)}"
+                f"dequantize is for tensors of two dims, not {show_shape(shape)}"
             )
-        name = name.removesuffix("_blocks") + self.suffix
-        return name, (*shape[:-1], shape[-1] // MXFP4_BLOCK)
+        blocks = tuple(math.ceil(size / self.block) for size in shape)
+        return {name: shape, name + self.suffix: blocks}
+
+    def product(self, values: Array, scales: Array, dtype: Any) -> Array:
+        if self.is_mxfp4:
+            return from_mxfp4(values, scales, dtype)
+        return scaled(values, scales, self.block, dtype)
 
 
 def dequantize(
@@ -424,6 +315,8 @@ def dequantize(
     suffix: str = "_scale_inv",
 ) -> Dequantize:
     """Multiply a float8 or MXFP4 tensor by the scale of each of its blocks.
+
+    It is done before the other steps, wherever it stands among them.
 
     - `"float8"`: the tensor `name` has its scales in the tensor `name + suffix`, one
       for each block of `block` rows and as many columns, as in DeepSeek-V3. The product
@@ -444,22 +337,14 @@ def dequantize(
     Raises:
         CheckpointError: the arguments are invalid.
     """
-    if format == "mxfp4" and (block, suffix) == (128, "_scale_inv"):
-        return Dequantize(0, "_scales")
-    if format != "float8" or block < 1:
+    if format not in ("float8", "mxfp4") or block < 1:
         raise CheckpointError(
-            f"dequantize({format!r}, block={block}, suffix={suffix!r}): write "
-            "dequantize('mxfp4'), whose blocks have 32 numbers, or "
+            f"dequantize({format!r}, block={block}): write dequantize('mxfp4'), or "
             "dequantize('float8'), with blocks of at least 1 row"
         )
+    if format == "mxfp4":
+        return Dequantize(0, "_scales")
     return Dequantize(block, suffix)
 
 
-STEPS = (Regroup, Merge, Split, Cast, Dequantize)
-
-
-def filled(name: str, fields: Mapping[str, str]) -> str:
-    """The name of a tensor with values in the place of its `{fields}`."""
-    for field, value in fields.items():
-        name = name.replace(f"{{{field}}}", value)
-    return name
+STEPS = (Regroup, Stack, Merge, Split, Dequantize)

@@ -36,13 +36,10 @@ as in the modules of `transformers` 5, where the published files have one for ea
 
 from typing import Any
 
-from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint import _families as f
-from flax_layoutmap.checkpoint._steps import cast as cast
 from flax_layoutmap.checkpoint._steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._steps import linear as linear
 from flax_layoutmap.checkpoint._steps import merge as merge
-from flax_layoutmap.checkpoint._steps import rearrange as rearrange
 from flax_layoutmap.checkpoint._steps import split as split
 from flax_layoutmap.checkpoint._steps import stack as stack
 from flax_layoutmap.checkpoint._steps import transpose as transpose
@@ -124,7 +121,6 @@ def deepseek_v3(
     *,
     scanned: bool = False,
     fused: bool = False,
-    keep_float8: bool = False,
     dense_layers: int = 3,
     layers: int = 61,
 ) -> list[Entry]:
@@ -137,17 +133,14 @@ def deepseek_v3(
     are `dense_layers/…`, and those with experts `moe_layers/…`.
 
     Args:
-        keep_float8: whether the leaves stay in float8 if the weights are, with the
-            scales of their blocks in `kernel_scale` beside each `kernel`, laid out as
-            `(in / 128, out / 128)`. Otherwise they are multiplied: see `dequantize`.
         dense_layers: how many layers have no experts.
         layers: how many layers there are; the tensors of one more, which predicts the
             next token but one, are left out.
     """
-    shared = f.float8(f.rows(f.NORMS + f.LATENT_ATTENTION), keep_float8)
-    dense = f.float8(f.rows(f.GATED), keep_float8)
+    shared = f.float8(f.rows(f.NORMS + f.LATENT_ATTENTION))
+    dense = f.float8(f.rows(f.GATED))
     experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
-    weights = f.float8([*experts, *f.rows(f.SHARED_EXPERTS)], keep_float8)
+    weights = f.float8([*experts, *f.rows(f.SHARED_EXPERTS)])
     moe = [*f.rows(f.DEEPSEEK_ROUTER), *weights]
     entries = [*f.around(False), (None, rf"model\.layers\.{layers}\..*")]
     if not scanned:
@@ -160,9 +153,7 @@ def deepseek_v3(
     ]
 
 
-def gpt_oss(
-    *, scanned: bool = False, mxfp4: bool = True, keep_mxfp4: bool = False
-) -> list[Entry]:
+def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
     """Mapping for gpt-oss.
 
     Attention has biases and `attention/sinks`; router and experts have biases. Gate and
@@ -172,17 +163,9 @@ def gpt_oss(
         mxfp4: whether the experts are in MXFP4, as in the published files. They are
             multiplied by their scales: see `dequantize`. Pass False for files in
             bfloat16, and to save.
-        keep_mxfp4: whether the leaves stay in MXFP4, where `kernel` is `blocks`, uint8
-            (experts, out, in / 32, 16) with two numbers in a byte, and `scales`, uint8
-            (experts, out, in / 32).
     """
-    if keep_mxfp4 and not mxfp4:
-        raise CheckpointError(
-            "gpt_oss(mxfp4=False, keep_mxfp4=True): files in bfloat16 have no MXFP4 to "
-            "keep; leave one of them out"
-        )
     more = "leaf attention/sinks self_attn.sinks\ndense mlp/router mlp.router\n"
-    experts = f.gpt_oss_experts(mxfp4, keep_mxfp4)
+    experts = f.gpt_oss_experts(mxfp4)
     return f.decoder([*_SPARSE, *f.rows(more), *experts], scanned)
 
 

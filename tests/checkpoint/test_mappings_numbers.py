@@ -116,14 +116,6 @@ LEAVES: list[tuple[str, str, str, Value]] = [
     ("gpt_oss", "mlp/experts/down/kernel", f"{E}down_proj", same),
     ("gpt_oss", "mlp/experts/up/bias", f"{E}gate_up_proj_bias", lambda w: w[:, 1::2]),
     (
-        *("gpt_oss, in MXFP4", "mlp/experts/gate/blocks", f"{E}gate_up_proj_blocks"),
-        lambda w: w[:, ::2],
-    ),
-    (
-        *("gpt_oss, in MXFP4", "mlp/experts/up/scales", f"{E}gate_up_proj_scales"),
-        lambda w: w[:, 1::2],
-    ),
-    (
         *("t5", "decoder/1/cross_attention/key/kernel"),
         *(f"{T}1.EncDecAttention.k.weight", heads(4, 8)),
     ),
@@ -293,22 +285,6 @@ def test_float8_parts_and_tensors_that_are_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["c"], plain, strict=True)
 
 
-def test_float8_kept_with_its_scales(tmp_path: Path) -> None:
-    """The published tensors of DeepSeek V3, bit for bit."""
-    family = FAMILIES["deepseek_v3, float8 kept"]
-    weight, scales = scaled(np.random.default_rng(0))
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors = {name: weight, f"{name}_scale_inv": scales}
-    save_file(tensors, tmp_path / "model.safetensors")
-    layer: Tensors = {"kernel": np.zeros((IN, OUT), jnp.float8_e4m3fn)}
-    layer["kernel_scale"] = np.zeros((2, 3), np.float32)
-    target = {"layers": [{"mlp": {"up": layer}}]}
-    found = restore(tmp_path, target, mapping=family.entries(family.tiny, False))
-    up = found["layers"][0]["mlp"]["up"]
-    np.testing.assert_array_equal(up["kernel"], weight.T, strict=True)
-    np.testing.assert_array_equal(up["kernel_scale"], scales.T, strict=True)
-
-
 # --------------------------------------------------------------------------- MXFP4
 
 
@@ -394,7 +370,7 @@ FOUR = {f"w{end}": v for end, v in packed(np.random.default_rng(0), 6, 64).items
 WRONG: dict[str, tuple[Any, ...]] = {
     "no scales": (
         *({"w": FLOAT8["w"]}, "w", m.dequantize(), MATRIX),
-        "kernel (300,200): is made of a tensor in float8, whose scales 'w_scale_inv'",
+        "kernel (300,200): is made of a scaled tensor, whose scales 'w_scale_inv'",
     ),
     "other blocks": (
         *(FLOAT8, "w", m.dequantize(block=64), MATRIX),
@@ -407,7 +383,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "MXFP4 without scales": (
         *({"w_blocks": FOUR["w_blocks"]}, "w_blocks", m.dequantize("mxfp4"), BLOCKS),
-        "is made of a tensor in MXFP4, whose scales 'w_scales' are not in",
+        "is made of a scaled tensor, whose scales 'w_scales' are not in",
     ),
     "another size": (
         *(FOUR, "w_blocks", m.dequantize("mxfp4"), (6, 128)),
@@ -438,9 +414,7 @@ def test_scales_that_are_wrong(name: str, tmp_path: Path) -> None:
 def test_steps_for_scales_that_are_refused(tmp_path: Path) -> None:
     for make in (
         lambda: m.dequantize(block=0),
-        lambda: m.dequantize("mxfp4", block=64),
         lambda: m.dequantize("int4"),  # type: ignore[arg-type]
-        lambda: m.gpt_oss(mxfp4=False, keep_mxfp4=True),
     ):
         with pytest.raises(flm.errors.CheckpointError, match="mxfp4"):
             make()

@@ -24,43 +24,13 @@ Drawn = tuple[Any, Sequence[str], Callable[[Arrays], np.ndarray]]
 
 
 @st.composite
-def rearrangements(draw: st.DrawFn, shape: Shape) -> tuple[Drawn, Shape]:
-    """Splits dims, puts the axes into another order, joins some; the new shape."""
-    letters = iter("abcdefghijkl")
-    left, sizes = [], {}
-    for size in shape:
-        factor = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-        parts = [factor, size // factor] if draw(st.booleans()) else [size]
-        names = [next(letters) for _ in parts]
-        sizes.update(zip(names, parts, strict=True))
-        left.append(names)
-    order = draw(st.permutations([n for names in left for n in names]))
-    right: list[list[str]] = []
-    for name in order:
-        if right and draw(st.integers(0, 3)) == 0:
-            right[-1].append(name)
-        else:
-            right.append([name])
-    sides = [" ".join(f"({' '.join(g)})" for g in side) for side in (left, right)]
-    made = tuple(math.prod(sizes[n] for n in group) for group in right)
-    flat = [n for group in left for n in group]
-
-    def by_numpy(inputs: Arrays) -> np.ndarray:
-        value = inputs[0].reshape([sizes[n] for n in flat])
-        return value.transpose([flat.index(n) for n in order]).reshape(made)
-
-    step = mappings.rearrange(" -> ".join(sides), **sizes)
-    return (step, ("",), by_numpy), made
-
-
-@st.composite
 def pipelines(draw: st.DrawFn) -> tuple[str, list[Drawn], Shape, Shape]:
     """The name of the tensors, steps, the shape of a tensor, and that of the leaf."""
     shape = draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
     first = shape = tuple(shape)
     name, drawn = "t", []
     for number in range(draw(st.integers(0, 4))):
-        kinds = ["transpose", "split", "stack", "merge", "rearrange"]
+        kinds = ["transpose", "linear", "split", "alternating", "stack", "merge"]
         kind = draw(st.sampled_from(kinds))
         axis = draw(st.integers(0, len(shape) - 1))
         before, after = shape[:axis], shape[axis + 1 :]
@@ -91,9 +61,19 @@ def pipelines(draw: st.DrawFn) -> tuple[str, list[Drawn], Shape, Shape]:
             drawn.append((step, names, lambda v, axis=axis: np.concatenate(v, axis)))
             shape = (*before, shape[axis] * len(names), *after)
             name += f".{{{field}}}"
-        elif kind == "rearrange" and 0 not in shape and len(shape) < 5:
-            step, shape = draw(rearrangements(shape))
-            drawn.append(step)
+        elif kind == "linear" and len(shape) == 2 and 0 not in shape:
+            halves = (2, shape[0] // 2) if shape[0] % 2 == 0 else shape[:1]
+            shape = (shape[1], *halves)
+
+            def kernel(v: Arrays, shape: Shape = shape) -> np.ndarray:
+                return v[0].T.reshape(shape)
+
+            drawn.append((mappings.linear(), ("",), kernel))
+        elif kind == "alternating" and shape[axis] % 2 == 0:
+            half = (slice(None),) * axis
+            step = mappings.split(axis, 1, 2, alternating=True)
+            drawn.append((step, ("",), lambda v, half=half: v[0][*half, 1::2]))
+            shape = (*before, shape[axis] // 2, *after)
     return name, drawn, first, shape
 
 
@@ -157,34 +137,18 @@ def test_parts_that_are_joined_again(tmp_path: Path) -> None:
     """Leaves that are parts of parts, before and after other steps."""
     value = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
     save_file({"w": value}, tmp_path / "model.safetensors")
-    turn = mappings.rearrange("(a two) b -> b (two a)", two=2)
+    turn, odd = mappings.transpose(), mappings.split(1, 1, 2, alternating=True)
     mapping = [
-        ("a", "w", (turn, mappings.split(1, 0, 2))),
-        ("b", "w", (turn, mappings.split(1, 1, 2), mappings.split(0, 0, (5, 7)))),
-        ("c", "w", (turn, mappings.split(1, 1, 2), mappings.split(0, 1, (5, 7)))),
+        ("a", "w", (turn, mappings.split(1, 0, 2, alternating=True))),
+        ("b", "w", (turn, odd, mappings.split(0, 0, (5, 7)))),
+        ("c", "w", (turn, odd, mappings.split(0, 1, (5, 7)))),
     ]
-    turned = value.reshape(4, 2, 12).transpose(2, 1, 0).reshape(12, 8)
-    expected = {"a": turned[:, :4], "b": turned[:5, 4:], "c": turned[5:, 4:]}
+    turned = value.T
+    expected = {"a": turned[:, ::2], "b": turned[:5, 1::2], "c": turned[5:, 1::2]}
     target = {name: np.zeros_like(part) for name, part in expected.items()}
     found = flm.checkpoint.restore_safetensors(tmp_path, target, mapping=mapping)
     for name, part in expected.items():
         np.testing.assert_array_equal(found[name], part)
-    flm.checkpoint.save_safetensors(tmp_path, found, mapping=mapping, overwrite=True)
-    again = load_file(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(again["w"], value)
-
-
-def test_parts_of_joined_dims(tmp_path: Path) -> None:
-    """Parts that begin and end within a row."""
-    value = np.arange(12, dtype=np.float32).reshape(6, 2)
-    save_file({"w": value}, tmp_path / "model.safetensors")
-    join, sizes = mappings.rearrange("a b -> (a b)", a=6), (3, 5, 4)
-    mapping = [(f"p{at}", "w", (join, mappings.split(0, at, sizes))) for at in range(3)]
-    target = {f"p{at}": np.zeros(size, np.float32) for at, size in enumerate(sizes)}
-    found = flm.checkpoint.restore_safetensors(tmp_path, target, mapping=mapping)
-    parts = np.split(value.reshape(-1), (3, 8))
-    for at, part in enumerate(parts):
-        np.testing.assert_array_equal(found[f"p{at}"], part)
     flm.checkpoint.save_safetensors(tmp_path, found, mapping=mapping, overwrite=True)
     again = load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(again["w"], value)

@@ -87,8 +87,7 @@ def test_each_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path: Path) -
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     tree = {f"w{at}": np.full((4, 4), at, np.float32) for at in range(5)}
-    told: list[tuple[int, int]] = []
-    save(tmp_path, tree, max_file_bytes=130, progress=lambda *x: told.append(x))
+    save(tmp_path, tree, max_file_bytes=130)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 320}
     assert set(index["weight_map"]) == set(tree)
@@ -97,7 +96,6 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     for name, file in index["weight_map"].items():
         held = safetensors.numpy.load_file(tmp_path / file)
         np.testing.assert_array_equal(held[name], tree[name])
-    assert told == [(64 * at, 320) for at in range(1, 6)]
 
 
 def test_dtype_and_selection(tmp_path: Path) -> None:
@@ -150,35 +148,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         "w (2,): safetensors cannot hold complex64",
     ),
     "no entry": (lambda: {"w": A}, ("v", "v"), "w (8,16): no entry of the mapping"),
-    "rank": (
-        lambda: {"w": A},
-        ("w", "w", m.rearrange("a -> a")),
-        "w (8,16): the mapping's steps do not make this shape",
-    ),
     "two leaves, one name": (
         lambda: {"v": A, "w": A},
         ("[vw]", "t"),
-        "v, w: would write some elements of the tensor 't' twice",
-    ),
-    "two shapes, one name": (
-        lambda: {"v": A, "w": A[0]},
-        ("[vw]", "t"),
-        "w: would make the tensor 't' float32 (16,), and v float32 (8,16)",
+        "v, w: would both write the tensor 't'",
     ),
     "one part twice": (
         lambda: {"v": A, "w": A},
         ("[vw]", "t", m.split(1, 0, 2)),
-        "v, w: would write some elements of the tensor 't' twice",
+        "v, w: would write some elements twice, of the tensor 't' (8,32)",
     ),
     "a part alone": (
         lambda: {"w": A},
         ("w", "t", m.split(1, 1, 2)),
-        "w: make only a part of the tensor 't' (8,32)",
+        "w: make only a part; the mapping lacks leaves for the rest, of the tensor 't'",
     ),
     "names that differ in the dots": (
         lambda: {"a": {"b": A}, "a.b": A},
         None,
-        "a/b, a.b: would write some elements of the tensor 'a.b' twice",
+        "a/b, a.b: would both write the tensor 'a.b'",
     ),
 }
 
@@ -313,15 +301,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     said = refused(f"cannot save to {tmp_path}/made: No space left on device; what was")
     with said, failing(4, error, False):
         save(tmp_path / "made", model(2, 3), max_file_bytes=16)
-    assert names(tmp_path) == []
-
-
-def test_a_program_that_stops_in_the_middle(tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path / "made", {"v": A, "w": A}, progress=stop)
     assert names(tmp_path) == []
 
 
