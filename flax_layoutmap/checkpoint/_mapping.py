@@ -7,7 +7,7 @@ that several leaves name. The first entry that matches a path counts.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,7 @@ from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._lazy import Array, Lazy, box_shape
-from flax_layoutmap.checkpoint._steps import (
-    STEPS,
-    Dequantize,
-    Merge,
-    Regroup,
-    Stack,
-    linear,
-)
+from flax_layoutmap.checkpoint._steps import Dequantize, Step, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +24,7 @@ class Recipe:
     """How to make a leaf: names to try for its tensor, and the steps."""
 
     names: tuple[str, ...]
-    steps: tuple[Any, ...] = ()
+    steps: tuple[Step, ...] = ()
     dequantize: Dequantize | None = None
 
     def shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
@@ -48,28 +41,22 @@ class Recipe:
         self, name: str, shape: Shape, dtype: Any, opened: Callable[[str], Array]
     ) -> Array:
         """The leaf, of the tensors that `opened` returns."""
-
-        def made(name: str, steps: Sequence[Any], shape: Shape) -> Array:
-            if not steps:
-                return opened(name)
-            inputs = undone(name, steps[-1:], _nothing(shape))
-            parts = [made(name, steps[:-1], part.shape) for name, part in inputs]
-            return steps[-1].forward(parts, shape, dtype)
-
-        return made(name, self.steps, shape)
+        if not self.steps:
+            return opened(name)
+        before = dataclasses.replace(self, steps=self.steps[:-1])
+        parts = [
+            before.leaf(tensor, part.shape, dtype, opened)
+            for tensor, part in undone(name, self.steps[-1:], _nothing(shape))
+        ]
+        return self.steps[-1].forward(parts, shape, dtype)
 
     def with_linear(self, **dims: int) -> "Recipe":
         """The recipe with other arguments of `linear`."""
-        steps = tuple(
-            linear(**dims)
-            if isinstance(step, Regroup) and step.key[0] == "linear"
-            else step
-            for step in self.steps
-        )
-        return dataclasses.replace(self, steps=steps)
+        steps = (linear(**dims) if s.key[0] == "linear" else s for s in self.steps)
+        return dataclasses.replace(self, steps=tuple(steps))
 
 
-def undone(name: str, steps: Sequence[Any], leaf: Array) -> list[tuple[str, Array]]:
+def undone(name: str, steps: Sequence[Step], leaf: Array) -> list[tuple[str, Array]]:
     """The names and values of what steps make a leaf of."""
     if not steps:
         return [(name, leaf)]
@@ -95,11 +82,6 @@ class NameMapping:
         self._ignored: list[re.Pattern[str]] = []
         if given is None:
             return
-        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-            raise CheckpointError(
-                f"mapping={given!r} is not a list of entries (path of a leaf, name of "
-                "a tensor, steps)"
-            )
         self._entries = []
         for number, entry in enumerate(given):
             where = f"mapping[{number}]"
@@ -166,14 +148,14 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
         )
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
     for step in steps:
-        if not isinstance(step, STEPS):
+        if not isinstance(step, Step | Dequantize):
             raise CheckpointError(
                 f"{where}: {step!r} is not a step; take transpose(), linear(), "
                 "unflatten(), stack(), merge(…), split(…) or dequantize()"
             )
-        field = f"{{{step.field}}}" if isinstance(step, Stack | Merge) else ""
-        if any(field not in name for name in several):
-            raise CheckpointError(f"{where}: {several} have no {field} to fill in")
+        field = "" if isinstance(step, Dequantize) else step.field
+        if field and any(f"{{{field}}}" not in name for name in several):
+            raise CheckpointError(f"{where}: {several} have no {{{field}}} to fill in")
     scaled = [step for step in steps if isinstance(step, Dequantize)]
     others = tuple(step for step in steps if not isinstance(step, Dequantize))
     return pattern, Recipe(several, others, *scaled[:1])

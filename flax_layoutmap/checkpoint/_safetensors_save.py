@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, show_shape
@@ -41,7 +40,7 @@ from flax_layoutmap.checkpoint._options import (
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_write import Made, Writer, cannot_write
-from flax_layoutmap.checkpoint._steps import Split
+from flax_layoutmap.checkpoint._steps import Step
 
 
 def save_safetensors(
@@ -104,7 +103,7 @@ def save_safetensors(
     place = local(path)
     names = NameMapping(mapping)
     selection = checked_selection(include, exclude)
-    wanted = None if dtype is None else _checked_dtype(dtype)
+    wanted = None if dtype is None else floating_dtype(dtype, f"dtype={dtype!r}")
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
         tensors, problems = _plan(flat, names, selection.among(flat), wanted)
@@ -116,13 +115,6 @@ def save_safetensors(
     texts = {"format": "pt", **(metadata or {})}
     writer = Writer(place, tensors, max_file_bytes, texts)
     _write(place, writer, progress)
-
-
-def _checked_dtype(dtype: Any) -> Any:
-    wanted = floating_dtype(dtype, f"dtype={dtype!r}")
-    if wanted not in NAMES:
-        raise CheckpointError(f"dtype={wanted}: safetensors have no such dtype")
-    return wanted
 
 
 # ---------------------------------------------------------------------------- plan
@@ -207,14 +199,16 @@ class _Draft:
         self._parts: dict[Any, list[tuple[Any, Made]]] = {}
         self._problems: list[str] = []
 
-    def add(self, made: Made, steps: Sequence[Any]) -> None:
+    def add(self, made: Made, steps: Sequence[Step]) -> None:
         """Undo steps, up to a split."""
-        at = max((at for at, s in enumerate(steps) if isinstance(s, Split)), default=-1)
-        for name, values in undone(made.name, steps[at + 1 :], made.values):
+        splits = [at for at, step in enumerate(steps) if step.place is not None]
+        rest = steps[splits[-1] + 1 :] if splits else steps
+        place = steps[splits[-1]].place if splits else None
+        for name, values in undone(made.name, rest, made.values):
             part = dataclasses.replace(made, name=name, values=values)
-            if at >= 0:
-                place = steps[at].place(values.shape)
-                self._parts.setdefault((name, steps[:at]), []).append((place, part))
+            if place is not None:
+                key = (name, tuple(steps[: splits[-1]]))
+                self._parts.setdefault(key, []).append((place(values.shape), part))
             elif (before := self.tensors.setdefault(name, part)) is not part:
                 self._problems.append(
                     f"{before.paths}, {made.paths}: would both write the tensor "

@@ -1,12 +1,9 @@
-"""Write safetensors files under names of their own, and rename them at the end.
+"""Write safetensors under names of their own, and rename them at the end.
 
 At any time a folder has the old model or the new one. The files of a model in several
 files have a random tag in their names, and the index names them: renaming it replaces
 the model. `model.safetensors` counts before an index, so it is renamed last, or removed
 last. Writers that rename at the same time take turns, by a lock on the folder.
-
-Not written by the package `safetensors`, which takes all tensors of a file at once:
-here a file is written tensor by tensor, as they arrive from the devices.
 """
 
 import contextlib

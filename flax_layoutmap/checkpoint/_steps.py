@@ -1,9 +1,7 @@
 """The steps of a mapping: operations that turn tensors into a leaf.
 
-A step works both ways: `forward` makes the leaf, of a shape, of its inputs; `back`
-gives the inputs of a leaf, each with the values of the `{fields}` in its name. The
-shapes of the inputs follow from that of the leaf, so that a mapping holds no numbers of
-a model.
+A step works both ways, and the shapes of its inputs follow from that of the leaf, so
+that a mapping holds no numbers of a model.
 """
 
 import dataclasses
@@ -32,35 +30,56 @@ from flax_layoutmap.checkpoint._lazy import (
 from flax_layoutmap.checkpoint._leaves import is_floating
 
 Inputs = list[tuple[dict[str, str], Array]]
+Place = tuple[Shape, int, slice]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operation, named by its function and arguments.
+
+    `forward` makes the leaf of its inputs, for a shape and a dtype; `back` gives the
+    inputs of a leaf, each with a value for `{field}` in the name of its tensor. `place`
+    is for parts of a tensor: the shape of the whole, and the dim and place in it.
+    """
+
+    key: tuple[Any, ...]
+    back: Callable[[Array], Inputs] = dataclasses.field(compare=False)
+    forward: Callable[[Sequence[Array], Shape, Any], Array] = dataclasses.field(
+        compare=False
+    )
+    field: str = ""
+    place: Callable[[Shape], Place] | None = dataclasses.field(
+        default=None, compare=False
+    )
+
 
 # ------------------------------------------------------------- one tensor, other dims
 
 
-@dataclasses.dataclass(frozen=True)
-class Regroup:
-    """Dims of the tensor are split, and all are put into another order.
+def _regroup(
+    key: tuple[Any, ...], groups_of: Callable[[int], Sequence[Sequence[int]]]
+) -> Step:
+    """Split dims of the tensor, and put all into another order.
 
-    `groups` gives, for the rank of the leaf, the dims of the leaf in each dim of the
-    tensor. `key` names the step and its arguments.
+    `groups_of` gives, for the rank of the leaf, its dims in each dim of the tensor.
     """
 
-    key: tuple[Any, ...]
-    groups: Callable[[int], Sequence[Sequence[int]]] = dataclasses.field(compare=False)
-
-    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        groups = self.groups(len(shape))
-        dims = [dim for group in groups for dim in group]
-        apart = unflattened(parts[0], [[shape[dim] for dim in g] for g in groups])
-        return transposed(apart, [dims.index(dim) for dim in range(len(shape))])
-
-    def back(self, leaf: Array) -> Inputs:
-        groups = self.groups(len(leaf.shape))
+    def back(leaf: Array) -> Inputs:
+        groups = groups_of(len(leaf.shape))
         moved = transposed(leaf, [dim for group in groups for dim in group])
         sizes = [[leaf.shape[dim] for dim in group] for group in groups]
         return [({}, flattened(moved, sizes))]
 
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        groups = groups_of(len(shape))
+        dims = [dim for group in groups for dim in group]
+        apart = unflattened(parts[0], [[shape[dim] for dim in g] for g in groups])
+        return transposed(apart, [dims.index(dim) for dim in range(len(shape))])
 
-def transpose(*axes: int) -> Regroup:
+    return Step(key, back, forward)
+
+
+def transpose(*axes: int) -> Step:
     """Permute the dims of a tensor, as `numpy.transpose`.
 
     Args:
@@ -73,10 +92,10 @@ def transpose(*axes: int) -> Regroup:
             raise ValueError(f"transpose{axes} is not an order of {rank} dims")
         return [[order.index(dim)] for dim in range(rank)]
 
-    return Regroup(("transpose", axes), groups)
+    return _regroup(("transpose", axes), groups)
 
 
-def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
+def linear(*, inputs: int | None = None, outputs: int | None = None) -> Step:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
@@ -95,42 +114,15 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
             raise ValueError("it is not a kernel with dims for inputs and outputs")
         return [range(count, rank), range(count)]
 
-    return Regroup(("linear", inputs, outputs), groups)
+    return _regroup(("linear", inputs, outputs), groups)
 
 
-def unflatten() -> Regroup:
+def unflatten() -> Step:
     """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
-    return Regroup(("unflatten",), lambda rank: [range(rank)])
+    return _regroup(("unflatten",), lambda rank: [range(rank)])
 
 
 # ------------------------------------------------------ several tensors, parts of one
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """The step of `stack`."""
-
-    axis: int
-    over: tuple[str, ...] | None
-    field: str
-    start: int
-
-    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        axis = _axis(self.axis, shape)
-        chosen = [(slice(at, at + 1), with_dim(x, axis)) for at, x in enumerate(parts)]
-        return assembled(shape, axis, chosen, dtype)
-
-    def back(self, leaf: Array) -> Inputs:
-        axis = _axis(self.axis, leaf.shape)
-        size = leaf.shape[axis]
-        names = self.over or range(self.start, self.start + size)
-        if len(names) != size:
-            raise ValueError(
-                f"it has {size} entries in dim {self.axis}, and {len(names)} tensors "
-                "are stacked"
-            )
-        fields = [{self.field: str(name)} for name in names]
-        return [(field, entry(leaf, axis, at)) for at, field in enumerate(fields)]
 
 
 def stack(
@@ -139,7 +131,7 @@ def stack(
     *,
     field: str = "layer",
     start: int = 0,
-) -> Stack:
+) -> Step:
     """Stack tensors along a new dim, as in a model that scans over its layers.
 
     Args:
@@ -149,40 +141,27 @@ def stack(
         field: another name for `layer`, to stack experts within layers.
         start: the first of the consecutive numbers.
     """
-    return Stack(axis, None if over is None else tuple(map(str, over)), field, start)
 
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """The step of `merge`."""
-
-    axis: int
-    over: tuple[str, ...]
-    sizes: tuple[int, ...] | None
-    field: str
-
-    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        axis = _axis(self.axis, shape)
-        pairs = zip(self._slices(shape[axis]), parts, strict=True)
-        return assembled(shape, axis, [*pairs], dtype)
-
-    def back(self, leaf: Array) -> Inputs:
-        axis = _axis(self.axis, leaf.shape)
-        slices = self._slices(leaf.shape[axis])
+    def back(leaf: Array) -> Inputs:
+        dim = _dim(axis, leaf.shape)
+        size = leaf.shape[dim]
+        names = range(start, start + size) if over is None else over
+        if len(names) != size:
+            raise ValueError(
+                f"it has {size} entries in dim {axis}, and {len(names)} tensors are "
+                "stacked"
+            )
         return [
-            ({self.field: name}, entries(leaf, axis, chosen))
-            for name, chosen in zip(self.over, slices, strict=True)
+            ({field: str(name)}, entry(leaf, dim, at)) for at, name in enumerate(names)
         ]
 
-    def _slices(self, size: int) -> list[slice]:
-        count = len(self.over)
-        sizes = self.sizes or (size // count,) * count
-        if len(sizes) != count or sum(sizes) != size:
-            raise ValueError(
-                f"dim {self.axis} has {size} entries, which are not {count} parts of "
-                f"{self.sizes or 'equal size; pass sizes=(…)'}"
-            )
-        return [_from_to(sizes, at) for at in range(count)]
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        dim = _dim(axis, shape)
+        placed = [(slice(at, at + 1), with_dim(x, dim)) for at, x in enumerate(parts)]
+        return assembled(shape, dim, placed, dtype)
+
+    names = None if over is None else tuple(over)
+    return Step(("stack", axis, names, start), back, forward, field)
 
 
 def merge(
@@ -191,7 +170,7 @@ def merge(
     sizes: Sequence[int] | None = None,
     *,
     field: str = "part",
-) -> Merge:
+) -> Step:
     """Concatenate tensors along a dim: a fused leaf from separate tensors.
 
     Args:
@@ -200,44 +179,34 @@ def merge(
         sizes: how many entries each has in that dim; None if equally many.
         field: another name for `part`.
     """
-    return Merge(axis, tuple(over), None if sizes is None else tuple(sizes), field)
 
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The step of `split`; to undo it needs the other parts: see `save_safetensors`."""
-
-    axis: int
-    index: int
-    of: int | tuple[int, ...]
-    alternating: bool
-
-    def forward(self, parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return entries(parts[0], *self.place(shape)[1:])
-
-    def back(self, leaf: Array) -> Inputs:
-        whole, axis, chosen = self.place(leaf.shape)
-        return [({}, assembled(whole, axis, [(chosen, leaf)], None))]
-
-    def place(self, shape: Shape) -> tuple[Shape, int, slice]:
-        """The shape of the whole, and where in it is a part of this shape."""
-        axis = _axis(self.axis, shape)
-        size, of = shape[axis], self.of
-        sizes = (size,) * of if isinstance(of, int) else of
-        if sizes[self.index] != size:
+    def slices(size: int) -> list[slice]:
+        count = len(over)
+        each = sizes or (size // count,) * count
+        if len(each) != count or sum(each) != size:
             raise ValueError(
-                f"part {self.index} of {self.of} has {sizes[self.index]} entries, not "
-                f"{size}"
+                f"dim {axis} has {size} entries, which are not {count} parts of "
+                f"{sizes or 'equal size; pass sizes=(…)'}"
             )
-        chosen = _from_to(sizes, self.index)
-        if self.alternating:
-            chosen = slice(self.index, sum(sizes), len(sizes))
-        return replaced(shape, axis, sum(sizes)), axis, chosen
+        return [_from_to(each, at) for at in range(count)]
+
+    def back(leaf: Array) -> Inputs:
+        dim = _dim(axis, leaf.shape)
+        pairs = zip(over, slices(leaf.shape[dim]), strict=True)
+        return [({field: name}, entries(leaf, dim, chosen)) for name, chosen in pairs]
+
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        dim = _dim(axis, shape)
+        placed = [*zip(slices(shape[dim]), parts, strict=True)]
+        return assembled(shape, dim, placed, dtype)
+
+    key = ("merge", axis, tuple(over), None if sizes is None else tuple(sizes))
+    return Step(key, back, forward, field)
 
 
 def split(
     axis: int, index: int, of: int | Sequence[int], *, alternating: bool = False
-) -> Split:
+) -> Step:
     """Take one part of a fused tensor, such as the queries of `c_attn`.
 
     Args:
@@ -255,10 +224,31 @@ def split(
             f"split({axis}, {index}, {of}): there is no part {index} of {count}, or "
             "alternating parts are not equal"
         )
-    return Split(axis, index, of if isinstance(of, int) else tuple(of), alternating)
+
+    def place(shape: Shape) -> tuple[Shape, int, slice]:
+        dim = _dim(axis, shape)
+        sizes = (shape[dim],) * of if isinstance(of, int) else of
+        if sizes[index] != shape[dim]:
+            raise ValueError(
+                f"part {index} of {of} has {sizes[index]} entries, not {shape[dim]}"
+            )
+        chosen = _from_to(sizes, index)
+        if alternating:
+            chosen = slice(index, sum(sizes), len(sizes))
+        return replaced(shape, dim, sum(sizes)), dim, chosen
+
+    def back(leaf: Array) -> Inputs:
+        whole, dim, chosen = place(leaf.shape)
+        return [({}, assembled(whole, dim, [(chosen, leaf)], None))]
+
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        return entries(parts[0], *place(shape)[1:])
+
+    sizes = of if isinstance(of, int) else tuple(of)
+    return Step(("split", axis, index, sizes, alternating), back, forward, "", place)
 
 
-def _axis(axis: int, shape: Shape) -> int:
+def _dim(axis: int, shape: Shape) -> int:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"there is no dim {axis} in {show_shape(shape)}")
     return axis % len(shape)
@@ -345,6 +335,3 @@ def dequantize(
     if format == "mxfp4":
         return Dequantize(0, "_scales")
     return Dequantize(block, suffix)
-
-
-STEPS = (Regroup, Stack, Merge, Split, Dequantize)

@@ -21,6 +21,7 @@ P = PartitionSpec
 RNG = np.random.default_rng(0)
 UP = RNG.normal(size=(16, 8)).astype(np.float32)
 DOWN = RNG.normal(size=(8, 16)).astype(np.float32)
+NORM = np.arange(8, dtype=np.float32)
 TENSORS = {
     "mlp.up.weight": UP,
     "mlp.down.weight": DOWN,
@@ -317,7 +318,7 @@ def test_one_error_lists_all_problems_and_the_target_is_as_before(
 
 
 ENTRIES: dict[str, tuple[Any, str]] = {
-    "a dict": ({"norm": "norm"}, "is not a list of entries"),
+    "a dict": ({"norm": "norm"}, "mapping[0] is 'norm'; an entry is"),
     "no pair": ([("norm",)], "mapping[0] is ('norm',); an entry is"),
     "no name": ([("norm", ())], "is not the name of a tensor, nor several"),
     "no step": ([("norm", "norm", "transpose")], "'transpose' is not a step; take"),
