@@ -183,16 +183,6 @@ def test_the_first_name_that_is_there_and_the_first_entry_that_matches(
     np.testing.assert_array_equal(found["head"]["bias"], DOWN.T)
 
 
-def test_memory_kind_of_a_rule(folder: Path, mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    pinned = flm.TensorLayout(("model", None), mesh, memory_kind="pinned_host")
-    layout_map["up"] = pinned
-    found = restore(folder, layout_map=layout_map, include="up")
-    up = found["mlp.up.weight"]
-    assert up.sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(up, UP)
-
-
 # ---------------------------------------------------------- dtypes, missing, unexpected
 
 
@@ -237,14 +227,6 @@ def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> 
         flm.errors.CheckpointError, match='"init" needs a function as target'
     ):
         restore(folder, concrete, **options, missing="init")
-
-
-def test_excluded_leaves_keep_their_values(folder: Path, rules: flm.LayoutMap) -> None:
-    model = make()
-    before = model.mlp.down.kernel[...]
-    restore(folder, model, layout_map=rules, mapping=MAPPING, exclude="down")
-    assert model.mlp.down.kernel[...] is before
-    np.testing.assert_array_equal(model.mlp.up.kernel[...], UP.T)
 
 
 def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
@@ -449,15 +431,6 @@ def test_equal_problems_of_all_layers_are_one_line(
     assert found["layers"][79]["attention"]["out"]["kernel"].shape == (4, 2, 6)
     with refused(f"{path} ×80 (4,2,6): no entry of the mapping"):
         flm.checkpoint.save_safetensors(tmp_path / "x", found, mapping=[("x", "y")])
-
-
-def test_a_hint_for_a_misspelt_tensor(tmp_path: Path) -> None:
-    tensors = {f"h.{n}.up_proj.weight": np.zeros((2, 2)) for n in range(12)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    mapping = [(r"h/(\d+)", r"h.\1.up_prj.weight")]
-    target = {"h": {"11": np.zeros((2, 2))}}
-    with refused("; did you mean 'h.11.up_proj.weight'?"):
-        restore(tmp_path, target, mapping=mapping, unexpected="ignore")
 
 
 @pytest.mark.parametrize("scanned", [False, True])
