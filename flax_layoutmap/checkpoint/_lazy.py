@@ -37,6 +37,11 @@ class Lazy:
 Array = np.ndarray | Lazy
 
 
+def nothing(shape: Iterable[int]) -> Lazy:
+    """An array that only has a shape."""
+    return Lazy(tuple(shape), lambda box: np.empty(box_shape(box)))
+
+
 def full(shape: Iterable[int]) -> Box:
     """The box of a whole array."""
     return tuple(slice(0, size) for size in shape)

@@ -10,13 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
-from flax_layoutmap.checkpoint._lazy import Array, Lazy, box_shape
-from flax_layoutmap.checkpoint._steps import Dequantize, Step, linear
+from flax_layoutmap.checkpoint._lazy import Array, nothing
+from flax_layoutmap.checkpoint._steps import Step, is_scaled, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +23,11 @@ class Recipe:
 
     names: tuple[str, ...]
     steps: tuple[Step, ...] = ()
-    dequantize: Dequantize | None = None
 
     def shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Name → shape of the tensors that make a leaf; ValueError if none do."""
         found: dict[str, Shape] = {}
-        for tensor, part in undone(name, self.steps, _nothing(shape)):
+        for tensor, part in undone(name, self.steps, nothing(shape)):
             if field := re.search(r"\{\w+\}", tensor):
                 raise ValueError(f"no step fills in the {field[0]} of {tensor!r}")
             if found.setdefault(tensor, part.shape) != part.shape:
@@ -46,9 +43,14 @@ class Recipe:
         before = dataclasses.replace(self, steps=self.steps[:-1])
         parts = [
             before.leaf(tensor, part.shape, dtype, opened)
-            for tensor, part in undone(name, self.steps[-1:], _nothing(shape))
+            for tensor, part in undone(name, self.steps[-1:], nothing(shape))
         ]
         return self.steps[-1].forward(parts, shape, dtype)
+
+    def without_scales(self) -> "Recipe":
+        """The recipe for tensors that are not in float8."""
+        steps = tuple(step for step in self.steps if step.key[0] != "float8")
+        return dataclasses.replace(self, steps=steps)
 
     def with_linear(self, **dims: int) -> "Recipe":
         """The recipe with other arguments of `linear`."""
@@ -61,17 +63,11 @@ def undone(name: str, steps: Sequence[Step], leaf: Array) -> list[tuple[str, Arr
     if not steps:
         return [(name, leaf)]
     *before, last = steps
-    found = []
-    for fields, part in last.back(leaf):
-        filled = name
-        for field, value in fields.items():
-            filled = filled.replace(f"{{{field}}}", value)
-        found += undone(filled, before, part)
-    return found
-
-
-def _nothing(shape: Shape) -> Lazy:
-    return Lazy(shape, lambda box: np.empty(box_shape(box)))
+    return [
+        done
+        for changed, part in last.back(leaf)
+        for done in undone(changed(name), before, part)
+    ]
 
 
 class NameMapping:
@@ -148,17 +144,17 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
         )
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
     for step in steps:
-        if not isinstance(step, Step | Dequantize):
+        if not isinstance(step, Step):
             raise CheckpointError(
                 f"{where}: {step!r} is not a step; take transpose(), linear(), "
                 "unflatten(), stack(), merge(…), split(…) or dequantize()"
             )
-        field = "" if isinstance(step, Dequantize) else step.field
-        if field and any(f"{{{field}}}" not in name for name in several):
-            raise CheckpointError(f"{where}: {several} have no {{{field}}} to fill in")
-    scaled = [step for step in steps if isinstance(step, Dequantize)]
-    others = tuple(step for step in steps if not isinstance(step, Dequantize))
-    return pattern, Recipe(several, others, *scaled[:1])
+        if step.field and any(f"{{{step.field}}}" not in name for name in several):
+            raise CheckpointError(
+                f"{where}: {several} have no {{{step.field}}} to fill in"
+            )
+    ordered = sorted(steps, key=lambda step: not is_scaled(step))
+    return pattern, Recipe(several, tuple(ordered))
 
 
 def _compiled(where: str, pattern: Any) -> re.Pattern[str]:

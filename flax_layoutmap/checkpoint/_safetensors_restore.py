@@ -33,6 +33,7 @@ from flax_layoutmap.checkpoint._safetensors import (
     local,
     open_safetensors,
 )
+from flax_layoutmap.checkpoint._steps import is_scaled
 
 
 def restore_safetensors(
@@ -175,48 +176,34 @@ def _parts(stored: Stored, plan: Plan) -> dict[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """How a leaf is made: the recipe, and the name that exists.
-
-    `needed` maps each tensor to those in the files that make it, with their shapes: the
-    numbers, and their scales.
-    """
+    """How a leaf is made: the recipe, the name that exists, and the tensors' shapes."""
 
     recipe: Recipe
     name: str
-    needed: Mapping[str, Mapping[str, Shape]]
+    shapes: Mapping[str, Shape]
 
     def leaf(self, path: str, stored: Stored, value: Any) -> Leaf:
         """Describe the leaf, by the dtype that fits the target least.
 
         If that one can be converted, the others can.
         """
-        kinds = {
-            np.dtype(jnp.bfloat16) if len(parts) > 1 else stored.tensors[name].dtype
-            for name, parts in self.needed.items()
-        }
+        kinds = {stored.tensors[name].dtype for name in self.shapes}
+        if any(map(is_scaled, self.recipe.steps)):
+            kinds = {np.dtype(jnp.bfloat16)}
         wanted = getattr(value, "dtype", None)
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
         return Leaf(path, "array", np.shape(value), dtype)
 
     def problem(self, shape: Shape, stored: Stored) -> str | None:
-        """The problem with the first tensor that is absent or of another shape."""
-        parts = [part for parts in self.needed.values() for part in parts.items()]
-        step = self.recipe.dequantize
-        for name, size in parts:
-            tensor = stored.tensors.get(name)
-            if tensor is None:
+        """The problem with the first tensor that has another shape."""
+        for name, size in self.shapes.items():
+            if stored.tensors[name].shape != size:
                 return (
-                    f"is made of a scaled tensor, whose scales {name!r} are not in "
-                    f"{stored.where}; leave dequantize out to restore it without"
+                    f"needs {stored.tensors[name]} to have the shape "
+                    f"{show_shape(size)}; {_other_linear(self, shape, stored)}build "
+                    "the target with the sizes of the checkpoint, or change the steps "
+                    "of the mapping"
                 )
-            if tensor.shape != size:
-                return (
-                    f"needs {tensor} to have the shape {show_shape(size)}; "
-                    f"{_other_linear(self, shape, stored)}build the target with the "
-                    "sizes of the checkpoint, or change the steps of the mapping"
-                )
-            if step is not None and step.is_mxfp4 and tensor.dtype != np.uint8:
-                return f"needs {tensor} to be uint8, as MXFP4 is, not {tensor.dtype}"
         return None
 
 
@@ -253,8 +240,7 @@ def _plan(
         if path in options.selection
     ]
     if options.unexpected == "error":
-        needed = [held for maker in makers.values() for held in maker.needed.values()]
-        used = {name for held in needed for name in held}
+        used = {name for maker in makers.values() for name in maker.shapes}
         texts += _unexpected(stored, used, names)
     held = Held(
         {
@@ -263,7 +249,7 @@ def _plan(
             if path in options.selection and path not in problems
         },
         absent,
-        {path: f" (tensor {next(iter(m.needed))!r})" for path, m in makers.items()},
+        {path: f" (tensor {next(iter(m.shapes))!r})" for path, m in makers.items()},
         problems=tuple(texts),
     )
     rules = options.rules
@@ -275,16 +261,14 @@ def _maker(recipe: Recipe, shape: Shape, stored: Stored) -> Maker | str:
     """The maker by the first name that exists, else a tensor that does not."""
     absent = []
     for name in recipe.names:
-        shapes, step = recipe.shapes(name, shape), recipe.dequantize
+        used, plain = recipe, recipe.without_scales()
+        held = [stored.tensors.get(tensor) for tensor in plain.shapes(name, shape)]
+        if not any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held):
+            used = plain
+        shapes = used.shapes(name, shape)
         missing = [tensor for tensor in shapes if tensor not in stored.tensors]
         if not missing:
-            needed = {
-                tensor: {tensor: size}
-                if step is None
-                else step.needed(tensor, size, stored.tensors[tensor].dtype)
-                for tensor, size in shapes.items()
-            }
-            return Maker(recipe, name, needed)
+            return Maker(used, name, shapes)
         absent += missing
     return absent[0]
 
@@ -357,16 +341,11 @@ def _read(
 
 def _value(files: Files, stored: Stored, maker: Maker, read: Read) -> Any:
     """Make a leaf of its tensors."""
-    result, sharding, step = read.result, read.sharding, maker.recipe.dequantize
+    result, sharding = read.result, read.sharding
     dtype = read.stored.dtype if result.is_python else result.dtype
-
-    def tensor(name: str) -> Array:
-        parts = [files.tensor(stored.tensors[part]) for part in maker.needed[name]]
-        if step is None or len(parts) == 1:
-            return parts[0]
-        return step.product(parts[0], parts[1], dtype)
-
-    leaf = maker.recipe.leaf(maker.name, result.shape, dtype, tensor)
+    leaf = maker.recipe.leaf(
+        maker.name, result.shape, dtype, lambda name: files.tensor(stored.tensors[name])
+    )
     if sharding is None:
         value = _in_memory(leaf, full(result.shape), dtype)
         return TYPES[result.kind](value.item()) if result.is_python else value

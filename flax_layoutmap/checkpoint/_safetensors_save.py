@@ -134,6 +134,7 @@ def _plan(
             problems.append(f"{path}: {problem}")
             continue
         recipe = names.recipe(short, path)
+        recipe = None if recipe is None else recipe.without_scales()
         kind = np.dtype(value.dtype).newbyteorder("=")
         kind = dtype if dtype is not None and is_floating(kind) else kind
         problem = _recipe_problem(names, short, recipe, kind, value.shape)
@@ -172,7 +173,7 @@ def _recipe_problem(
     """The reason why a mapping cannot be undone for a leaf, or None."""
     if recipe is None:
         return names.unmatched(path)
-    if recipe.dequantize is not None and recipe.dequantize.is_mxfp4:
+    if any(step.key[0] == "mxfp4" for step in recipe.steps):
         return (
             "cannot be saved in MXFP4; save it by a mapping without "
             "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"

@@ -6,10 +6,8 @@ that a mapping holds no numbers of a model.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
-
-import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
@@ -21,15 +19,15 @@ from flax_layoutmap.checkpoint._lazy import (
     entry,
     flattened,
     from_mxfp4,
+    nothing,
     replaced,
     scaled,
     transposed,
     unflattened,
     with_dim,
 )
-from flax_layoutmap.checkpoint._leaves import is_floating
 
-Inputs = list[tuple[dict[str, str], Array]]
+Inputs = list[tuple[Callable[[str], str], Array]]
 Place = tuple[Shape, int, slice]
 
 
@@ -38,8 +36,9 @@ class Step:
     """An operation, named by its function and arguments.
 
     `forward` makes the leaf of its inputs, for a shape and a dtype; `back` gives the
-    inputs of a leaf, each with a value for `{field}` in the name of its tensor. `place`
-    is for parts of a tensor: the shape of the whole, and the dim and place in it.
+    inputs of a leaf, each with the change of the name, where a value may take the place
+    of `{field}`. `place` is for parts of a tensor: the shape of the whole, and the dim
+    and place in it.
     """
 
     key: tuple[Any, ...]
@@ -68,7 +67,7 @@ def _regroup(
         groups = groups_of(len(leaf.shape))
         moved = transposed(leaf, [dim for group in groups for dim in group])
         sizes = [[leaf.shape[dim] for dim in group] for group in groups]
-        return [({}, flattened(moved, sizes))]
+        return [(str, flattened(moved, sizes))]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         groups = groups_of(len(shape))
@@ -151,9 +150,8 @@ def stack(
                 f"it has {size} entries in dim {axis}, and {len(names)} tensors are "
                 "stacked"
             )
-        return [
-            ({field: str(name)}, entry(leaf, dim, at)) for at, name in enumerate(names)
-        ]
+        parts = [entry(leaf, dim, at) for at in range(size)]
+        return [*zip(_filled(field, names), parts, strict=True)]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         dim = _dim(axis, shape)
@@ -192,8 +190,8 @@ def merge(
 
     def back(leaf: Array) -> Inputs:
         dim = _dim(axis, leaf.shape)
-        pairs = zip(over, slices(leaf.shape[dim]), strict=True)
-        return [({field: name}, entries(leaf, dim, chosen)) for name, chosen in pairs]
+        parts = [entries(leaf, dim, chosen) for chosen in slices(leaf.shape[dim])]
+        return [*zip(_filled(field, over), parts, strict=True)]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         dim = _dim(axis, shape)
@@ -239,7 +237,7 @@ def split(
 
     def back(leaf: Array) -> Inputs:
         whole, dim, chosen = place(leaf.shape)
-        return [({}, assembled(whole, dim, [(chosen, leaf)], None))]
+        return [(str, assembled(whole, dim, [(chosen, leaf)], None))]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         return entries(parts[0], *place(shape)[1:])
@@ -254,6 +252,14 @@ def _dim(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
+def _filled(field: str, values: Iterable[Any]) -> list[Callable[[str], str]]:
+    """Functions that put a value in the place of `{field}` in a name."""
+    return [
+        lambda name, value=str(value): name.replace(f"{{{field}}}", value)
+        for value in values
+    ]
+
+
 def _from_to(sizes: Sequence[int], at: int) -> slice:
     return slice(sum(sizes[:at]), sum(sizes[: at + 1]))
 
@@ -261,49 +267,12 @@ def _from_to(sizes: Sequence[int], at: int) -> slice:
 # ------------------------------------------------------------------ scaled blocks
 
 
-@dataclasses.dataclass(frozen=True)
-class Dequantize:
-    """The step of `dequantize`; `block` is 0 for MXFP4."""
-
-    block: int
-    suffix: str
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return not self.block
-
-    def needed(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> dict[str, Shape]:
-        """Name → shape of the tensors that make one of this shape."""
-        if self.is_mxfp4:
-            if not shape or shape[-1] % MXFP4_BLOCK:
-                raise ValueError(
-                    f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, "
-                    f"which do not make {show_shape(shape)}"
-                )
-            blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
-            scales = name.removesuffix("_blocks") + self.suffix
-            return {name: (*blocks, 16), scales: blocks}
-        if dtype.itemsize > 1 or not is_floating(dtype):
-            return {name: shape}
-        if len(shape) != 2:
-            raise ValueError(
-                f"dequantize is for tensors of two dims, not {show_shape(shape)}"
-            )
-        blocks = tuple(math.ceil(size / self.block) for size in shape)
-        return {name: shape, name + self.suffix: blocks}
-
-    def product(self, values: Array, scales: Array, dtype: Any) -> Array:
-        if self.is_mxfp4:
-            return from_mxfp4(values, scales, dtype)
-        return scaled(values, scales, self.block, dtype)
-
-
 def dequantize(
     format: Literal["float8", "mxfp4"] = "float8",
     *,
     block: int = 128,
     suffix: str = "_scale_inv",
-) -> Dequantize:
+) -> Step:
     """Multiply a float8 or MXFP4 tensor by the scale of each of its blocks.
 
     It is done before the other steps, wherever it stands among them.
@@ -332,6 +301,44 @@ def dequantize(
             f"dequantize({format!r}, block={block}): write dequantize('mxfp4'), or "
             "dequantize('float8'), with blocks of at least 1 row"
         )
-    if format == "mxfp4":
-        return Dequantize(0, "_scales")
-    return Dequantize(block, suffix)
+    return _mxfp4() if format == "mxfp4" else _float8(block, suffix)
+
+
+def _float8(block: int, suffix: str) -> Step:
+    def back(leaf: Array) -> Inputs:
+        if len(leaf.shape) != 2:
+            raise ValueError(
+                f"dequantize is for tensors of two dims, not {show_shape(leaf.shape)}"
+            )
+        scales = nothing(math.ceil(size / block) for size in leaf.shape)
+        return [(str, leaf), (lambda name: name + suffix, scales)]
+
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        return scaled(parts[0], parts[1], block, dtype)
+
+    return Step(("float8", block, suffix), back, forward)
+
+
+def _mxfp4() -> Step:
+    def back(leaf: Array) -> Inputs:
+        *lead, last = leaf.shape or (1,)
+        if last % MXFP4_BLOCK:
+            raise ValueError(
+                f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
+                f"do not make {show_shape(leaf.shape)}"
+            )
+        blocks = (*lead, last // MXFP4_BLOCK)
+        return [
+            (str, nothing((*blocks, 16))),
+            (lambda name: name.removesuffix("_blocks") + "_scales", nothing(blocks)),
+        ]
+
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        return from_mxfp4(parts[0], parts[1], dtype)
+
+    return Step(("mxfp4",), back, forward)
+
+
+def is_scaled(step: Step) -> bool:
+    """Whether it is a step of `dequantize`."""
+    return step.key[0] in ("float8", "mxfp4")
