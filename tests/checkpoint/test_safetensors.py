@@ -88,12 +88,8 @@ def linen_variables() -> Any:
 
 TARGETS: dict[str, Callable[[], Any]] = {
     "module": make,
-    "abstract module": lambda: nnx.eval_shape(make),
     "function": lambda: make,
-    "state": lambda: nnx.state(make()),
     "abstract state": lambda: nnx.state(nnx.eval_shape(make)),
-    "pure dict": lambda: nnx.to_pure_dict(nnx.state(make())),
-    "module in a dict": lambda: {"model": make()},
     "linen variables": linen_variables,
 }
 
@@ -195,38 +191,23 @@ def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
     np.testing.assert_array_equal(up, UP.T.astype(jnp.bfloat16))
     found = restore(folder, half, layout_map=rules, mapping=MAPPING, dtype="float16")
     assert found["norm"]["scale"].get_value().dtype == jnp.float16
-    whole = {"mlp": {"up": {"weight": jnp.zeros((16, 8), jnp.int32)}}}
-    for dtype in (None, "target"):
-        with refused("another dtype: the checkpoint"):
-            restore(folder, whole, layout_map=rules, dtype=dtype, unexpected="ignore")
 
 
 def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> None:
-    class Larger(nnx.Module):
-        def __init__(self) -> None:
-            self.mlp = Mlp(nnx.Rngs(1))
-            self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(1))
-            self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+    def larger() -> Any:
+        return {"model": make(), "head": {"kernel": jnp.ones(4)}}
 
     options = {"layout_map": rules, "mapping": MAPPING}
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(folder, Larger, **options)
-    assert len(caught.value.problems) == 2
-    assert "head/kernel (8,4): no entry of the mapping matches" in str(caught.value)
-    made = restore(folder, Larger, **options, missing="init")
-    np.testing.assert_array_equal(made.head.kernel[...], Larger().head.kernel[...])
-    assert made.head.kernel[...].sharding.mesh == jax_mesh(rules)
-    np.testing.assert_array_equal(made.mlp.up.kernel[...], UP.T)
-    concrete = Larger()
-    head = concrete.head.kernel[...]
+    with refused("head/kernel (4,): no entry of the mapping matches"):
+        restore(folder, larger, **options)
+    made = restore(folder, larger, **options, missing="init")
+    np.testing.assert_array_equal(made["head"]["kernel"], np.ones(4))
+    assert made["head"]["kernel"].sharding.mesh == jax_mesh(rules)
+    concrete = larger()
     kept = restore(folder, concrete, **options, missing="keep")
-    assert kept.head.kernel[...] is head
-    with refused("abstract, so there is no value"):
-        restore(folder, nnx.eval_shape(Larger), **options, missing="keep")
-    with pytest.raises(
-        flm.errors.CheckpointError, match='"init" needs a function as target'
-    ):
-        restore(folder, concrete, **options, missing="init")
+    assert kept["head"]["kernel"] is concrete["head"]["kernel"]
+    for tree in (made, kept):
+        np.testing.assert_array_equal(tree["model"].mlp.up.kernel[...], UP.T)
 
 
 def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
@@ -356,18 +337,9 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
         restore(folder)
     with refused("mesh= is the mesh for the rules"):
         restore(folder, mesh=rules.device_mesh)
-    with pytest.raises(
-        flm.errors.MeshError, match="needs a mesh of devices, .* no mesh"
-    ):
-        restore(folder, layout_map=flm.LayoutMap())
     abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
     with refused("no sharding for it; pass layout_map"):
         restore(folder, abstract, unexpected="ignore")
-    odd = NamedSharding(jax_mesh(rules), P(("data", "model")))
-    save_file({"norm": np.zeros(6, np.float32)}, folder / "model.safetensors")
-    abstract = {"norm": jax.ShapeDtypeStruct((6,), "float32", sharding=odd)}
-    with refused("sharding does not fit it"):
-        restore(folder, abstract)
 
 
 def test_progress_is_shown_on_request(
@@ -379,15 +351,6 @@ def test_progress_is_shown_on_request(
     assert "saving" in capsys.readouterr().err
     restore(folder, layout_map=rules, dtype={"norm": "float32"})
     assert capsys.readouterr().err == ""  # it is no terminal
-
-
-def test_a_mesh_of_some_devices(folder: Path) -> None:
-    some = flm.DeviceMesh("x=4", devices=jax.devices()[4:])
-    layout_map = flm.LayoutMap(some, strict=False)
-    layout_map["up"] = ("x", None)
-    found = restore(folder, layout_map=layout_map, include="mlp")
-    shards.assert_lies(found["mlp.up.weight"], (("x",), ()), some, UP)
-    shards.assert_lies(found["mlp.down.weight"], ((), ()), some, DOWN)
 
 
 # -------------------------------------------------------------- errors of many layers

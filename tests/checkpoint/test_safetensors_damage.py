@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +110,7 @@ def test_a_file_that_changes_after_its_header_was_read(
 
 FIRST, SECOND = (f"model-0000{at}-of-00002.safetensors" for at in (1, 2))
 INDEX = "model.safetensors.index.json"
+ONLY_A = written({"a": GOOD["a"]}, A.tobytes())
 
 
 def two_files(folder: Path, **index: str) -> None:
@@ -146,58 +146,26 @@ def test_files_with_an_index_or_without(tmp_path: Path) -> None:
         restore(tmp_path, layout_map=rules())
 
 
-def remove_index(folder: Path) -> None:
-    (folder / INDEX).unlink()
-
-
-BAD_FOLDERS: dict[str, tuple[dict[str, str], Callable[[Path], Any] | None, str]] = {
-    "a missing file": (
-        {"b": "c.safetensors"},
-        None,
-        "it names 'c.safetensors', which is not",
-    ),
-    "a missing tensor": (
-        {"c": FIRST},
-        None,
-        f"'c' is in {FIRST}, wrongly",
-    ),
-    "another file": (
-        {"a": SECOND, "b": FIRST},
-        None,
-        f"'a' is in {SECOND}, wrongly",
-    ),
-    "elsewhere": ({"b": "../x.safetensors"}, None, "'../x.safetensors', which is not"),
-    "no names": (
-        {},
-        lambda folder: (folder / INDEX).write_text("{}"),
-        "no 'weight_map'",
-    ),
-    "cut": ({}, lambda folder: (folder / INDEX).write_text("{"), "index is not valid"),
-    "twice": (
-        {},
-        lambda folder: (
-            remove_index(folder),
-            save_file({"a": A}, folder / "other.safetensors"),
-        ),
-        "has a tensor 'a' as well",
-    ),
-    "all in one": (
-        {},
-        lambda folder: [
-            remove_index(folder),
-            *((folder / name).write_bytes(b"") for name in (FIRST, SECOND)),
-        ],
-        "2 problems",
-    ),
+BAD_FOLDERS: dict[str, tuple[dict[str, str], dict[str, bytes | None], str]] = {
+    "a missing file": ({"b": "c.safetensors"}, {}, "it names 'c.safetensors', which"),
+    "a missing tensor": ({"c": FIRST}, {}, f"'c' is in {FIRST}, wrongly"),
+    "another file": ({"a": SECOND, "b": FIRST}, {}, f"'a' is in {SECOND}, wrongly"),
+    "elsewhere": ({"b": "../x.safetensors"}, {}, "'../x.safetensors', which is not"),
+    "no names": ({}, {INDEX: b"{}"}, "no 'weight_map'"),
+    "cut": ({}, {INDEX: b"{"}, "index is not valid"),
+    "twice": ({}, {INDEX: None, "x.safetensors": ONLY_A}, "has a tensor 'a' as well"),
+    "all in one": ({}, {INDEX: None, FIRST: b"", SECOND: b""}, "2 problems"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FOLDERS)
 def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
-    index, more, text = BAD_FOLDERS[name]
+    index, files, text = BAD_FOLDERS[name]
     two_files(tmp_path, **index)
-    if more is not None:
-        more(tmp_path)
+    for file, data in files.items():
+        (tmp_path / file).unlink(missing_ok=True)
+        if data is not None:
+            (tmp_path / file).write_bytes(data)
     with refused(str(tmp_path), text):
         restore(tmp_path, target(), layout_map=rules())
 
