@@ -14,7 +14,7 @@ from flax_layoutmap._tree.paths import Fold
 
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_OF_BYTES = ("bytes/device", "per device", "to send")
+_OF_BYTES = ("bytes", "bytes/device", "per device", "to send")
 _CODE = ("path", "spec", "rule")
 _LEAST = 16  # characters of a path
 

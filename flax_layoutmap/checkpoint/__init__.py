@@ -24,9 +24,9 @@ Example:
 from flax_layoutmap.checkpoint import mappings as mappings
 from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
 from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
-from flax_layoutmap.checkpoint._inspect import LeafPlan as LeafPlan
 from flax_layoutmap.checkpoint._inspect import RestorePlan as RestorePlan
 from flax_layoutmap.checkpoint._inspect import inspect as inspect
+from flax_layoutmap.checkpoint._metadata import resolve as resolve
 from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
 from flax_layoutmap.checkpoint._safetensors_restore import (
@@ -36,7 +36,6 @@ from flax_layoutmap.checkpoint._safetensors_save import (
     save_safetensors as save_safetensors,
 )
 from flax_layoutmap.checkpoint._save import save as save
-from flax_layoutmap.checkpoint._stored import resolve as resolve
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer
 from flax_layoutmap.checkpoint._verify import Verified as Verified
 from flax_layoutmap.checkpoint._verify import verify as verify

@@ -1,49 +1,60 @@
-"""CheckpointInfo and RestorePlan: descriptions of a checkpoint and of a restore."""
+"""Descriptions of a checkpoint and of a restore, for people."""
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
-from flax_layoutmap._show.table import Grid, Line, human_bytes
+from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._tree.paths import Role
-from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._join import Plan, Read
-from flax_layoutmap.checkpoint._leaves import Leaf, key_data_shape
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._join import Plan
+from flax_layoutmap.checkpoint._leaves import Leaf
+from flax_layoutmap.checkpoint._metadata import (
+    KEY,
+    CheckpointKind,
+    Stored,
+    open_checkpoint,
+)
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors import open_safetensors
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
-
-CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafInfo:
-    """One leaf of a checkpoint.
+    """One leaf of a checkpoint, or one that a restore reads.
 
     Attributes:
-        path: its path, as in the live tree.
+        path: its path, as in the live tree, or in the result of the restore.
         shape: its shape; `()` for a Python value.
-        dtype: name of its dtype; for a Python value, of its type.
-        role: `"parameter"`, `"optimizer"` or `"other"`.
-        spec: its spec when it was saved; None if unknown.
-        bytes: bytes of the array, uncompressed; 0 for a Python value.
+        dtype: name of its dtype in the result; for a Python value, of its type.
+        spec: its spec in the result, or when it was saved; None if unknown, or for a
+            NumPy array or a Python value.
+        bytes: bytes of the whole array, uncompressed; 0 for a Python value.
+        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
+        source: its path in the checkpoint.
+        stored_dtype: as `dtype`, in the checkpoint.
+        rule: of a plan, the rule that chose its spec, or why there is none.
+        bytes_per_device: of a plan, bytes of one device's shard of the result.
     """
 
     path: str
     shape: Shape
     dtype: str
-    role: Role
     spec: PartitionSpec | None
     bytes: int
+    role: Role | None = None
+    source: str
+    stored_dtype: str
+    rule: str = ""
+    bytes_per_device: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +92,6 @@ class CheckpointInfo:
         return sum(leaf.bytes for leaf in self.leaves)
 
     def __str__(self) -> str:
-        rows = [
-            (
-                leaf.path,
-                show_shape(leaf.shape),
-                leaf.dtype,
-                "?" if leaf.spec is None else show_spec(leaf.spec),
-                human_bytes(leaf.bytes),
-                leaf.role,
-            )
-            for leaf in self.leaves
-        ]
-        names = ("path", "shape", "dtype", "saved spec", "bytes", "role")
         lines = [f"{self.path}: {self.kind}"]
         if self.steps:
             number = self.steps.index(self.step or 0) + 1
@@ -103,7 +102,64 @@ class CheckpointInfo:
         if self.rules is not None:
             count = len(self.rules["rules"])
             lines.append(f"with {count} rule{'s' if count > 1 else ''}")
-        return _table(names, rows, lines)
+        return _table(
+            {
+                "path": [leaf.path for leaf in self.leaves],
+                "shape": [show_shape(leaf.shape) for leaf in self.leaves],
+                "dtype": [leaf.dtype for leaf in self.leaves],
+                "saved spec": [_spec(leaf, "?") for leaf in self.leaves],
+                "bytes": [human_bytes(leaf.bytes) for leaf in self.leaves],
+                "role": [leaf.role or "" for leaf in self.leaves],
+            },
+            lines,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RestorePlan:
+    """The plan of a restore.
+
+    Attributes:
+        path: the checkpoint.
+        leaves: the leaves that will be read.
+        kept: paths that keep the values of the target.
+        made: paths that the function given as target initializes.
+        ignored: paths of the checkpoint that are not read.
+        bytes_per_device: bytes of the result in the memory of one device.
+    """
+
+    path: str
+    leaves: tuple[LeafInfo, ...]
+    kept: tuple[str, ...]
+    made: tuple[str, ...]
+    ignored: tuple[str, ...]
+    bytes_per_device: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {len(self.leaves)} leaves to read",
+            f"{human_bytes(self.bytes_per_device)} per device",
+        ]
+        for name, paths in (
+            ("kept as they are", self.kept),
+            ("initialized by the target", self.made),
+            ("not read", self.ignored),
+        ):
+            if paths:
+                more = ", …" if len(paths) > 3 else ""
+                lines.append(f"{name}: {len(paths)} ({', '.join(paths[:3])}{more})")
+        leaves = self.leaves
+        return _table(
+            {
+                "path": [_both(leaf.path, "←", leaf.source) for leaf in leaves],
+                "shape": [show_shape(leaf.shape) for leaf in leaves],
+                "dtype": [_both(leaf.stored_dtype, "→", leaf.dtype) for leaf in leaves],
+                "spec": [_spec(leaf, "host") for leaf in leaves],
+                "rule": [leaf.rule for leaf in leaves],
+                "bytes/device": [human_bytes(leaf.bytes_per_device) for leaf in leaves],
+            },
+            lines,
+        )
 
 
 def inspect(
@@ -137,130 +193,45 @@ def inspect(
     """
     where = absolute(path)
     if not is_url(where) and is_safetensors(where):
-        tensors = open_safetensors(where).tensors.values()
-        leaves = tuple(
-            LeafInfo(t.name, t.shape, t.dtype.name, "parameter", None, t.nbytes)
-            for t in tensors
-        )
-        return CheckpointInfo(where, "safetensors", leaves=leaves)
+        tensors = [
+            Leaf(tensor.name, "array", tensor.shape, tensor.dtype)
+            for tensor in open_safetensors(where).tensors.values()
+        ]
+        leaves = (_leaf(leaf.path, leaf, leaf, role="parameter") for leaf in tensors)
+        return CheckpointInfo(where, "safetensors", leaves=tuple(leaves))
     place = find(where, step, newest=True)
     stored = open_checkpoint(place, item)
-    kind: CheckpointKind = "orbax-v1" if stored.is_v1 else "orbax-v0"
     return CheckpointInfo(
         place.path,
-        "flax_layoutmap" if stored.is_ours else kind,
+        stored.kind,
         place.step,
         place.steps,
         tuple(_orbax.items_in(place.path)),
         _leaves(stored),
-        stored.record.rules,
-        stored.record.mesh,
-        stored.record.versions,
-        {key: v for key, v in stored.custom.items() if key != _record.KEY},
+        stored.rules,
+        stored.mesh,
+        stored.versions,
+        {key: value for key, value in stored.custom.items() if key != KEY},
     )
 
 
 def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
-    record, specs = stored.record, {}
-    rules = None if record.mesh is None else record.rule_set(None)
+    specs: dict[str, Any] = {}
+    rules = None if stored.mesh is None else stored.rule_set(None)
     if rules is not None:
-        resolution = record.resolve(stored.leaves, rules)
+        resolution = stored.resolve(rules)
         specs = dict(zip(resolution.paths, resolution.specs, strict=True))
-    roles = record.roles()
+    roles = stored.roles()
     return tuple(
-        LeafInfo(
+        _leaf(
             path,
-            leaf.shape,
-            leaf.kind if leaf.is_python else str(leaf.dtype),
-            "other" if leaf.is_python else roles[path],
-            _orbax.spec_of(stored.held.get(leaf.path)) or specs.get(path),
-            math.prod(leaf.shape) * _itemsize(leaf),
+            leaf,
+            leaf,
+            role="other" if leaf.is_python else roles[path],
+            spec=_orbax.spec_of(stored.held.get(leaf.path)) or specs.get(path),
         )
         for path, leaf in stored.leaves.items()
     )
-
-
-def _itemsize(leaf: Leaf) -> int:
-    """Bytes of one element, or of the numbers behind one PRNG key."""
-    if leaf.is_python:
-        return 0
-    if leaf.kind == "key":
-        data = key_data_shape(leaf.implementation or "threefry2x32")
-        return math.prod(data) * np.dtype(np.uint32).itemsize
-    return leaf.dtype.itemsize
-
-
-def _table(
-    names: tuple[str, ...], rows: list[tuple[str, ...]], below: list[str]
-) -> str:
-    right = tuple(name.startswith("bytes") for name in names)
-    text = Grid(names, right, tuple(map(Line, rows))).text()
-    return "\n".join([text, "", *map(visible, below)])
-
-
-# ------------------------------------------------------------ plan of a restore
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """How one leaf will be restored.
-
-    Attributes:
-        path: its path in the result.
-        source: its path in the checkpoint.
-        shape: its shape.
-        stored_dtype: name of the dtype in the checkpoint; None for a Python value.
-        dtype: name of the dtype of the result; None for a Python value.
-        spec: its spec; None for a NumPy array or a Python value.
-        rule: the rule that chose it, or why there is none.
-        bytes_per_device: bytes of one device's shard of the result.
-    """
-
-    path: str
-    source: str
-    shape: Shape
-    stored_dtype: str | None
-    dtype: str | None
-    spec: PartitionSpec | None
-    rule: str
-    bytes_per_device: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RestorePlan:
-    """The plan of a restore.
-
-    Attributes:
-        path: the checkpoint.
-        leaves: the leaves that will be read.
-        kept: paths that keep the values of the target.
-        made: paths that the function given as target initializes.
-        ignored: paths of the checkpoint that are not read.
-        bytes_per_device: bytes of the result in the memory of one device.
-    """
-
-    path: str
-    leaves: tuple[LeafPlan, ...]
-    kept: tuple[str, ...]
-    made: tuple[str, ...]
-    ignored: tuple[str, ...]
-    bytes_per_device: int
-
-    def __str__(self) -> str:
-        names = ("path", "shape", "dtype", "spec", "rule", "bytes/device")
-        lines = [
-            f"{self.path}: {len(self.leaves)} leaves to read",
-            f"{human_bytes(self.bytes_per_device)} per device",
-        ]
-        for name, paths in (
-            ("kept as they are", self.kept),
-            ("initialized by the target", self.made),
-            ("not read", self.ignored),
-        ):
-            if paths:
-                more = ", …" if len(paths) > 3 else ""
-                lines.append(f"{name}: {len(paths)} ({', '.join(paths[:3])}{more})")
-        return _table(names, list(map(_row, self.leaves)), lines)
 
 
 def described(path: str, plan: Plan) -> RestorePlan:
@@ -270,44 +241,53 @@ def described(path: str, plan: Plan) -> RestorePlan:
     if resolution is not None:
         rows = zip(resolution.paths, resolution.columns().rows, strict=True)
         rules = {p: because(row, resolution.rules, short=True) for p, row in rows}
-    leaves = {
-        path: _leaf(path, read, rules.get(path, ""))
-        for path, read in plan.reads.items()
-    }
-    on_device = sum(
-        leaf.bytes_per_device
-        for path, leaf in leaves.items()
-        if not is_offloaded(own_memory_kind(plan.reads[path].sharding))
-    )
-    rows = tuple(leaves.values())
+    leaves, on_device = [], 0
+    for name, read in plan.reads.items():
+        sharding, shard = read.sharding, read.result.shape
+        if sharding is not None:
+            shard = sharding.shard_shape(shard)
+        size = math.prod(shard) * read.result.itemsize
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+        rule = rules.get(name, "")
+        options: dict[str, Any] = {"spec": spec, "rule": rule, "bytes_per_device": size}
+        leaves.append(_leaf(name, read.stored, read.result, **options))
+        on_device += 0 if is_offloaded(own_memory_kind(sharding)) else size
     made = tuple(plan.made)
-    return RestorePlan(path, rows, plan.kept, made, plan.ignored, on_device)
+    return RestorePlan(path, tuple(leaves), plan.kept, made, plan.ignored, on_device)
 
 
-def _leaf(path: str, read: Read, rule: str) -> LeafPlan:
-    stored, result, sharding = read.stored, read.result, read.sharding
-    shard = result.shape if sharding is None else sharding.shard_shape(result.shape)
-    return LeafPlan(
-        path,
-        stored.path,
-        stored.shape,
-        None if stored.is_python else str(stored.dtype),
-        None if result.is_python else str(result.dtype),
-        sharding.spec if isinstance(sharding, NamedSharding) else None,
-        rule,
-        math.prod(shard) * _itemsize(result),
+def _leaf(
+    path: str,
+    stored: Leaf,
+    result: Leaf,
+    *,
+    spec: PartitionSpec | None = None,
+    **more: Any,
+) -> LeafInfo:
+    return LeafInfo(
+        path=path,
+        shape=result.shape,
+        dtype=_dtype(result),
+        spec=spec,
+        bytes=result.bytes,
+        source=stored.path,
+        stored_dtype=_dtype(stored),
+        **more,
     )
 
 
-def _row(leaf: LeafPlan) -> tuple[str, ...]:
-    dtype = leaf.dtype or "Python"
-    if leaf.stored_dtype not in (leaf.dtype, None):
-        dtype = f"{leaf.stored_dtype} → {dtype}"
-    return (
-        leaf.path if leaf.path == leaf.source else f"{leaf.path} ← {leaf.source}",
-        show_shape(leaf.shape),
-        dtype,
-        "host" if leaf.spec is None else show_spec(leaf.spec),
-        leaf.rule,
-        human_bytes(leaf.bytes_per_device),
-    )
+def _dtype(leaf: Leaf) -> str:
+    return leaf.kind if leaf.is_python else str(leaf.dtype)
+
+
+def _spec(leaf: LeafInfo, without: str) -> str:
+    return without if leaf.spec is None else show_spec(leaf.spec)
+
+
+def _both(first: str, arrow: str, second: str) -> str:
+    return first if first == second else f"{first} {arrow} {second}"
+
+
+def _table(columns: Mapping[str, Sequence[str]], below: list[str]) -> str:
+    text = grid_of(columns, [""] * len(columns["path"])).text()
+    return "\n".join([text, "", *map(visible, below)])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._birth.slices import arrays_of
-from flax_layoutmap._core.errors import ResolveError
+from flax_layoutmap._core.errors import CheckpointError, ResolveError
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import with_leaves
 from flax_layoutmap._resolve.leaves import leaves_of
@@ -51,18 +51,18 @@ class Target:
         of the target's, they are taken, which needs no trace of the optimizer.
         """
         leaves = leaves_of(self.flat, self.tree)
-        origins = [saved.get(path) for path in self.leaves]
-        owners = {None, *parameter_keys(self.flat).values()}
+        owners = set(parameter_keys(self.flat).values())
+        origins: list[Origin | None] = [None] * len(self.leaves)
+        paths, is_known = list(self.leaves), True
         for section in self.flat.sections:
-            for at in range(section.start, section.stop):
-                origin = origins[at]
-                if section.role != "optimizer":
-                    origins[at] = None
-                elif origin is None or origin.owner not in owners:
-                    return resolve_origins(find_origins(leaves), rules)
-                elif origin.owner is None and leaves.shapes[at] != ():
-                    return resolve_origins(find_origins(leaves), rules)
-        return resolve_origins(known_origins(leaves, origins), rules)
+            if section.role == "optimizer":
+                for at in range(section.start, section.stop):
+                    origins[at] = origin = saved.get(paths[at])
+                    is_number = leaves.shapes[at] == ()
+                    known = owners | {None} if is_number else owners
+                    is_known &= origin is not None and origin.owner in known
+        found = known_origins(leaves, origins) if is_known else find_origins(leaves)
+        return resolve_origins(found, rules)
 
     def filled(
         self,
@@ -118,29 +118,13 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """The leaves of a checkpoint, by path in the tree to restore.
-
-    `absent` maps paths of the target that the checkpoint lacks to the reason, `sources`
-    maps paths to the origin of their data (a suffix for messages), and `ignored` lists
-    unused paths of the checkpoint.
-    """
-
-    leaves: Mapping[str, Leaf]
-    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """Which leaves to read, keep and initialize, and every problem.
 
     `kept` leaves keep the target's values, `made` ones are initialized by the target's
     function in the sharding given here. Nothing is read if there is a problem. `target`
-    is None for a nested dict; `rules` is None if the target's own shardings are used,
-    and `resolution` also if the rules do not fit.
+    is None for a nested dict; `resolution` is None if the target's own shardings are
+    used, or if the rules do not fit.
     """
 
     reads: Mapping[str, Read]
@@ -149,7 +133,6 @@ class Plan:
     ignored: tuple[str, ...]
     problems: tuple[str, ...]
     target: Target | None
-    rules: RuleSet | None
     resolution: Resolution | None
 
     def tree(self, values: Mapping[str, Any]) -> Any:
@@ -160,133 +143,142 @@ class Plan:
 
 
 def join(
-    held: Held,
+    leaves: Mapping[str, Leaf],
     target: Target | None,
-    rules: RuleSet | None,
-    resolve: Callable[[], Resolution],
     options: Options,
+    resolve: Callable[[], Resolution],
+    *,
+    absent: Mapping[str, str],
+    sources: Mapping[str, str] | None = None,
+    ignored: Sequence[str] = (),
+    problems: Sequence[str] = (),
 ) -> Plan:
     """Plan which leaves of a checkpoint to restore.
 
     Without rules, the target's own shardings are used; without a target, every selected
     leaf is restored. Rules need to fit only the leaves that are restored.
+
+    Args:
+        leaves: those of the checkpoint, by path in the tree to restore.
+        target: the tree to restore into.
+        options: those of the restore.
+        resolve: resolves the tree to restore, if there are rules.
+        absent: path of the target that the checkpoint lacks → why.
+        sources: path → the origin of its data, as a suffix for messages.
+        ignored: paths of the checkpoint that are not used.
+        problems: what is already known not to fit.
     """
-    wanted = {} if target is None else target.leaves
-    selection = options.selection
-    problems, resolution = selection.useless([*held.leaves, *wanted]), None
-    if rules is not None:
-        try:
-            resolution = resolve()
-        except ResolveError as error:
-            every = {*held.leaves, *wanted}
-            left_out = {path for path in every if path not in selection}
-            texts = error.problems or [str(error)]
-            texts = [t for t in texts if t.split(" ")[0].strip(":") not in left_out]
-            problems += texts
-            resolution = None if texts else error.resolution
-    shardings: dict[str, Any] = {}
+    wanted: dict[str, Any] = dict.fromkeys(leaves) if target is None else target.leaves
+    every, selection = {**leaves, **wanted}, options.selection
+    all_problems = [*selection.useless(every), *problems]
+    resolution, shardings = None, {}
+    if options.rules is not None:
+        others = {path for path in every if path not in selection}
+        resolution, misfits = _resolved(resolve, others)
+        all_problems = [*misfits, *all_problems]
     if resolution is not None:
         pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
         shardings = dict(pairs)
-    draft = _Draft(held, rules, options, shardings, [*problems, *held.problems])
-    if target is None:
-        for path in filter(selection.__contains__, held.leaves):
-            draft.read(path, None, shardings.get(path))
+    reads: dict[str, Read] = {}
+    kept: list[str] = []
+    made: dict[str, Any] = {}
     for path, value in wanted.items():
-        if path not in selection:
-            draft.keep(path, value, "include or exclude leaves it out")
-        elif path in held.leaves:
-            draft.join(path, value)
-        elif path in held.absent:
-            can_make = target is not None and target.traced is not None
-            draft.miss(path, value, held.absent[path], can_make)
-    return Plan(
-        draft.reads,
-        tuple(draft.kept),
-        draft.made,
-        held.ignored,
-        tuple(draft.problems),
-        target,
-        rules,
-        resolution,
-    )
+        is_selected, sharding = path in selection, shardings.get(path)
+        try:
+            if is_selected and path in leaves:
+                of_target = () if target is None else (value,)
+                reads[path] = _read(path, leaves[path], sharding, options, *of_target)
+            elif is_selected and path in absent and options.missing != "keep":
+                is_placed = path in shardings or bool(all_problems)
+                _check_init(absent[path], target, options, is_placed)
+                made[path] = sharding
+            elif target is not None and (not is_selected or path in absent):
+                left_out = "include or exclude leaves it out"
+                _check_kept(value, absent[path] if is_selected else left_out)
+                kept.append(path)
+        except CheckpointError as error:
+            leaf = leaves.get(path)
+            name = leaf.name if leaf else f"{path} {show_shape(np.shape(value))}"
+            all_problems.append(f"{name}: {error}{(sources or {}).get(path, '')}")
+    found = tuple(all_problems)
+    return Plan(reads, tuple(kept), made, tuple(ignored), found, target, resolution)
 
 
-@dataclasses.dataclass
-class _Draft:
-    """A plan under construction."""
-
-    held: Held
-    rules: RuleSet | None
-    options: Options
-    shardings: Mapping[str, Any]
-    problems: list[str]
-    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
-    kept: list[str] = dataclasses.field(default_factory=list)
-    made: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def join(self, path: str, value: Any) -> None:
-        """Add a leaf that both sides have."""
-        leaf = leaf_of(path, value)
-        if leaf is None:
-            kind = type(value).__qualname__
-            self.problems.append(f"{path}: the {kind} in the target is not an array")
-            return
-        sharding, problem = self.shardings.get(path), None
-        if self.rules is None:
-            sharding, problem = _own_sharding(leaf, value)
-        if problem is not None:
-            self.problems.append(f"{leaf.name}: {problem}")
-        else:
-            self.read(path, leaf, sharding)
-
-    def read(self, path: str, target: Leaf | None, sharding: Any) -> None:
-        """Add a leaf to restore, or the reason why it cannot be."""
-        stored = self.held.leaves[path]
-        dtype = self.options.dtype_of(path)
-        result = result_of(stored, target, dtype)
-        if isinstance(result, str):
-            source = self.held.sources.get(path, "")
-            self.problems.append(f"{stored.name}: {result}{source}")
-            return
-        if sharding is None and target is not None and target.is_numpy:
-            result = dataclasses.replace(result, is_numpy=True)
-        if result.is_python or result.is_numpy:
-            sharding = None
-        self.reads[path] = Read(stored, result, sharding, exactly=dtype is None)
-
-    def keep(self, path: str, value: Any, why: str) -> None:
-        """Add a leaf that keeps the target's value."""
-        if isinstance(value, jax.ShapeDtypeStruct):
-            self.problems.append(
-                f"{_name(path, value)}: {why}, and the target is abstract, so there is "
-                "no value to keep; give a concrete target"
-            )
-        self.kept.append(path)
-
-    def miss(self, path: str, value: Any, why: str, can_make: bool) -> None:
-        """Add a leaf that the checkpoint lacks."""
-        if self.options.missing == "keep":
-            self.keep(path, value, why)
-        elif self.options.missing == "error":
-            self.problems.append(f"{_name(path, value)}: {why}")
-        elif not can_make:
-            self.problems.append(
-                f'{_name(path, value)}: {why}; missing="init" needs a function as '
-                "target, which makes it: lambda: Model(rngs=nnx.Rngs(0))"
-            )
-        elif path not in self.shardings and not self.problems:
-            self.problems.append(
-                f'{_name(path, value)}: {why}; missing="init" needs layout_map= to say '
-                "where it goes"
-            )
-        else:
-            self.made[path] = self.shardings.get(path)
+def _resolved(
+    resolve: Callable[[], Resolution], left_out: Container[str]
+) -> tuple[Resolution | None, list[str]]:
+    """The resolution of a tree, and its problems with leaves that are restored."""
+    try:
+        return resolve(), []
+    except ResolveError as error:
+        texts = [
+            text
+            for text in error.problems or [str(error)]
+            if text.split(" ")[0].strip(":") not in left_out
+        ]
+        return None if texts else error.resolution, texts
 
 
-def _name(path: str, value: Any) -> str:
-    """Path and shape: the beginning of a message."""
-    return f"{path} {show_shape(np.shape(value))}"
+def _read(
+    path: str, stored: Leaf, sharding: Any, options: Options, *value: Any
+) -> Read:
+    """How to restore a leaf to be like a value of the target, if there is one."""
+    target = leaf_of(path, value[0]) if value else None
+    if value and target is None:
+        kind = type(value[0]).__qualname__
+        raise CheckpointError(f"the {kind} in the target is not an array")
+    if target is not None and options.rules is None:
+        sharding = _own_sharding(target, value[0])
+    dtype = options.dtype_of(path)
+    result = result_of(stored, target, dtype)
+    if sharding is None and target is not None and target.is_numpy:
+        result = dataclasses.replace(result, is_numpy=True)
+    if result.is_python or result.is_numpy:
+        sharding = None
+    return Read(stored, result, sharding, exactly=dtype is None)
+
+
+def _own_sharding(leaf: Leaf, value: Any) -> Any:
+    """The sharding of a leaf of the target; None for one on the host."""
+    if leaf.is_python or leaf.is_numpy:
+        return None
+    sharding, advice = value.sharding, "pass layout_map="
+    if sharding is None:
+        raise CheckpointError(f"the target has no sharding for it; {advice}")
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        raise CheckpointError(f"the target's sharding has no devices; {advice}")
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the target's sharding does not fit it: {error}"
+        ) from error
+    return sharding
+
+
+def _check_kept(value: Any, why: str) -> None:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise CheckpointError(
+            f"{why}, and the target is abstract, so there is no value to keep; give a "
+            "concrete target"
+        )
+
+
+def _check_init(
+    why: str, target: Target | None, options: Options, is_placed: bool
+) -> None:
+    """Raise if a leaf that the checkpoint lacks is not to be made, or cannot be."""
+    if options.missing == "error":
+        raise CheckpointError(why)
+    if target is None or target.traced is None:
+        raise CheckpointError(
+            f'{why}; missing="init" needs a function as target, which makes it: '
+            "lambda: Model(rngs=nnx.Rngs(0))"
+        )
+    if not is_placed:
+        raise CheckpointError(
+            f'{why}; missing="init" needs layout_map= to say where it goes'
+        )
 
 
 # ------------------------------------------------------------------- the target
@@ -308,10 +300,7 @@ def _with_new_objects(tree: Any) -> Any:
         at
         for at, node in enumerate(nodes)
         if is_nnx_object(node)
-        and any(
-            isinstance(leaf, jax.ShapeDtypeStruct)
-            for leaf in jax.tree.leaves(nnx_state(node))
-        )
+        and jax.ShapeDtypeStruct in map(type, jax.tree.leaves(nnx_state(node)))
     ]
     if not abstract:
         return tree
@@ -322,19 +311,3 @@ def _with_new_objects(tree: Any) -> Any:
     for at, copy in zip(abstract, copies, strict=True):
         nodes[at] = copy
     return jax.tree.unflatten(treedef, nodes)
-
-
-def _own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
-    """The sharding of a leaf of the target, or the problem with it."""
-    if leaf.is_python or leaf.is_numpy:
-        return None, None
-    sharding = value.sharding
-    if sharding is None:
-        return None, "the target has no sharding for it; pass layout_map="
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return None, "the target's sharding has no devices; pass layout_map="
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        return None, f"the target's sharding does not fit it: {error}"
-    return sharding, None

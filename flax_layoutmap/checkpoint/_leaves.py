@@ -1,9 +1,11 @@
 """Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +21,16 @@ from flax_layoutmap._show.table import path_cell
 from flax_layoutmap._tree.flatten import plain_tree
 from flax_layoutmap._tree.paths import fold, relation
 
-T = TypeVar("T")
-
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 
 # bool comes before int, which it is a subclass of.
-_PYTHON: tuple[tuple[type, Kind], ...] = (
-    (bool, "bool"),
-    (int, "int"),
-    (float, "float"),
-    (complex, "complex"),
-    (str, "string"),
-)
-TYPES: dict[Kind, type] = {kind: python for python, kind in _PYTHON}
-_NUMBERS: tuple[tuple[Any, Kind], ...] = (
-    (np.bool_, "bool"),
-    (np.integer, "int"),
-    (np.floating, "float"),
-    (np.complexfloating, "complex"),
-)
+TYPES: dict[Kind, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "string": str,
+}
 
 # What TensorStore's zarr3 driver takes (0.1.86; each tried in both directions).
 _STORABLE = {
@@ -73,6 +66,17 @@ class Leaf:
         return self.dtype is None
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element, or of the numbers behind a PRNG key; 0 in Python."""
+        if self.kind == "key":
+            return 4 * math.prod(key_data_shape(self.implementation or "threefry2x32"))
+        return 0 if self.is_python else self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
     def name(self) -> str:
         """Path and shape: the beginning of a message."""
         return f"{self.path} {show_shape(self.shape)}"
@@ -95,7 +99,7 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
         # The byte order of a host array is no part of its value.
         native = dtype.newbyteorder("=") if is_numpy else dtype
         return Leaf(path, "array", value.shape, native, is_numpy=is_numpy)
-    for python, kind in _PYTHON:
+    for kind, python in TYPES.items():
         if isinstance(value, python):
             return Leaf(path, kind)
     return None
@@ -120,16 +124,20 @@ def no_value(value: Any, function: str) -> str | None:
 
 def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
     """The leaf of PRNG keys of an implementation, by its name."""
-    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-    return Leaf(path, "key", shape, dtype, implementation)
+    return Leaf(path, "key", shape, _of_key(implementation)[0], implementation)
 
 
 def key_data_shape(implementation: str) -> Shape:
     """Shape of the uint32 data of one key."""
-    make = jax.random.key
-    return jax.eval_shape(
-        lambda: jax.random.key_data(make(0, impl=implementation))
-    ).shape
+    return _of_key(implementation)[1]
+
+
+@functools.lru_cache(maxsize=8)
+def _of_key(implementation: str) -> tuple[Any, Shape]:
+    """The dtype of keys of an implementation, and the shape of the data of one."""
+    make = functools.partial(jax.random.key, 0, impl=implementation)
+    data = jax.eval_shape(lambda: jax.random.key_data(make()))
+    return jax.eval_shape(make).dtype, data.shape
 
 
 def is_storable(dtype: Any) -> bool:
@@ -146,75 +154,64 @@ def fits_jax(dtype: Any) -> bool:
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
-    """The leaf that a restore makes of a stored one, or why it cannot.
+def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf:
+    """The leaf that a restore makes of a stored one; CheckpointError if it cannot.
 
     `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
-    if target is None:
-        return _cast(stored, stored, dtype)
-    if stored.is_python and target.is_python:
-        if stored.kind == target.kind:
-            return stored
-        return f"it is {stored} in the checkpoint, {target} in the target"
-    if "key" in (stored.kind, target.kind):
-        if (stored.kind, stored.dtype) != (target.kind, target.dtype):
-            return (
-                f"it is {stored} in the checkpoint, {target} in the target; convert "
-                "with jax.random.key_data or jax.random.wrap_key_data"
-            )
-        return stored if stored.shape == target.shape else _other_shape(stored, target)
-    if stored.is_python or target.is_python:
-        return _scalar(stored, target)
-    if stored.shape != target.shape:
-        return _other_shape(stored, target)
-    return _cast(stored, target, dtype)
+    if target is None or target.kind == stored.kind == "array":
+        return _array(stored, target or stored, dtype)
+    both = f"it is {stored} in the checkpoint, {target} in the target"
+    if stored.kind == target.kind == "key" and stored.dtype == target.dtype:
+        if stored.shape != target.shape:
+            raise _other_shape(stored, target)
+    elif "key" in (stored.kind, target.kind):
+        advice = "convert with jax.random.key_data or jax.random.wrap_key_data"
+        raise CheckpointError(f"{both}; {advice}")
+    elif stored.kind != target.kind:
+        # A Python number and an array without dims of its kind.
+        python, array = sorted((stored, target), key=lambda leaf: leaf.kind == "array")
+        kinds = (type(np.zeros((), array.dtype).item()), ())
+        if array.is_python or kinds != (TYPES[python.kind], array.shape):
+            raise CheckpointError(both)
+        return target if target.is_python else _held(target)
+    return stored
 
 
-def _other_shape(stored: Leaf, target: Leaf) -> str:
-    return (
+def _other_shape(stored: Leaf, target: Leaf) -> CheckpointError:
+    return CheckpointError(
         f"shape mismatch: checkpoint {stored.shape}, target {target.shape}. Build the "
         "target with the saved sizes, or pass exclude="
     )
 
 
-def _scalar(stored: Leaf, target: Leaf) -> Leaf | str:
-    """Convert between a Python number and an array without dims."""
-    python, array = (stored, target) if stored.is_python else (target, stored)
-    kind = next((k for of, k in _NUMBERS if jnp.issubdtype(array.dtype, of)), None)
-    if array.shape == () and python.kind == kind:
-        return target if target.is_python else _held(target)
-    return f"it is {stored} in the checkpoint, {target} in the target"
-
-
-def _cast(stored: Leaf, target: Leaf, dtype: Any) -> Leaf | str:
-    """The result of an array with the target's shape, where only dtypes may differ."""
+def _array(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
+    """The result of an array, where only dtypes may differ."""
     if stored.kind != "array":
         return stored
-    result = target.dtype
-    if dtype is not None and dtype != "target" and is_floating(stored.dtype):
-        result = dtype
-    same_kind = is_floating(stored.dtype) and is_floating(target.dtype)
-    if stored.dtype != target.dtype and not (dtype is not None and same_kind):
-        fix = (
-            'pass dtype="target", or the dtype wanted'
-            if same_kind
-            else "restore it as it is and convert it after"
-        )
-        return (
+    if stored.shape != target.shape:
+        raise _other_shape(stored, target)
+    floating = is_floating(stored.dtype) and is_floating(target.dtype)
+    if stored.dtype != target.dtype and not (floating and dtype is not None):
+        fix = "restore it as it is and convert it after"
+        if floating:
+            fix = 'pass dtype="target", or the dtype wanted'
+        raise CheckpointError(
             f"another dtype: the checkpoint has {stored.dtype}, the target "
             f"{target.dtype}; {fix}"
         )
-    return _held(dataclasses.replace(target, dtype=result))
+    if dtype is None or dtype == "target" or not is_floating(stored.dtype):
+        dtype = target.dtype
+    return _held(dataclasses.replace(target, dtype=dtype))
 
 
-def _held(result: Leaf) -> Leaf | str:
+def _held(result: Leaf) -> Leaf:
     """A JAX array wherever JAX can hold the dtype; else NumPy's, if it is one."""
     if fits_jax(result.dtype):
         return dataclasses.replace(result, is_numpy=False)
     if result.is_numpy:
         return result
-    return (
+    raise CheckpointError(
         f"JAX would cut {result.dtype} to {jax.dtypes.canonicalize_dtype(result.dtype)}"
         "; set jax_enable_x64, give a NumPy array as target, or exclude it"
     )
@@ -229,23 +226,6 @@ def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return DeviceMesh(sharding.mesh)
     return None
-
-
-def in_portions(
-    items: Iterable[T], bytes_of: Callable[[T], float], limit: float
-) -> Iterator[list[T]]:
-    """Items in groups of at most `limit` bytes, in order; a larger one is alone."""
-    portion: list[T] = []
-    used = 0.0
-    for item in items:
-        size = bytes_of(item)
-        if portion and used + size > limit:
-            yield portion
-            portion, used = [], 0.0
-        portion.append(item)
-        used += size
-    if portion:
-        yield portion
 
 
 def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:

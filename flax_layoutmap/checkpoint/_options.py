@@ -1,6 +1,7 @@
 """The options of a restore, checked."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ from flax_layoutmap.checkpoint._places import absolute
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
 Rename = Sequence[tuple[re.Pattern[str], str]]
-
 
 _CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignore")}
 
@@ -97,7 +97,7 @@ class Options:
     host_memory: int | None = None
     verify: bool | None = None
 
-    @property
+    @functools.cached_property
     def job_mesh(self) -> DeviceMesh | None:
         """The mesh whose processes restore together."""
         return mesh_of(self.target, self.rules) or self.mesh
@@ -128,17 +128,16 @@ def checked_options(
 ) -> Options:
     """Check the arguments of a function that restores."""
     for name, choices in _CHOICES.items():
-        given = others.get(name, choices[0])
+        given = others.get(name, "error")
         if given not in choices:
             raise CheckpointError(
                 f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
                 f"use {' or '.join(f'{name}={choice!r}' for choice in choices)}"
             )
     missing = others.get("missing", "error")
-    if missing != "error" and target is None:
-        raise CheckpointError(
-            f"missing={missing!r} needs a target, which says what could be missing"
-        )
+    if target is None and (missing != "error" or dtype == "target"):
+        option = 'dtype="target"' if missing == "error" else f"missing={missing!r}"
+        raise CheckpointError(f"{option} needs a target")
     given_mesh = as_mesh(mesh)
     rules = rules_of(layout_map)
     if rules is not None and given_mesh is not None:
@@ -149,18 +148,20 @@ def checked_options(
         rules=rules,
         mesh=given_mesh,
         selection=checked_selection(include, exclude),
-        dtypes=_dtypes(dtype, target),
-        rename=checked_rename(rename),
+        dtypes=tuple(
+            (pattern, None if wanted is None else _dtype(wanted))
+            for pattern, wanted in _pairs("dtype", dtype)
+        ),
+        rename=_pairs("rename", rename),
         **others,
     )
 
 
-def check_devices(
-    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
-) -> None:
+def check_devices(function: str, options: Options) -> None:
     """Raise MeshError if there are rules or a mesh, and no devices."""
-    where = mesh if rules is None else rules.mesh
-    if rules is None and mesh is None:
+    rules = options.rules
+    where = options.mesh if rules is None else rules.mesh
+    if where is None and rules is None:
         return
     if where is None or where.is_abstract:
         have = "no mesh" if where is None else repr(where)
@@ -171,10 +172,7 @@ def check_devices(
 
 
 def check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError if a process of the job has no device of the mesh.
-
-    Orbax waits for all processes of a job.
-    """
+    """Raise MeshError if a process of the job, for which Orbax waits, has no device."""
     if mesh is None or mesh.is_abstract or jax.process_count() == 1:
         return
     there = {device.process_index for device in mesh.devices.flat}
@@ -197,43 +195,34 @@ def checked_selection(include: Any, exclude: Any) -> Selection:
     return Selection(_patterns("include", include), _patterns("exclude", exclude) or ())
 
 
-def _patterns(name: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
+def _patterns(option: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
     if given is None:
         return None
-    several = [given] if isinstance(given, str | re.Pattern) else list(given)
-    return tuple(_compiled(pattern, f"{name}={given!r}") for pattern in several)
+    several = [given] if isinstance(given, str | re.Pattern) else given
+    return tuple(_compiled(option, pattern) for pattern in several)
 
 
-def _compiled(pattern: Any, what: str) -> re.Pattern[str]:
+def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise CheckpointError(
-            f"{what}: {pattern!r} is not a regular expression: {error}"
+            f"{option}=: {pattern!r} is not a regular expression: {error}"
         ) from error
 
 
-def _dtypes(given: Any, target: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
-    if given is None:
+def _pairs(option: str, given: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
+    """Pairs of a pattern and a value, from such pairs, a dict, or one value for all."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if pairs is None:
         return ()
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
-    if not isinstance(pairs, list | tuple):
+    if option == "dtype" and not isinstance(given, Mapping | list | tuple):
         pairs = [("", given)]
-    return tuple(
-        (
-            _compiled(pattern, f"dtype={given!r}"),
-            None if dtype is None else _dtype(dtype, target),
-        )
-        for pattern, dtype in pairs
-    )
+    return tuple((_compiled(option, pattern), value) for pattern, value in pairs)
 
 
-def _dtype(dtype: Any, target: Any) -> Any:
+def _dtype(dtype: Any) -> Any:
     if isinstance(dtype, str) and dtype == "target":
-        if target is None:
-            raise CheckpointError(
-                'dtype="target" needs a target; without one name the dtype itself'
-            )
         return dtype
     wanted = floating_dtype(dtype, f"dtype={dtype!r}")
     if not fits_jax(wanted):
@@ -255,37 +244,25 @@ def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     return wanted
 
 
-# -------------------- Rename the leaves of a checkpoint
-
-
-def checked_rename(given: Any) -> Rename:
-    """Check `rename=`: pairs of a pattern and a replacement, or a dict."""
-    if given is None:
-        return ()
-    pairs = list(given.items() if isinstance(given, Mapping) else given)
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise CheckpointError(
-            f"rename={given!r} is not a list of pairs of a regular expression and its "
-            r"replacement (with \1 for a group)"
-        )
-    return tuple((_compiled(pattern, "rename="), new) for pattern, new in pairs)
-
-
 def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
     """The new name of each path: the first pattern found in it is replaced.
 
     The new names must be distinct paths, none below another, and every pattern has to
     be found in some path.
     """
+    first = {
+        path: next((rule for rule in rules if rule[0].search(path)), None)
+        for path in paths
+    }
+    for rule in rules:
+        if rule not in first.values():
+            raise CheckpointError(
+                f"rename={rule[0].pattern!r} finds no leaf that an earlier pattern "
+                f"left; {_closest_paths(rule[0], paths)}"
+            )
     names: dict[str, str] = {}  # new name → path
-    used: set[re.Pattern[str]] = set()
-    for path in paths:
-        new = path
-        for pattern, template in rules:
-            if pattern.search(path):
-                used.add(pattern)
-                new = _replaced(pattern, template, path)
-                break
+    for path, rule in first.items():
+        new = path if rule is None else rule[0].sub(rule[1], path, count=1)
         if new in names:
             raise CheckpointError(
                 f"rename maps both {names[new]} and {path} to {new!r}"
@@ -293,12 +270,6 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
         if "" in new.split("/"):
             raise CheckpointError(f"rename maps {path} to {new!r}, which is not a path")
         names[new] = path
-    for pattern, _ in rules:
-        if pattern not in used:
-            raise CheckpointError(
-                f"rename={pattern.pattern!r} finds no leaf that an earlier pattern "
-                f"left; {_closest_paths(pattern, paths)}"
-            )
     folders = {new[: end.start()] for new in names for end in re.finditer("/", new)}
     for new in sorted(folders & names.keys()):
         raise CheckpointError(
@@ -306,16 +277,6 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
             f"but {new!r} is a leaf"
         )
     return list(names)
-
-
-def _replaced(pattern: re.Pattern[str], template: str, path: str) -> str:
-    try:
-        return pattern.sub(template, path, count=1)
-    except (re.error, IndexError, TypeError) as error:
-        raise CheckpointError(
-            f"rename={(pattern.pattern, template)!r}: the replacement does not fit the "
-            f"expression: {error}"
-        ) from error
 
 
 def _closest_paths(pattern: re.Pattern[str], paths: Sequence[str]) -> str:

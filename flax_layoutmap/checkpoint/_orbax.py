@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
@@ -24,6 +23,7 @@ from flax_layoutmap.checkpoint._places import (
     OLD,
     cannot_name,
     check_place,
+    common_number,
     is_url,
     on_first_process,
 )
@@ -101,7 +101,7 @@ def write(
         _save(path, tree, metadata, overwrite)
         return
     path = os.path.realpath(path)  # replaces the target of a link, not the link
-    number = _common_number()
+    number = common_number()
     new, old = f"{path}{NEW}-{number:016x}", f"{path}{OLD}-{number:016x}"
     try:
         _save(new, tree, metadata, overwrite=False)
@@ -119,17 +119,6 @@ def _save(
 ) -> None:
     with translated(f"cannot save to {path}"), saving_context():
         v1().save(path, tree, overwrite=overwrite, custom_metadata=metadata)
-
-
-def _common_number() -> int:
-    """A random number of 62 bits, the same on all processes."""
-    number = np.frombuffer(os.urandom(8), np.uint32) >> 1
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        number = multihost_utils.broadcast_one_to_all(number)
-    high, low = (int(part) for part in number)
-    return high << 31 | low
 
 
 def _swap(path: str, new: str, old: str) -> None:

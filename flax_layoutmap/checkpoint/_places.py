@@ -1,6 +1,5 @@
 """Checkpoint locations: paths, directories of steps, and storage."""
 
-import contextlib
 import dataclasses
 import glob
 import os
@@ -20,8 +19,6 @@ NEW, OLD = ".replacement", ".replaced"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 # A directory of one step: `1000`, `step_1000`, `checkpoint-00001000`.
 _STEP = re.compile(r"(?:[A-Za-z][A-Za-z_]*[_-])?(\d+)")
-# Steps that a message names.
-_SHOWN = 5
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -59,22 +56,22 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
         return Place(path if step is None else f"{path.rstrip('/')}/{step}")
     if step is None and (Path(path) / METADATA_FILE).is_file():
         return Place(path)
-    steps = steps_in(path)
+    steps = _steps_in(path)
     if not steps or (step is None and not newest):
         check_place(path)
         raise CheckpointError(
             f"{path} is a checkpoint, not a directory of steps; leave step={step!r} out"
         )
     numbers = tuple(sorted(steps))
-    if isinstance(step, str) and step.isdigit():
-        step = int(step)
-    wanted = numbers[-1] if step is None or step == "latest" else step
+    wanted = numbers[-1] if step is None or step == "latest" else int(step)
     if wanted not in steps:
-        raise CheckpointError(f"{path} has no step {wanted!r}; it has {_some(numbers)}")
-    return Place(os.path.join(path, steps[wanted]), int(wanted), numbers)
+        raise CheckpointError(
+            f"{path} has no step {wanted}; it has {', '.join(map(str, numbers[-9:]))}"
+        )
+    return Place(os.path.join(path, steps[wanted]), wanted, numbers)
 
 
-def steps_in(path: str) -> dict[int, str]:
+def _steps_in(path: str) -> dict[int, str]:
     """Step → directory name of each complete checkpoint in a directory."""
     steps: dict[int, str] = {}
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
@@ -90,12 +87,6 @@ def steps_in(path: str) -> dict[int, str]:
     return steps
 
 
-def _some(steps: tuple[int, ...]) -> str:
-    shown = [str(step) for step in steps[-_SHOWN:]]
-    more = f"{len(steps) - _SHOWN} older steps, " if len(steps) > _SHOWN else ""
-    return more + ", ".join(shown)
-
-
 def is_safetensors(path: str) -> bool:
     """Whether a path is a file of safetensors, their index, or a directory of them."""
     place = Path(path)
@@ -106,17 +97,12 @@ def is_safetensors(path: str) -> bool:
 
 
 def cannot_name(path: str) -> str | None:
-    """The reason why nothing can be saved to a path of this name, or None.
-
-    Orbax finds its own files with `glob`. If the path is itself a pattern, it finds
-    nothing, or the files of another save.
-    """
+    """The reason why nothing can be saved to a path of this name, or None."""
     if glob.escape(path) == path:
         return None
-    plain = re.sub(r"[][*?]", "_", path)
     return (
-        "the path contains '*', '?' or '[', so Orbax would not find its own files; "
-        f"save to a path without them, such as {plain!r}"
+        "the path contains '*', '?' or '[', so Orbax, which finds its files with glob, "
+        f"would miss them; save to {re.sub(r'[][*?]', '_', path)!r}"
     )
 
 
@@ -134,22 +120,27 @@ def check_place(path: str) -> None:
             f"there is no checkpoint at {path}"
             f"{hint or did_you_mean(place.name, beside)}"
         )
-    if is_safetensors(path):
-        raise CheckpointError(
-            f"{path} holds safetensors, which Orbax does not read; use "
-            "flm.checkpoint.restore_safetensors"
-        )
     hint = f"it has no file {METADATA_FILE}" if is_finished else "its save did not end"
-    if steps := steps_in(path):
+    if is_safetensors(path):
+        hint = "it holds safetensors; use flm.checkpoint.restore_safetensors"
+    elif steps := _steps_in(path):
         hint = f'it holds steps; name one: step={max(steps)} or step="latest"'
     raise CheckpointError(f"{path} is not a checkpoint: {hint}")
 
 
-def check_shared(path: str) -> None:
-    """Check that every process sees a file that process 0 writes; a collective.
+def common_number() -> int:
+    """A random number of 62 bits, the same on all processes."""
+    number = np.frombuffer(os.urandom(8), np.uint32) >> 1
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
 
-    Passes for a single process and for URLs.
-    """
+        number = multihost_utils.broadcast_one_to_all(number)
+    high, low = (int(part) for part in number)
+    return high << 31 | low
+
+
+def check_shared(path: str) -> None:
+    """Check that every process sees a file that process 0 writes; a collective."""
     if jax.process_count() == 1 or is_url(path):
         return
     from jax.experimental import multihost_utils
@@ -157,25 +148,17 @@ def check_shared(path: str) -> None:
     folder = Path(path).parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    random = np.frombuffer(os.urandom(16), np.uint8)
     # A new name, which no cache of the file system can know as missing.
-    name = bytes(multihost_utils.broadcast_one_to_all(random)).hex()
-    file = folder / f".flax_layoutmap-{name}"
-    first = jax.process_index() == 0
-    try:
-        if first:
-            with contextlib.suppress(OSError):  # then no process sees it
-                file.touch()
-        multihost_utils.sync_global_devices(f"flax_layoutmap {name} written")
-        seen = multihost_utils.process_allgather(np.bool_(file.exists()))
-    finally:
-        if first:
-            file.unlink(missing_ok=True)
-    blind = [number for number, sees in enumerate(np.ravel(seen)) if not sees]
+    file = folder / f".flax_layoutmap-{common_number():016x}"
+    on_first_process(file.touch, lambda why: f"cannot save to {path}: {why}")
+    seen = multihost_utils.process_allgather(np.bool_(file.exists()))
+    if jax.process_index() == 0:
+        file.unlink(missing_ok=True)
+    blind = [str(number) for number, sees in enumerate(np.ravel(seen)) if not sees]
     if blind:
         which = "processes" if len(blind) > 1 else "process"
         raise CheckpointError(
-            f"cannot save to {path}: {which} {', '.join(map(str, blind))} of "
+            f"cannot save to {path}: {which} {', '.join(blind)} of "
             f"{jax.process_count()} do not see what process 0 writes to {folder}; a "
             "checkpoint needs storage that all processes share, at one path"
         )

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
 from flax_layoutmap._tree.flax_internals import no_mesh
@@ -25,23 +24,42 @@ from flax_layoutmap.checkpoint._leaves import (
     key_data_shape,
     problem_list,
 )
+from flax_layoutmap.checkpoint._metadata import Stored
 from flax_layoutmap.checkpoint._options import Options
-from flax_layoutmap.checkpoint._stored import Stored
 
 # A process that cannot read waits this long for the others, which still read.
 _PATIENCE_SECONDS = 1800.0
 
 
-def read_leaves(
-    stored: Stored, plan: Plan, options: Options, mesh: DeviceMesh | None
+def read_leaves(stored: Stored, plan: Plan, options: Options) -> dict[str, Any]:
+    """Read every leaf of a plan; return path → value, in its sharding."""
+    recorded = None if options.verify is False else stored.checksums
+    reads = [read for read in plan.reads.values() if not read.stored.is_empty]
+    values = _loaded(stored, reads, options, as_stored=recorded is not None)
+    problems = []
+    if recorded is not None:
+        problems = changed([r.stored for r in reads], checksums(values), recorded)
+    restored = {}
+    for path, read in plan.reads.items():
+        source = read.stored
+        value = _empty(source) if source.is_empty else values.pop(source.path)
+        try:
+            restored[path] = _as_wanted(read, value)
+        except CheckpointError as error:
+            problems.append(f"{source.name}: {error}")
+    if problems:
+        raise problem_list(f"cannot restore {stored.where}", problems)
+    return restored
+
+
+def _loaded(
+    stored: Stored, reads: Sequence[Read], options: Options, as_stored: bool
 ) -> dict[str, Any]:
-    """Read every leaf of a plan; return path → value, in its sharding.
+    """Path in the checkpoint → value; `as_stored`: with the dtype that it has there.
 
     Each process reads on its own, then all agree that every read succeeded before the
     arrays are used. Only leaves that are broadcast along a mesh axis are read together.
     """
-    recorded = None if options.verify is False else stored.record.checksums
-    reads = [read for read in plan.reads.values() if not read.stored.is_empty]
     groups: dict[int | None, list[Read]] = {None: []}
     for read in reads:
         groups.setdefault(_replica_axis(read, options.broadcast), []).append(read)
@@ -50,10 +68,9 @@ def read_leaves(
         targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
         for read in group:
             source = read.stored.path
-            as_stored = recorded is not None
             targets[source] = _orbax_target(read, stored.held[source], as_stored)
         after = f"using what was read of {stored.where}"
-        with Agreement(after, mesh, patience=_PATIENCE_SECONDS):
+        with Agreement(after, options.job_mesh, patience=_PATIENCE_SECONDS):
             loaded = _orbax.read_arrays(
                 stored.where,
                 targets,
@@ -64,20 +81,7 @@ def read_leaves(
                 alone=axis is None,
             )
         values |= {read.stored.path: loaded[read.stored.path] for read in group}
-    problems = []
-    if recorded is not None:
-        problems = changed([r.stored for r in reads], checksums(values), recorded)
-    restored = {}
-    for path, read in plan.reads.items():
-        source = read.stored
-        value = _empty(source) if source.is_empty else values.pop(source.path)
-        try:
-            restored[path] = _as_wanted(read, value, is_ours=stored.is_ours)
-        except CheckpointError as error:
-            problems.append(f"{source.name}: {error}")
-    if problems:
-        raise problem_list(f"cannot restore {stored.where}", problems)
-    return restored
+    return values
 
 
 def changed(
@@ -93,16 +97,6 @@ def changed(
         for leaf in leaves
         if sums[leaf.path] != recorded.get(leaf.path)
     ]
-
-
-def same_reads(plan: Plan, options: Options) -> dict[str, Any]:
-    """Texts that differ if another process reads other leaves, or in another way."""
-    lines = []
-    for path, read in plan.reads.items():
-        spec = getattr(read.sharding, "spec", read.sharding)
-        lines.append(f"{path}: {read.stored} → {read.result}, {spec}")
-    how = f"{options.broadcast} {options.verify}"
-    return {"leaves": lines, "broadcast or verify": how}
 
 
 def _replica_axis(read: Read, name: str | None) -> int | None:
@@ -151,28 +145,39 @@ def _empty(leaf: Leaf) -> Any:
 # ------------------------------------------------------------------- one value
 
 
-def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
+def _as_wanted(read: Read, value: Any) -> Any:
     """Convert what Orbax returned to the requested leaf, and check it."""
-    result, sharding = read.result, read.sharding
-    if result.kind == "key":
-        return _checked(_keys(read, value), read)
+    stored, result, sharding = read.stored, read.result, read.sharding
     if result.is_python:
         value = value.item() if isinstance(value, np.ndarray) else value
         if not isinstance(value, TYPES[result.kind]):
             raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
         return value
-    if isinstance(value, jax.Array):
-        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if is_key and not is_ours:
-            return value  # Orbax knows that they are keys; its metadata does not
+    if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
+        # Orbax returns the data of keys if it has lost the implementation.
+        wrap = functools.partial(jax.random.wrap_key_data, impl=stored.implementation)
+        value = jax.jit(wrap, out_shardings=sharding)(value)
+    elif isinstance(value, jax.Array):
         # An array that Orbax has cut to 32 bits must not be cast further.
-        if value.dtype == read.stored.dtype != result.dtype:
+        if value.dtype == stored.dtype != result.dtype:
             value = _cast(value, sharding, result.dtype)
     elif isinstance(value, np.ndarray | bool | int | float | complex):
         value = _converted(np.asarray(value), result, read.exactly)
-        if sharding is not None:
-            value = put(value, sharding)
-    return _checked(value, read)
+        value = value if sharding is None else put(value, sharding)
+    where = getattr(value, "sharding", None)
+    is_right = isinstance(value, np.ndarray if sharding is None else jax.Array)
+    if is_right and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # Orbax knows of keys that it has written alone; its metadata does not.
+        if stored.kind == "array" and stored.dtype == np.uint32:
+            return value
+    if is_right and (value.shape, value.dtype) == (result.shape, result.dtype):
+        if where is None or where.is_equivalent_to(sharding, value.ndim):
+            return value
+    raise CheckpointError(
+        f"Orbax read {type(value).__name__} {getattr(value, 'dtype', '')} "
+        f"{getattr(value, 'shape', '')} with {where}, asked for {result} with "
+        f"{sharding}"
+    )
 
 
 def _cast(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:
@@ -198,26 +203,3 @@ def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
             'dtype="target" rounds a float'
         )
     return new
-
-
-def _keys(read: Read, value: Any) -> Any:
-    """Typed PRNG keys; Orbax returns key data if it has lost the implementation."""
-    if isinstance(value, jax.Array) and value.dtype == read.stored.dtype:
-        return value
-    wrap = functools.partial(jax.random.wrap_key_data, impl=read.stored.implementation)
-    return jax.jit(wrap, out_shardings=read.sharding)(value)
-
-
-def _checked(value: Any, read: Read) -> Any:
-    """Check type, shape, dtype and sharding of an array."""
-    result, sharding = read.result, read.sharding
-    where = getattr(value, "sharding", None)
-    is_right = isinstance(value, np.ndarray if sharding is None else jax.Array)
-    if is_right and (value.shape, value.dtype) == (result.shape, result.dtype):
-        if where is None or where.is_equivalent_to(sharding, value.ndim):
-            return value
-    raise CheckpointError(
-        f"Orbax read {type(value).__name__} {getattr(value, 'dtype', '')} "
-        f"{getattr(value, 'shape', '')} with {where}, asked for {result} with "
-        f"{sharding}"
-    )

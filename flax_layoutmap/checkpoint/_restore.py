@@ -3,6 +3,7 @@
 path → metadata → plan → read → tree
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -14,11 +15,9 @@ import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError, meant
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap.checkpoint._inspect import RestorePlan, described
-from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
+from flax_layoutmap.checkpoint._join import Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     key_data_shape,
@@ -26,6 +25,7 @@ from flax_layoutmap.checkpoint._leaves import (
     leaf_of,
     problem_list,
 )
+from flax_layoutmap.checkpoint._metadata import Stored, check_intact, open_checkpoint
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
@@ -35,9 +35,7 @@ from flax_layoutmap.checkpoint._options import (
     checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._read import read_leaves, same_reads
-from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
+from flax_layoutmap.checkpoint._read import read_leaves
 
 
 def restore(
@@ -150,17 +148,12 @@ def restore(
         host_memory=host_memory,
         verify=verify,
     )
-    check_devices("restore", options.rules, options.mesh)
-    job_mesh = options.job_mesh
-    check_processes(job_mesh)
-    with Agreement(f"restoring {options.path}", job_mesh) as agreement:
-        stored, planned = _planned(options)
-        if planned.resolution is not None:
-            planned.resolution.announce()
-        agreement.add(functools.partial(_same_checkpoint, stored))
-        agreement.add(functools.partial(same_reads, planned, options))
+    check_devices("restore", options)
+    stored, planned = _planned(options, "restoring")
+    if planned.resolution is not None:
+        planned.resolution.announce()
     with shown_progress(f"restoring {stored.where}", None, progress):
-        values = read_leaves(stored, planned, options, job_mesh)
+        values = read_leaves(stored, planned, options)
     return planned.tree(values)
 
 
@@ -195,11 +188,7 @@ def plan(
         ('1 w', 128)
     """
     checked = checked_options(path, target, verify=False, **options)
-    job_mesh = checked.job_mesh
-    check_processes(job_mesh)
-    with Agreement(f"planning to restore {checked.path}", job_mesh) as agreement:
-        stored, planned = _planned(checked)
-        agreement.add(functools.partial(_same_checkpoint, stored))
+    stored, planned = _planned(checked, "planning to restore")
     return described(stored.where, planned)
 
 
@@ -212,91 +201,97 @@ _HINTS = 50
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def _planned(options: Options) -> tuple[Stored, Plan]:
+def _planned(options: Options, doing: str) -> tuple[Stored, Plan]:
     """Path → metadata → plan: all of a restore that reads no array."""
-    stored = open_checkpoint(
-        find(options.path, options.step), options.item, options.rename
-    )
-    if options.verify is not False:
-        check_intact(stored.custom, stored.where)
-    planned = _plan(stored, options)
-    problems = list(planned.problems)
     mesh = options.job_mesh
-    if options.broadcast and mesh and options.broadcast not in mesh.axis_names:
-        problems.append(f"broadcast={options.broadcast!r} is not an axis of the mesh")
-    if options.verify and stored.record.checksums is None:
-        problems.append(no_checksums(stored))
-    if problems:
-        raise problem_list(f"cannot restore {stored.where}", problems)
+    check_processes(mesh)
+    with Agreement(f"{doing} {options.path}", mesh) as agreement:
+        place = find(options.path, options.step)
+        stored = open_checkpoint(place, options.item, options.rename)
+        if options.verify is not False:
+            check_intact(stored.custom, stored.where)
+        planned = _plan(stored, options)
+        problems = list(planned.problems)
+        if options.broadcast and mesh and options.broadcast not in mesh.axis_names:
+            problems.append(
+                f"broadcast={options.broadcast!r} is not an axis of the mesh"
+            )
+        if options.verify and stored.checksums is None:
+            problems.append(stored.no_checksums())
+        if problems:
+            raise problem_list(f"cannot restore {stored.where}", problems)
+        agreement.add(functools.partial(_parts, stored, planned, options))
     return stored, planned
 
 
-def _same_checkpoint(stored: Stored) -> dict[str, str]:
-    """Text that differs if another process found another checkpoint."""
-    leaves = list(stored.leaves.items())
-    return {"checkpoint": str((stored.where, stored.item, leaves, stored.custom))}
+def _parts(stored: Stored, planned: Plan, options: Options) -> dict[str, Any]:
+    """Texts that differ if another process reads other leaves, or in another way."""
+    found = (stored.where, stored.item, list(stored.leaves.items()), stored.custom)
+    leaves = [
+        f"{path}: {read.stored} → {read.result}, "
+        f"{getattr(read.sharding, 'spec', read.sharding)}"
+        for path, read in planned.reads.items()
+    ]
+    how = f"{options.broadcast} {options.verify}"
+    return {"checkpoint": str(found), "leaves": leaves, "broadcast or verify": how}
 
 
 def _plan(stored: Stored, options: Options) -> Plan:
     """Join the leaves of a checkpoint with those of the target, by path."""
     rules = options.rules
     if rules is None and options.mesh is not None:
-        rules = stored.record.rule_set(options.mesh)
+        rules = stored.rule_set(options.mesh)
         if rules is None:
             raise CheckpointError(
                 f"{stored.where} was saved without rules, so mesh= is not enough; pass "
                 "layout_map="
             )
-    options = options.among(stored.record.flat)
-    if options.target is None:
-        return _without_target(stored, rules, options)
-    target = opened(options.target, rules)
-    return _with_target(stored, target, rules, options.among(target.flat))
-
-
-def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> Plan:
-    """Plan to restore what the checkpoint holds, laid out by the rules."""
-    record, leaves = stored.record, stored.leaves
+    options = dataclasses.replace(options.among(stored.flat), rules=rules)
+    if options.target is not None:
+        return _with_target(stored, opened(options.target, rules), options)
     if rules is None:
         ways = "pass layout_map="
-        if record.rules is not None:
+        if stored.rules is not None:
             ways = "pass mesh= for the rules that it was saved with, or layout_map="
-        saved = f" (it was saved on {record.mesh!r})" if record.mesh else ""
+        saved = f" (it was saved on {stored.mesh!r})" if stored.mesh else ""
         raise CheckpointError(
             f"cannot restore {stored.where} without layouts: {ways}, on the mesh to "
             f"restore to{saved}, or a target that has shardings"
         )
-    ignored = tuple(path for path in leaves if path not in options.selection)
-    held = Held(leaves, ignored=ignored)
-    return join(held, None, rules, lambda: record.resolve(leaves, rules), options)
+    ignored = [path for path in stored.leaves if path not in options.selection]
+    resolve = functools.partial(stored.resolve, rules)
+    return join(stored.leaves, None, options, resolve, absent={}, ignored=ignored)
 
 
-def _with_target(
-    stored: Stored, target: Target, rules: RuleSet | None, options: Options
-) -> Plan:
+def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
     """Plan to restore the leaves of a target."""
-    wanted, selection = target.leaves, options.selection
-    functions = [
-        f"{path}: a function must be the whole target (it returns the tree)"
-        for path, leaf in wanted.items()
-        if callable(leaf) and path in selection
-    ]
-    if functions:
-        raise problem_list(f"cannot restore {stored.where}", functions)
+    wanted, options = target.leaves, options.among(target.flat)
     leaves = _as_in_target(stored, wanted)
-    missing = [path for path in wanted if path in selection and path not in leaves]
     extra = [path for path in leaves if path not in wanted]
     is_ignored = options.unexpected == "ignore"
-    unexpected = [path for path in extra if path in selection and not is_ignored]
-    ignored = [path for path in extra if path not in selection or is_ignored]
+    unexpected = [p for p in extra if p in options.selection and not is_ignored]
+    ignored = [path for path in extra if path not in set(unexpected)]
     absent: dict[str, str] = {}
-    if options.missing != "error":
-        absent = dict.fromkeys(missing, "it is not in the checkpoint")
-        missing = []
-    problems = _one_sided(missing, unexpected, wanted, leaves)
-    held = Held(leaves, absent, ignored=tuple(ignored), problems=tuple(problems))
-    resolve = functools.partial(target.resolve, rules, stored.record.origins)
-    return join(held, target, rules, resolve, options)
+    for path, value in wanted.items():
+        if path not in leaves:
+            absent[path] = "is in the target, not in the checkpoint"
+            if callable(value):
+                absent[path] += "; a function must be the whole target"
+            elif options.missing == "error" and len(absent) < _HINTS:
+                near = meant(path, unexpected)
+                hint = f"; did you mean {near!r}? then pass rename="
+                absent[path] += hint if near else ""
+    resolve = functools.partial(target.resolve, options.rules, stored.origins)
+    problems = _unexpected(unexpected, leaves)
+    return join(
+        leaves,
+        target,
+        options,
+        resolve,
+        absent=absent,
+        ignored=ignored,
+        problems=problems,
+    )
 
 
 def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
@@ -328,28 +323,18 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
     return stored
 
 
-def _one_sided(
-    missing: Sequence[str],
-    extra: Sequence[str],
-    target: Mapping[str, Any],
-    leaves: Mapping[str, Leaf],
-) -> list[str]:
-    """Problems for the leaves that only one side has."""
-    problems = []
-    for number, path in enumerate(missing):
-        near = meant(path, extra) if number < _HINTS else None
-        hint = f"; did you mean {near!r}? then pass rename=" if near else ""
-        name = f"{path} {show_shape(np.shape(target[path]))}"
-        problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
+def _unexpected(paths: Sequence[str], leaves: Mapping[str, Leaf]) -> list[str]:
+    """Problems for leaves that only the checkpoint has; one for a whole folder."""
     tops = Counter(path.split("/")[0] for path in leaves)
-    groups: dict[str, list[str]] = {}
-    for path in extra:
-        groups.setdefault(path.split("/")[0], []).append(path)
+    lacking = Counter(path.split("/")[0] for path in paths)
+    whole = {top for top, count in lacking.items() if tops[top] == count > 1}
     text = "is in the checkpoint, not in the target; to leave it out, pass exclude="
-    for top, paths in groups.items():
-        if len(paths) == tops[top] > 1:
-            pattern = f"^{re.escape(top)}/"
-            problems.append(f"{top}/ ({tops[top]} leaves): {text}{pattern!r}")
-        else:
-            problems += [f"{leaves[path].name}: {text}" for path in paths]
-    return problems
+    return [
+        f"{top}/ ({tops[top]} leaves): {text}{f'^{re.escape(top)}/'!r}"
+        for top in lacking
+        if top in whole
+    ] + [
+        f"{leaves[path].name}: {text}"
+        for path in paths
+        if path.split("/")[0] not in whole
+    ]

@@ -16,7 +16,7 @@ from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.paths import escape
-from flax_layoutmap.checkpoint._join import Held, Plan, Read, join, opened
+from flax_layoutmap.checkpoint._join import Plan, Read, join, opened
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
@@ -128,7 +128,7 @@ def restore_safetensors(
         raise CheckpointError(
             "mesh= is the mesh for the rules of layout_map=; pass these as well"
         )
-    check_devices("restore_safetensors", options.rules, None)
+    check_devices("restore_safetensors", options)
     with Agreement(f"restoring {options.path}", options.job_mesh) as agreement:
         stored = open_safetensors(options.path)
         if target is None:
@@ -242,18 +242,19 @@ def _plan(
     if options.unexpected == "error":
         used = {name for maker in makers.values() for name in maker.shapes}
         texts += _unexpected(stored, used, names)
-    held = Held(
+    plan = join(
         {
             path: maker.leaf(path, stored, wanted[path])
             for path, maker in makers.items()
             if path in options.selection and path not in problems
         },
-        absent,
-        {path: f" (tensor {next(iter(m.shapes))!r})" for path, m in makers.items()},
-        problems=tuple(texts),
+        target,
+        options,
+        lambda: resolve(target.tree, options.rules),
+        absent=absent,
+        sources={p: f" (tensor {next(iter(m.shapes))!r})" for p, m in makers.items()},
+        problems=texts,
     )
-    rules = options.rules
-    plan = join(held, target, rules, lambda: resolve(target.tree, rules), options)
     return plan, makers
 
 

@@ -13,7 +13,7 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint import _metadata, _orbax
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     is_storable,
@@ -80,7 +80,7 @@ def save(
     with _orbax.TURN:
         ready = prepare(place, tree, rules, obstacle, checksums)
         check_shared(place)
-        custom = _record.sealed({_record.KEY: ready.record})
+        custom = _metadata.sealed({_metadata.KEY: ready.record})
         _orbax.write(place, ready.values, custom, overwrite)
 
 
@@ -122,7 +122,7 @@ def prepare(
         for leaf, value in zip(leaves, flat.leaves, strict=True)
         if not leaf.is_empty
     }
-    record = _record.to_json(flat, leaves, resolution.owners(), rules)
+    record = _metadata.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
         record["checksums"] = checksums_of(values)
     return Ready(leaves, nested(values), record)

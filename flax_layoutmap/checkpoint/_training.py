@@ -12,7 +12,7 @@ import jax
 from flax_layoutmap._birth.create import create
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import tell_of_others
-from flax_layoutmap.checkpoint import _data_states, _orbax, _record
+from flax_layoutmap.checkpoint import _data_states, _metadata, _orbax
 from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import (
@@ -244,7 +244,7 @@ class Checkpointer:
         """Return the metadata that a step was saved with; None is the latest step."""
         _, place = self._existing(step)
         custom = _orbax.read_metadata(place).custom
-        _record.check_intact(custom, place)
+        _metadata.check_intact(custom, place)
         return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
@@ -291,7 +291,7 @@ class Checkpointer:
             ready = prepare(place, state, self._rules, obstacle, self._checksums)
             if not self._structure:
                 check_shared(place)
-            custom[_record.KEY] = ready.record
+            custom[_metadata.KEY] = ready.record
             has_metrics = hasattr(self._policies[1], "should_preserve")
             items["state"] = ready.values  # Orbax's own name for the tree of a step
             with _orbax.translated(f"cannot save to {place}"), _orbax.saving_context():
@@ -301,7 +301,7 @@ class Checkpointer:
                     items,
                     force=True,
                     metrics=custom[_USER] if has_metrics else None,
-                    custom_metadata=_record.sealed(custom),
+                    custom_metadata=_metadata.sealed(custom),
                 )
         self._writer, self._pending = writer, (step, response)
         self._structure = _structure(ready.leaves)

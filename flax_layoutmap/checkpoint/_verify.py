@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +15,9 @@ from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._metadata import Stored, check_intact, open_checkpoint
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._read import changed
-from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,39 +76,30 @@ def verify(
     place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item)
     check_intact(stored.custom, stored.where)
-    if stored.record.checksums is None:
-        raise CheckpointError(no_checksums(stored))
+    if stored.checksums is None:
+        raise CheckpointError(stored.no_checksums())
     leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
-    share = leaves[jax.process_index() :: jax.process_count()]
     problems: list[str] = []
     with shown_progress(f"verifying {place.path}", None, progress):
-        for portion in _portions(stored, share, host_memory):
+        share = leaves[jax.process_index() :: jax.process_count()]
+        for portion in _portions(share, host_memory):
             problems += _problems(stored, portion)
     problems = _of_all_processes(problems)
     if problems:
         raise problem_list(f"the checkpoint {place.path} is damaged", problems)
-    size = sum(_bytes(stored, leaf) for leaf in leaves)
-    return Verified(place.path, len(leaves), size)
+    return Verified(place.path, len(leaves), sum(leaf.bytes for leaf in leaves))
 
 
-def _bytes(stored: Stored, leaf: Leaf) -> int:
-    held = stored.held[leaf.path]
-    shape = getattr(held, "shape", None)
-    return 0 if shape is None else math.prod(shape) * np.dtype(held.dtype).itemsize
-
-
-def _portions(
-    stored: Stored, leaves: Sequence[Leaf], limit: int
-) -> Iterator[list[Leaf]]:
+def _portions(leaves: Sequence[Leaf], limit: int) -> Iterator[list[Leaf]]:
     """Leaves in groups of at most `limit` bytes; a larger one is alone."""
     portion: list[Leaf] = []
     used = 0
     for leaf in leaves:
-        used += _bytes(stored, leaf)
-        if portion and used > limit:
+        if portion and used + leaf.bytes > limit:
             yield portion
-            portion, used = [], _bytes(stored, leaf)
+            portion, used = [], 0
         portion.append(leaf)
+        used += leaf.bytes
     yield portion
 
 
@@ -118,19 +107,17 @@ def _problems(stored: Stored, leaves: Sequence[Leaf]) -> list[str]:
     """Read leaves and list the problems with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
-        is_value = leaf.kind in ("int", "float", "string")
-        wanted[leaf.path] = stored.held[leaf.path] if is_value else np.ndarray
-    where = stored.where
+        held = stored.held[leaf.path]
+        wanted[leaf.path] = np.ndarray if hasattr(held, "shape") else held
+    place = (stored.where, wanted, stored.tree)
     try:
-        values = _orbax.read_arrays(
-            where, wanted, stored.tree, item=stored.item, alone=True
-        )
+        values = _orbax.read_arrays(*place, item=stored.item, alone=True)
     except CheckpointError as error:
         if len(leaves) == 1:
             return [f"{leaves[0].name}: {error}"]
         return [text for leaf in leaves for text in _problems(stored, [leaf])]
     sums = checksums({leaf.path: values[leaf.path] for leaf in leaves}, alone=True)
-    return changed(leaves, sums, stored.record.checksums or {})
+    return changed(leaves, sums, stored.checksums or {})
 
 
 def _of_all_processes(problems: list[str]) -> list[str]:

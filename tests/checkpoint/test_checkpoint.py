@@ -513,13 +513,13 @@ def test_one_error_lists_every_problem_and_folds_layers(tmp_path: Path) -> None:
     assert lines[0] == f"cannot restore {tmp_path / 'a'}: 163 problems"
     assert lines[1].startswith("  - new (3,): rule 1 'new' → (None, 'data') has 2 dims")
     assert lines[2:] == [
-        "  - new (3,): is in the target, not in the checkpoint",
         "  - gone (3,): is in the checkpoint, not in the target; to leave it out, pass "
         "exclude=",
         "  - net/layers/{0..79}/bias ×80 (8,): shape mismatch: checkpoint (8,), target "
         f"(6,). {advice}",
         "  - net/layers/{0..79}/kernel ×80 (4,8): shape mismatch: checkpoint (4, 8), "
         f"target (4, 6). {advice}",
+        "  - new (3,): is in the target, not in the checkpoint",
     ]
     assert len(caught.value.problems) == 163
     after = by_path(target)

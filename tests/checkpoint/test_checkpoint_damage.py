@@ -208,17 +208,17 @@ def as_leaf(path: str, **entry: Any) -> Callable[[Any], Any]:
     [
         (lambda record: None, "with the schema None"),
         (lambda record: {**record, "schema": 2}, "with the schema 2, written by"),
-        (lambda record: {"schema": 1}, "is damaged: KeyError('sections')"),
-        (lambda record: {**record, "sections": 3}, "is damaged: TypeError("),
-        (without_path("empty"), "is damaged: KeyError('empty')"),
-        (without_path("small"), "does not fit Orbax's: KeyError('small')"),
+        (lambda record: {"schema": 1}, "KeyError('sections')"),
+        (lambda record: {**record, "sections": 3}, "TypeError("),
+        (without_path("empty"), "KeyError('empty')"),
+        (without_path("small"), "do not fit Orbax's: KeyError('small')"),
         (
             lambda record: {**record, "leaves": {"keys": {"kind": "key"}}},
-            "does not fit Orbax's: KeyError('empty')",
+            "do not fit Orbax's: KeyError('empty')",
         ),
-        (as_leaf("keys", kind="key", implementation="mine"), "does not fit Orbax's: "),
-        (as_leaf("step"), "ValueError('it is not an array, but 0')"),
-        (as_leaf("small", kind="lock"), "it is of the unknown kind 'lock'"),
+        (as_leaf("keys", kind="key", implementation="mine"), "do not fit Orbax's: "),
+        (as_leaf("step"), "ValueError('step is not an array, but 0')"),
+        (as_leaf("small", kind="lock"), "small is of the unknown kind 'lock'"),
     ],
 )
 def test_damaged_record(

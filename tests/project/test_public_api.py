@@ -50,7 +50,6 @@ NAMESPACES = {
         "CheckpointInfo",
         "Checkpointer",
         "LeafInfo",
-        "LeafPlan",
         "RestorePlan",
         "Verified",
         "inspect",

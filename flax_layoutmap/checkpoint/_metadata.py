@@ -1,0 +1,443 @@
+"""The metadata of a checkpoint: what `save` adds to Orbax's, and what is read of both.
+
+Our record (schema 1, in Orbax's custom metadata) holds what resolving needs of the
+saved tree (sections, origins of optimizer state, random state, layouts on the variables
+themselves), so that rules apply to a checkpoint exactly as to the live tree; and the
+leaves that Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
+
+In a checkpoint that Orbax wrote without us, paths lose the `value` that NNX Variables
+and Linen boxes add, and sections are known by the names that Flax, optax, T5X and
+MaxText give them: `params` and `model` hold parameters, `opt_state` and `optimizer` the
+state of an optimizer, whose leaves belong to the parameters that their paths end with.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from flax_layoutmap._core.checksums import json_digest
+from flax_layoutmap._core.errors import CheckpointError, LayoutError
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.leaves import Leaves, Mark, mark_of
+from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve_origins
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.serialise import (
+    mesh_from_json,
+    mesh_to_json,
+    rules_from_json,
+    rules_to_json,
+)
+from flax_layoutmap._tree.paths import Flat, Role, Section
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf, leaf_of
+from flax_layoutmap.checkpoint._options import Rename, checked_options, renamed
+from flax_layoutmap.checkpoint._places import METADATA_FILE, Place, find
+
+KEY = "flax_layoutmap"
+CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
+
+_LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
+_OPTIMIZER = ("optimizer", "optimizer_state", "opt")
+# The folder and the leaves of an NNX random stream.
+_STREAM, _RANDOM = "rngs", ("count", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A checkpoint whose metadata has been read.
+
+    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint, in
+    the order of the saved tree. `held` maps paths in the checkpoint to Orbax's
+    metadata, `tree` is the tree of these. `item` is the folder of the tree, None if
+    that is the place itself. `flat` is the saved tree without its leaves, `origins` has
+    those of optimizer state. `mesh` is abstract, `rules` are JSON, `checksums` are by
+    path in the checkpoint; each is None if it was not saved.
+    """
+
+    place: Place
+    item: str | None
+    kind: CheckpointKind
+    held: dict[str, Any]
+    tree: Any
+    custom: dict[str, Any]
+    leaves: dict[str, Leaf]
+    flat: Flat
+    origins: Mapping[str, Origin]
+    mesh: DeviceMesh | None = None
+    rules: dict[str, Any] | None = None
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, str] | None = None
+
+    @property
+    def where(self) -> str:
+        """Its directory."""
+        return self.place.path
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind == "flax_layoutmap"
+
+    def rule_set(self, mesh: Any) -> RuleSet | None:
+        """The saved rules on a mesh; None if there are none."""
+        if self.rules is None:
+            return None
+        rules = _rules(json.dumps(self.rules))
+        return rules if mesh is None else rules.on(mesh)
+
+    def roles(self) -> dict[str, Role]:
+        """Path → role of the leaf."""
+        return {
+            path: "other" if at in self.flat.fixed else self.flat.section(at).role
+            for at, path in enumerate(self.flat.full_paths())
+        }
+
+    def resolve(self, rules: RuleSet) -> Resolution:
+        """Resolve the saved tree, as the live tree would be."""
+        paths = self.flat.full_paths()
+        leaves = [self.leaves[path] for path in paths]
+        shapes = [leaf.shape for leaf in leaves]
+        dtypes = list(map(_resolving_dtype, leaves))
+        origins = [self.origins.get(path) for path in paths]
+        read = Leaves(self.flat, shapes, dtypes, jax.tree.structure(paths))
+        return resolve_origins(known_origins(read, origins), rules)
+
+    def no_checksums(self) -> str:
+        """The message that it has no checksums."""
+        by = "with checksums=False, or by an older version"
+        return (
+            f"cannot verify {self.where}: it has no checksums, as it was saved "
+            f"{by if self.is_ours else 'by Orbax alone'}; restore it and save it again "
+            "with flm.checkpoint.save to have them"
+        )
+
+
+def open_checkpoint(
+    place: Place, item: str | None = None, rename: Rename = ()
+) -> Stored:
+    """Read the metadata of a checkpoint, or of one of several trees in it."""
+    read = _orbax.read_metadata(place.path, item)
+    kind: CheckpointKind = "orbax-v1" if read.is_v1 else "orbax-v0"
+    if KEY in read.custom:
+        kind, held = "flax_layoutmap", _orbax.leaves_of(read.tree, escaped=True)
+        known = _recorded(read.custom[KEY], held, place.path)
+    else:
+        held = _orbax.leaves_of(read.tree, escaped=False)
+        known = _guessed(_named(held, place.path))
+    if rename:
+        names = renamed(list(known["leaves"]), rename)
+        leaves = zip(names, known["leaves"].values(), strict=True)
+        known |= _guessed(dict(leaves))
+    return Stored(place, read.item, kind, held, read.tree, read.custom, **known)
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
+    rename: Any = None,
+) -> Resolution:
+    """Resolve the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        layout_map: the rules; None: those that the checkpoint was saved with.
+        mesh: the mesh for them; None: their own, or that of the save, abstract.
+        step: as in `restore`.
+        item: as in `restore`.
+        rename: as in `restore`.
+
+    Returns:
+        The Resolution: read it with `.report()`, `.explain(path)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
+            without rules (or mesh) and none are given.
+        ResolveError: its leaves do not fit the rules; all of them are listed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
+        >>> found["w"].shard_shape
+        (4, 8)
+    """
+    options = checked_options(path, layout_map=layout_map, mesh=mesh, rename=rename)
+    place = find(options.path, step, newest=True)
+    stored = open_checkpoint(place, item, options.rename)
+    rules = options.rules or stored.rule_set(options.mesh)
+    if rules is not None and rules.mesh is None and stored.mesh is not None:
+        rules = rules.on(stored.mesh)
+    if rules is None or rules.mesh is None:
+        lacking = "rules; pass layout_map=" if rules is None else "a mesh; pass mesh="
+        raise CheckpointError(f"{stored.where} was saved without {lacking}")
+    return stored.resolve(rules)
+
+
+@functools.lru_cache(maxsize=4)
+def _rules(text: str) -> RuleSet:
+    """The rules of a record, cached by its text, so that warnings are emitted once."""
+    return rules_from_json(json.loads(text))
+
+
+def _resolving_dtype(leaf: Leaf) -> Any:
+    if leaf.kind == "string":
+        return None
+    return np.dtype(TYPES[leaf.kind]) if leaf.is_python else leaf.dtype
+
+
+# --------------------------------------------------------------- write our record
+
+
+def to_json(
+    flat: Flat,
+    leaves: Sequence[Leaf],
+    owners: Mapping[str, tuple[str | None, tuple[int | None, ...] | None]],
+    rules: RuleSet | None,
+) -> dict[str, Any]:
+    """The record of a flattened tree; `owners` is `Resolution.owners()`."""
+    paths = flat.full_paths()
+    sections = []
+    for section in flat.sections:
+        span = slice(section.start, section.stop)
+        entry: dict[str, Any] = {"prefix": section.prefix, "role": section.role}
+        entry["paths"] = flat.paths[span]
+        if section.role == "optimizer":
+            entry["owners"] = [owners.get(path, (None, None)) for path in paths[span]]
+        sections.append(entry)
+    special = {leaf.path: _leaf_json(leaf) for leaf in leaves}
+    layouts = {paths[at]: _mark_json(box) for at, box in flat.annotations.items()}
+    return {
+        "schema": 1,
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "mesh": None if rules is None else mesh_to_json(rules.mesh),
+        "rules": None if rules is None else rules_to_json(rules),
+        "sections": sections,
+        "leaves": {path: entry for path, entry in special.items() if entry},
+        "random": [paths[at] for at in sorted(flat.fixed)],
+        "layouts": {path: entry for path, entry in layouts.items() if entry},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # the package runs from a checkout
+
+
+def _leaf_json(leaf: Leaf) -> dict[str, Any]:
+    """What Orbax does not keep of a leaf; empty for an ordinary array."""
+    entry: dict[str, Any] = {}
+    if leaf.kind != "array":
+        entry["kind"] = leaf.kind
+    if leaf.kind == "key":
+        entry["implementation"] = leaf.implementation
+    if leaf.is_numpy:
+        entry["numpy"] = True
+    if leaf.is_empty:
+        entry["shape"] = list(leaf.shape)
+        if leaf.kind == "array":
+            entry["dtype"] = leaf.dtype.name
+    return entry
+
+
+def _mark_json(box: Any) -> dict[str, Any]:
+    """The layout metadata of a Variable or Linen box."""
+    mark = mark_of(box)
+    if mark.layout is not None:
+        axes = ["..." if dim is ... else dim for dim in mark.layout.axes]
+        return {"axes": axes, "memory_kind": mark.layout.memory_kind}
+    if mark.names is None:
+        return {}
+    return {"names": mark.names, "logical": mark.rules, "kind": mark.kind}
+
+
+def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a digest of all custom metadata to our record."""
+    record = {k: v for k, v in custom.get(KEY, {}).items() if k != "digest"}
+    digest = json_digest({**custom, KEY: record})
+    return {**custom, KEY: {**record, "digest": digest}}
+
+
+def check_intact(custom: Mapping[str, Any], where: str) -> None:
+    """Compare custom metadata with its digest, which older versions did not write."""
+    dicts = [entry for entry in custom.values() if isinstance(entry, dict)]
+    # Also that of a record whose own name is damaged.
+    digests = [d["digest"] for d in dicts if d.keys() >= {"schema", "digest"}]
+    if digests and digests != [sealed(custom)[KEY]["digest"]]:
+        raise CheckpointError(
+            f"the checkpoint {where} is damaged: its metadata are not those that were "
+            f"saved ('custom_metadata' in its file {METADATA_FILE}); restore another "
+            "checkpoint, or this one as it seems to be, with verify=False"
+        )
+
+
+# ---------------------------------------------------------------- read our record
+
+
+def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of `Stored` by our record."""
+    record = data if isinstance(data, dict) else {}
+    if record.get("schema") != 1:
+        raise CheckpointError(
+            f"the checkpoint {where} has metadata of flax_layoutmap with the schema "
+            f"{record.get('schema')!r}, written by {record.get('versions')}; this "
+            "version reads schema 1. Read it with orbax.checkpoint.v1.load and targets "
+            "from layout_map.abstract(tree)"
+        )
+    try:
+        return _fields(record, held)
+    except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
+        raise CheckpointError(
+            f"the checkpoint {where} is damaged: the metadata of flax_layoutmap are "
+            f"not whole, or do not fit Orbax's: {error!r}; restore another checkpoint"
+        ) from error
+
+
+def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    flat, origins = Flat(), {}
+    for entry in record["sections"]:
+        start, prefix, role = len(flat.paths), entry["prefix"], entry["role"]
+        flat.paths.extend(entry["paths"])
+        flat.sections.append(Section(start, len(flat.paths), prefix, role))
+        if role == "optimizer":
+            full = flat.full_paths()[start:]
+            for path, (owner, dims) in zip(full, entry["owners"], strict=True):
+                dims = None if dims is None else tuple(dims)
+                origins[path] = Origin(owner, dims, "unknown when it was saved")
+    special, sums = record["leaves"], record.get("checksums")
+    positions = {path: at for at, path in enumerate(flat.full_paths())}
+    flat.fixed.update(positions[path] for path in record["random"])
+    for path, entry in record["layouts"].items():
+        flat.annotations[positions[path]] = _mark(entry)
+    if unknown := (special.keys() | held.keys()) - positions.keys():
+        raise KeyError(min(unknown))
+    return {
+        "leaves": {p: _leaf(p, special.get(p, {}), held) for p in positions},
+        "flat": flat,
+        "origins": origins,
+        "mesh": mesh_from_json(record["mesh"]),
+        "rules": record["rules"],
+        "versions": dict(record["versions"]),
+        "checksums": sums and {p: f"{int(text, 16):016x}" for p, text in sums.items()},
+    }
+
+
+def _leaf(path: str, entry: Mapping[str, Any], held: Mapping[str, Any]) -> Leaf:
+    """A saved leaf; what is recorded of an empty one, Orbax does not store."""
+    if (path in held) == ("shape" in entry):
+        raise KeyError(path)
+    kind: Kind = entry.get("kind", "array")
+    if kind in TYPES:
+        return Leaf(path, kind)
+    array = held.get(path)
+    if array is not None and not hasattr(array, "shape"):
+        raise ValueError(f"{path} is not an array, but {array!r}")
+    shape = tuple(entry["shape"] if array is None else array.shape)
+    if kind == "key":
+        # Orbax keeps the key data, which have a dim more.
+        shape = shape if array is None else shape[:-1]
+        return key_leaf(path, shape, entry["implementation"])
+    if kind != "array":
+        raise ValueError(f"{path} is of the unknown kind {kind!r}")
+    dtype = np.dtype(entry["dtype"] if array is None else array.dtype)
+    return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
+
+
+def _mark(entry: Mapping[str, Any]) -> Mark:
+    if "names" in entry:
+        names = tuple(map(tuple, entry["names"]))
+        rules = tuple((name, _dim(axes)) for name, axes in entry["logical"])
+        return Mark(names=names, rules=rules, kind=entry["kind"])
+    axes = [... if dim == "..." else _dim(dim) for dim in entry["axes"]]
+    layout = TensorLayout(axes, memory_kind=entry["memory_kind"])
+    return Mark(layout=layout, kind="nnx")
+
+
+def _dim(dim: Any) -> Any:
+    return tuple(dim) if isinstance(dim, list) else dim
+
+
+# -------------------------------------------- checkpoints that Orbax wrote without us
+
+
+def _named(held: Mapping[str, Any], where: str) -> dict[str, Leaf]:
+    """The leaves by the path that each has in a live tree."""
+    folders = (p[: end.start()] for p in held for end in re.finditer("/", p))
+    leaves_below, leaves = Counter(folders), {}
+    for path, metadata in held.items():
+        parent, _, last = path.rpartition("/")
+        # A Variable holds nothing else; siblings make `value` an ordinary name.
+        is_variable = last == "value" and leaves_below[parent] == 1
+        leaf = _leaf_of_orbax(path, metadata)
+        if leaf is None:
+            raise CheckpointError(
+                f"the checkpoint {where}: leaf {path!r} is of a kind that cannot be "
+                f"restored: {metadata!r}"
+            )
+        leaves[parent if is_variable else path] = leaf
+    return leaves
+
+
+def _leaf_of_orbax(path: str, held: Any) -> Leaf | None:
+    """The leaf that Orbax's metadata describes; None for an unknown kind."""
+    if hasattr(held, "shape"):
+        dtype = np.dtype(held.dtype)
+        # Only arrays of JAX have a recorded sharding.
+        is_numpy = not hasattr(held, "sharding_metadata")
+        return Leaf(path, "array", tuple(held.shape), dtype, is_numpy=is_numpy)
+    return None if isinstance(held, bool) else leaf_of(path, held)
+
+
+def _guessed(leaves: dict[str, Leaf]) -> dict[str, Any]:
+    """The fields of `Stored` by paths and shapes alone."""
+    names, flat = list(leaves), Flat()
+    for (prefix, role), run in groupby(map(_section, names)):
+        start = len(flat.paths)
+        for _ in run:
+            at = len(flat.paths)
+            flat.paths.append(names[at].removeprefix(prefix))
+            *folders, last = names[at].split("/")
+            if _STREAM in folders and last in _RANDOM:
+                flat.fixed.add(at)
+        flat.sections.append(Section(start, len(flat.paths), prefix, role))
+    shapes = [leaf.shape for leaf in leaves.values()]
+    dtypes = [leaf.dtype for leaf in leaves.values()]
+    state = find_origins(Leaves(flat, shapes, dtypes)).state or [None] * len(names)
+    origins = {p: o for p, o in zip(names, state, strict=True) if o is not None}
+    return {"leaves": leaves, "flat": flat, "origins": origins}
+
+
+def _section(name: str) -> tuple[str, Role]:
+    """The section of a leaf: the prefix of its path, and its role."""
+    *folders, _ = name.split("/")
+    if "opt_state" in folders:
+        return "/".join(folders[: folders.index("opt_state") + 1]) + "/", "optimizer"
+    if folders and folders[0] in _OPTIMIZER:
+        return folders[0] + "/", "optimizer"
+    if "params" in folders:
+        last = len(folders) - folders[::-1].index("params")
+        return "/".join(folders[:last]) + "/", "parameter"
+    return "model/" if folders[:1] == ["model"] else "", "parameter"
