@@ -240,6 +240,7 @@ def to_json(
     }
 
 
+@functools.cache
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)

@@ -403,7 +403,26 @@ def test_a_plan_says_what_will_happen(saved: Path) -> None:
     assert "net/up/kernel ← model/up/kernel" in str(renamed)
 
 
-# ------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------ resolve, verify
+
+
+def test_resolve_on_the_mesh_of_the_save_and_without_one(
+    saved: Path, tmp_path: Path
+) -> None:
+    found = flm.checkpoint.resolve(saved)
+    assert found.mesh is not None and found.mesh.is_abstract
+    assert found.mesh.axis_sizes == {"data": 2, "model": 4}
+    assert found["optimizer/opt_state/0/mu/up/kernel"].shard_shape == (8, 4)
+    path, w = written(tmp_path / "3", {"w": jnp.ones((4, 4))}), flm.LayoutMap()
+    w["w"] = ("data", None)
+    with refused("saved without rules; pass layout_map"):
+        flm.checkpoint.resolve(path)
+    with refused("saved without a mesh; pass mesh="):
+        flm.checkpoint.resolve(path, layout_map=w)
+    mesh = flm.DeviceMesh.abstract("data=4")
+    for place in (path, tmp_path):  # or the latest step of a directory
+        found = flm.checkpoint.resolve(place, layout_map=w, mesh=mesh)
+        assert found["w"].shard_shape == (1, 4)
 
 
 def test_the_mesh_in_context_does_not_matter(saved: Path) -> None:

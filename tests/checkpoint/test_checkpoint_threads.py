@@ -49,51 +49,28 @@ def restore(name):
     assert (found["w"] == found["step"]).all()
 
 save("source", 3)
-CASES = {{
-    "other paths": lambda at: [
-        (save, f"{{at}}/a/b/0", 0), (save, f"{{at}}/a/b/1", 1), (save, f"{{at}}/2", 2),
-        (save, f"{{at}}/3", 3),
-    ],
-    "with loops": lambda at: [
-        (loop, f"{{at}}/run"), (loop, f"{{at}}/other"), (save, f"{{at}}/0", 0),
-        (save, f"{{at}}/1", 1), (restore, "source"), (restore, "source"),
-    ],
-}}
+CALLS = [
+    (loop, "run"), (loop, "other"), (save, "a/b/0", 0), (save, "1", 1),
+    (restore, "../source"), (restore, "../source"),
+]
+said = []
+for number in range({ROUNDS}):
+    begin = threading.Barrier(len(CALLS))
 
-said = {{}}
-for case, calls in CASES.items():
-    said[case] = []
-    for number in range({ROUNDS}):
-        begin = threading.Barrier(len(calls("")))
+    def run(function, name, *args):
+        begin.wait()
+        try:
+            function(f"{{number}}/{{name}}", *args)
+        except Exception as error:
+            said.append(f"{{type(error).__name__}}: {{error}}")
 
-        def run(function, *args):
-            begin.wait()
-            try:
-                function(*args)
-            except Exception as error:
-                said[case].append(f"{{type(error).__name__}}: {{error}}")
-
-        at = f"{{case}}/{{number}}"
-        threads = [threading.Thread(target=run, args=call) for call in calls(at)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=run, args=call) for call in CALLS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 print(json.dumps(said))
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("threads")
-
-
-@pytest.fixture(scope="module")
-def said(folder: Path) -> dict[str, list[str]]:
-    """Case → the errors in its threads."""
-    done = forks.run(["-c", PROGRAM, str(folder)], {}, timeout=LIMIT_SECONDS)
-    assert done.code == 0, done.err
-    return json.loads(done.out.splitlines()[-1])
 
 
 def value_of(path: Path) -> int:
@@ -107,19 +84,13 @@ def value_of(path: Path) -> int:
     return step
 
 
-def test_to_other_paths(said: dict[str, list[str]], folder: Path) -> None:
-    assert said["other paths"] == []
+def test_saves_beside_loops_and_restores(tmp_path: Path) -> None:
+    done = forks.run(["-c", PROGRAM, str(tmp_path)], {}, timeout=LIMIT_SECONDS)
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1]) == []
     for number in range(ROUNDS):
-        at = folder / "other paths" / str(number)
-        for value, name in enumerate(["a/b/0", "a/b/1", "2", "3"]):
-            assert value_of(at / name) == value
-
-
-def test_beside_loops_and_restores(said: dict[str, list[str]], folder: Path) -> None:
-    assert said["with loops"] == []
-    for number in range(ROUNDS):
-        at = folder / "with loops" / str(number)
-        for value, name in enumerate(["0", "1"]):
+        at = tmp_path / str(number)
+        for value, name in enumerate(["a/b/0", "1"]):
             assert value_of(at / name) == value
         for run in ("run", "other"):
             assert [value_of(at / run / str(step)) for step in range(4)] == [0, 1, 2, 3]
