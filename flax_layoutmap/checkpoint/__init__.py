@@ -27,6 +27,8 @@ from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
 from flax_layoutmap.checkpoint._inspect import RestorePlan as RestorePlan
 from flax_layoutmap.checkpoint._inspect import inspect as inspect
 from flax_layoutmap.checkpoint._metadata import resolve as resolve
+from flax_layoutmap.checkpoint._read import Verified as Verified
+from flax_layoutmap.checkpoint._read import verify as verify
 from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
 from flax_layoutmap.checkpoint._safetensors_restore import (
@@ -37,5 +39,3 @@ from flax_layoutmap.checkpoint._safetensors_save import (
 )
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer
-from flax_layoutmap.checkpoint._verify import Verified as Verified
-from flax_layoutmap.checkpoint._verify import verify as verify

@@ -104,6 +104,17 @@ class Stored:
             for at, path in enumerate(self.flat.full_paths())
         }
 
+    def read(self, wanted: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
+        if not wanted:
+            return {}
+        every = {path: wanted.get(path, ...) for path in self.held}
+        values = _orbax.read_arrays(
+            self.where, every, self.tree, item=self.item, **options
+        )
+        read = dict(zip(every, values, strict=True))
+        return {path: read[path] for path in wanted}
+
     def resolve(self, rules: RuleSet) -> Resolution:
         """Resolve the saved tree, as the live tree would be."""
         paths = self.flat.full_paths()

@@ -19,7 +19,6 @@ from flax_layoutmap._core.errors import (
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating, mesh_of
 from flax_layoutmap.checkpoint._places import absolute
 
@@ -34,34 +33,15 @@ _CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignor
 class Selection:
     """Which leaves to restore: those that `include` finds and `exclude` does not.
 
-    A pattern is searched, as a rule is, in every form of a parameter's path, and in the
-    whole path of any other leaf: `^step$` finds no step of an optimizer. `forms` maps a
-    parameter's full path to its forms; `include=None` includes every path.
+    `include=None` includes every path.
     """
 
     include: tuple[re.Pattern[str], ...] | None = None
     exclude: tuple[re.Pattern[str], ...] = ()
-    forms: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    def among(self, flat: Flat) -> "Selection":
-        """Return the selection with the path forms of a tree's parameters."""
-        full = flat.full_paths()
-        new = {
-            full[at]: section.forms(flat.paths[at])
-            for section in flat.sections
-            if section.role == "parameter" and section.prefix
-            for at in range(section.start, section.stop)
-        }
-        return dataclasses.replace(self, forms={**self.forms, **new})
 
     def __contains__(self, path: str) -> bool:
-        included = self.include is None or self.finds_any(self.include, path)
-        return included and not self.finds_any(self.exclude, path)
-
-    def finds_any(self, patterns: Iterable[re.Pattern[str]], path: str) -> bool:
-        """Whether one of the patterns is found in one of the forms of a path."""
-        forms = self.forms.get(path, (path,))
-        return any(pattern.search(form) for pattern in patterns for form in forms)
+        included = self.include is None or any(p.search(path) for p in self.include)
+        return included and not any(p.search(path) for p in self.exclude)
 
     def useless(self, paths: Iterable[str]) -> list[str]:
         """A problem for each pattern of `include` that finds none of the paths."""
@@ -70,7 +50,7 @@ class Selection:
             f"include={pattern.pattern!r} finds no leaf; "
             f"{_closest_paths(pattern, paths)}"
             for pattern in self.include or ()
-            if not any(self.finds_any([pattern], path) for path in paths)
+            if not any(map(pattern.search, paths))
         ]
 
 
@@ -102,16 +82,10 @@ class Options:
         """The mesh whose processes restore together."""
         return mesh_of(self.target, self.rules) or self.mesh
 
-    def among(self, flat: Flat) -> "Options":
-        """Return the options with the path forms of a tree's parameters."""
-        return dataclasses.replace(self, selection=self.selection.among(flat))
-
     def dtype_of(self, path: str) -> Any:
         """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
-        for pattern, dtype in self.dtypes:
-            if self.selection.finds_any([pattern], path):
-                return dtype
-        return None
+        wanted = (dtype for pattern, dtype in self.dtypes if pattern.search(path))
+        return next(wanted, None)
 
 
 def checked_options(

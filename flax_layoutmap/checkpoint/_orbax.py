@@ -253,35 +253,30 @@ def read_arrays(
     item: str | None = None,
     replica_axis: int | None = None,
     host_memory: int | None = None,
-    alone: bool = False,
-) -> dict[str, Any]:
-    """Read leaves; return path → value.
+) -> list[Any]:
+    """Read leaves of a checkpoint; return them in the order of `leaves_of`.
 
-    `wanted` has a target of Orbax for every leaf of `tree`, in the order of
-    `leaves_of`: a `jax.ShapeDtypeStruct` with sharding, `np.ndarray`, a Python value,
-    or `...` to skip the leaf (which is then its value, too). With `replica_axis`, the
-    number of a mesh axis on which all wanted leaves are replicated, Orbax reads only
-    the first replica and broadcasts it. With `alone`, this process reads without
-    waiting for the others.
+    `wanted` has a target of Orbax for each leaf of `tree`: a `jax.ShapeDtypeStruct`
+    with sharding, `np.ndarray`, a Python value, or `...` to skip the leaf (which is
+    then its value, too). With `replica_axis`, the number of a mesh axis on which all
+    wanted leaves are replicated, Orbax reads only the first replica and broadcasts it;
+    without, this process reads without waiting for the others.
     """
-    if all(value is ... for value in wanted.values()):
-        return dict(wanted)
-    options = {} if item is None else {"checkpointable_name": item}
     context = v1().Context()
     context.memory.read_concurrent_bytes = host_memory
     if replica_axis is not None:
         loading = context.array.loading
         loading.use_load_and_broadcast = True
         loading.load_and_broadcast_options.replica_axis_index = replica_axis
-    if alone and jax.process_count() > 1:
+    elif jax.process_count() > 1:
         number = jax.process_index()
         context.multiprocessing.primary_host = number
         context.multiprocessing.active_processes = {number}
         context.multiprocessing.barrier_sync_key_prefix = f"alone_{number}"
     target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
+    options = {} if item is None else {"checkpointable_name": item}
     with TURN, translated(f"cannot read the checkpoint {path}", _ADVICE), context:
-        read = v1().load(path, target, **options)
-    return dict(zip(wanted, jax.tree.leaves(read), strict=True))
+        return jax.tree.leaves(v1().load(path, target, **options))
 
 
 def spec_of(held: Any) -> PartitionSpec | None:

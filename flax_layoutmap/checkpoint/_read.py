@@ -1,8 +1,11 @@
-"""Read the arrays of a plan, in one load, and compare them with their checksums."""
+"""Read arrays, and compare them with their checksums: of a plan, or all of them."""
 
+import dataclasses
 import functools
+import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
-from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
+from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.flax_internals import no_mesh
-from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
@@ -24,8 +28,9 @@ from flax_layoutmap.checkpoint._leaves import (
     key_data_shape,
     problem_list,
 )
-from flax_layoutmap.checkpoint._metadata import Stored
+from flax_layoutmap.checkpoint._metadata import Stored, check_intact, open_checkpoint
 from flax_layoutmap.checkpoint._options import Options
+from flax_layoutmap.checkpoint._places import absolute, find
 
 # A process that cannot read waits this long for the others, which still read.
 _PATIENCE_SECONDS = 1800.0
@@ -38,7 +43,7 @@ def read_leaves(stored: Stored, plan: Plan, options: Options) -> dict[str, Any]:
     values = _loaded(stored, reads, options, as_stored=recorded is not None)
     problems = []
     if recorded is not None:
-        problems = changed([r.stored for r in reads], checksums(values), recorded)
+        problems = _changed([r.stored for r in reads], checksums(values), recorded)
     restored = {}
     for path, read in plan.reads.items():
         source = read.stored
@@ -60,31 +65,22 @@ def _loaded(
     Each process reads on its own, then all agree that every read succeeded before the
     arrays are used. Only leaves that are broadcast along a mesh axis are read together.
     """
-    groups: dict[int | None, list[Read]] = {None: []}
+    groups: dict[int | None, dict[str, Any]] = {None: {}}
     for read in reads:
-        groups.setdefault(_replica_axis(read, options.broadcast), []).append(read)
+        path, axis = read.stored.path, _replica_axis(read, options.broadcast)
+        target = _orbax_target(read, stored.held[path], as_stored)
+        groups.setdefault(axis, {})[path] = target
     values: dict[str, Any] = {}
-    for axis, group in groups.items():
-        targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
-        for read in group:
-            source = read.stored.path
-            targets[source] = _orbax_target(read, stored.held[source], as_stored)
+    for axis, wanted in groups.items():
         after = f"using what was read of {stored.where}"
         with Agreement(after, options.job_mesh, patience=_PATIENCE_SECONDS):
-            loaded = _orbax.read_arrays(
-                stored.where,
-                targets,
-                stored.tree,
-                item=stored.item,
-                replica_axis=axis,
-                host_memory=options.host_memory,
-                alone=axis is None,
+            values |= stored.read(
+                wanted, replica_axis=axis, host_memory=options.host_memory
             )
-        values |= {read.stored.path: loaded[read.stored.path] for read in group}
     return values
 
 
-def changed(
+def _changed(
     leaves: Sequence[Leaf], sums: Mapping[str, str], recorded: Mapping[str, str]
 ) -> list[str]:
     """A problem for each leaf whose checksum is not the recorded one."""
@@ -203,3 +199,113 @@ def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
             'dtype="target" rounds a float'
         )
     return new
+
+
+# ------------------------------------------------------------------------ verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """The result of `verify` for an undamaged checkpoint.
+
+    Attributes:
+        path: its directory.
+        leaves: how many leaves were read and compared.
+        bytes: bytes of their arrays, uncompressed.
+    """
+
+    path: str
+    leaves: int
+    bytes: int
+
+    def __str__(self) -> str:
+        what = "1 leaf is" if self.leaves == 1 else f"{self.leaves} leaves are"
+        return visible(f"{self.path}: {what} as saved ({human_bytes(self.bytes)})")
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    item: str | None = None,
+    host_memory: int = 1 << 29,
+    progress: bool | None = None,
+) -> Verified:
+    """Read a checkpoint and compare it with the checksums in its metadata.
+
+    Needs no mesh, no rules and no accelerator. In a job of several processes all of
+    them call it, each reads a share of the leaves, and all get the same answer.
+
+    Args:
+        path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
+        item: which tree, if the checkpoint holds several.
+        host_memory: bytes of arrays to read at a time; a larger leaf is read alone.
+        progress: as in `restore`.
+
+    Raises:
+        CheckpointError: leaves cannot be read or are not as they were saved (one error
+            names all of them), or there are no checksums to compare with.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.verify(path).leaves
+        2
+
+    Plain JAX: none; Orbax restores an array with a flipped bit as it is.
+    """
+    place = find(absolute(path), step, newest=True)
+    stored = open_checkpoint(place, item)
+    check_intact(stored.custom, stored.where)
+    if stored.checksums is None:
+        raise CheckpointError(stored.no_checksums())
+    leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+    problems: list[str] = []
+    with shown_progress(f"verifying {place.path}", None, progress):
+        share = leaves[jax.process_index() :: jax.process_count()]
+        for portion in _portions(share, host_memory):
+            problems += _problems(stored, portion)
+    problems = _of_all_processes(problems)
+    if problems:
+        raise problem_list(f"the checkpoint {place.path} is damaged", problems)
+    return Verified(place.path, len(leaves), sum(leaf.bytes for leaf in leaves))
+
+
+def _portions(leaves: Sequence[Leaf], limit: int) -> Iterator[list[Leaf]]:
+    """Leaves in groups of at most `limit` bytes; a larger one is alone."""
+    portion: list[Leaf] = []
+    used = 0
+    for leaf in leaves:
+        if portion and used + leaf.bytes > limit:
+            yield portion
+            portion, used = [], 0
+        portion.append(leaf)
+        used += leaf.bytes
+    yield portion
+
+
+def _problems(stored: Stored, leaves: Sequence[Leaf]) -> list[str]:
+    """Read leaves and list the problems with them."""
+    held = {leaf.path: stored.held[leaf.path] for leaf in leaves}
+    wanted = {p: np.ndarray if hasattr(h, "shape") else h for p, h in held.items()}
+    try:
+        values = stored.read(wanted)
+    except CheckpointError as error:
+        if len(leaves) == 1:
+            return [f"{leaves[0].name}: {error}"]
+        return [text for leaf in leaves for text in _problems(stored, [leaf])]
+    return _changed(leaves, checksums(values, alone=True), stored.checksums or {})
+
+
+def _of_all_processes(problems: list[str]) -> list[str]:
+    if jax.process_count() == 1:
+        return problems
+    from jax.experimental.multihost_utils import process_allgather
+
+    text = np.frombuffer(json.dumps(problems).encode(), np.uint8)
+    longest = int(process_allgather(np.int32(text.size)).max())
+    rows = process_allgather(np.pad(text, (0, longest - text.size)))
+    return sum((json.loads(bytes(row).strip(b"\0")) for row in rows), [])

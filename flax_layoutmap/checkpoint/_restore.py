@@ -77,8 +77,7 @@ def restore(
         step: the step, a number or `"latest"`, if `path` is a directory of steps.
         item: the name of the tree, if the checkpoint holds several.
         include: one or several regular expressions; only leaves in whose full path
-            (`model/decoder/…`) one of them is found are restored. A parameter's path
-            within its model is searched as well.
+            (`model/decoder/…`) one of them is found are restored.
         exclude: the opposite. What is left out keeps the target's values, which
             therefore must be concrete.
         rename: pairs of a regular expression and its replacement, such as
@@ -246,7 +245,7 @@ def _plan(stored: Stored, options: Options) -> Plan:
                 f"{stored.where} was saved without rules, so mesh= is not enough; pass "
                 "layout_map="
             )
-    options = dataclasses.replace(options.among(stored.flat), rules=rules)
+    options = dataclasses.replace(options, rules=rules)
     if options.target is not None:
         return _with_target(stored, opened(options.target, rules), options)
     if rules is None:
@@ -265,8 +264,9 @@ def _plan(stored: Stored, options: Options) -> Plan:
 
 def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
     """Plan to restore the leaves of a target."""
-    wanted, options = target.leaves, options.among(target.flat)
-    leaves = _as_in_target(stored, wanted)
+    wanted, leaves = target.leaves, stored.leaves
+    if not stored.is_ours:
+        leaves = {path: _as_keys(x, wanted.get(path)) for path, x in leaves.items()}
     extra = [path for path in leaves if path not in wanted]
     is_ignored = options.unexpected == "ignore"
     unexpected = [p for p in extra if p in options.selection and not is_ignored]
@@ -292,22 +292,6 @@ def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
         ignored=ignored,
         problems=problems,
     )
-
-
-def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The leaves of the checkpoint, by their names in the target.
-
-    Without a record, a parameter called `value` looks like the content of a Variable.
-    """
-    if stored.is_ours:
-        return stored.leaves
-    leaves: dict[str, Leaf] = {}
-    for path, leaf in stored.leaves.items():
-        is_value = leaf.path == f"{path}/value"
-        is_free = leaf.path in target and leaf.path not in stored.leaves
-        name = leaf.path if is_value and is_free and path not in target else path
-        leaves[name] = _as_keys(leaf, target[name]) if name in target else leaf
-    return leaves
 
 
 def _as_keys(stored: Leaf, value: Any) -> Leaf:

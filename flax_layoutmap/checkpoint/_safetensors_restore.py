@@ -212,7 +212,6 @@ def _plan(
 ) -> tuple[Plan, dict[str, Maker]]:
     """Join the tensors of a checkpoint with the leaves of the target."""
     target = opened(options.target)
-    options = options.among(target.flat)
     problems: dict[str, str] = {}
     absent: dict[str, str] = {}
     makers: dict[str, Maker] = {}

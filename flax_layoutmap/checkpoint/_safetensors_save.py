@@ -106,7 +106,7 @@ def save_safetensors(
     wanted = None if dtype is None else floating_dtype(dtype, f"dtype={dtype!r}")
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
-        tensors, problems = _plan(flat, names, selection.among(flat), wanted)
+        tensors, problems = _plan(flat, names, selection, wanted)
         if jax.process_index() == 0:
             problems += cannot_write(place, overwrite)
         if problems:
