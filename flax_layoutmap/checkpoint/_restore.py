@@ -297,13 +297,12 @@ def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
 def _as_keys(stored: Leaf, value: Any) -> Leaf:
     """The uint32 data of PRNG keys as keys, if the target has keys."""
     target = leaf_of("", value)
-    if target is None or target.kind != "key" or stored.dtype != np.uint32:
-        return stored
-    for name in _IMPLEMENTATIONS:
-        keys = key_leaf(stored.path, target.shape, name)
-        if keys.dtype == target.dtype:
-            data = key_data_shape(name)
-            return keys if stored.shape == (*target.shape, *data) else stored
+    if target is not None and target.kind == "key" and stored.dtype == np.uint32:
+        for name in _IMPLEMENTATIONS:
+            keys = key_leaf(stored.path, target.shape, name)
+            shape = (*target.shape, *key_data_shape(name))
+            if (keys.dtype, shape) == (target.dtype, stored.shape):
+                return keys
     return stored
 
 

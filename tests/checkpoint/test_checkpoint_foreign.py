@@ -195,6 +195,7 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"include": "("}, "'(' is not a regular expression"),
         ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
         ({"dtype": "flaot32"}, "dtype='flaot32' is not a dtype"),
+        ({"dtype": {"(": "float16"}}, "dtype=: '(' is not a regular expression"),
         ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
         ({"dtype": "target"}, 'dtype="target" needs a target'),
     ],
@@ -220,15 +221,6 @@ def test_rename_of_a_checkpoint_without_a_record(tmp_path: Path) -> None:
     swap = [("^student", "teacher"), ("^teacher", "student")]
     result = restore(path, tree, rename=swap)
     assert_same(result, {"student": tree["teacher"], "teacher": tree["student"]})
-    away = {"teacher": jnp.full(2, 7.0), "other": jnp.zeros(2)}
-    result = restore(
-        path,
-        away,
-        rename=[("^teacher", "other"), ("^student", "gone")],
-        missing="keep",
-        unexpected="ignore",
-    )
-    assert_same(result, {"teacher": away["teacher"], "other": tree["teacher"]})
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
@@ -294,9 +286,6 @@ def test_dtypes_by_rule(saved: Path) -> None:
     assert found["model/up/bias"].dtype == jnp.float32
     assert found["optimizer/opt_state/0/mu/up/kernel"].dtype == jnp.float32
     assert found["optimizer/step"].dtype == jnp.uint32
-    for bad in ({"(": jnp.bfloat16}, {"kernel": jnp.int8}, {"kernel": "no"}):
-        with refused("dtype="):
-            restore(saved, dtype=bad)
 
 
 # ------------------------------------------------------------------- inspect, plan
