@@ -268,9 +268,9 @@ def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
     if not stored.is_ours:
         leaves = {path: _as_keys(x, wanted.get(path)) for path, x in leaves.items()}
     extra = [path for path in leaves if path not in wanted]
-    is_ignored = options.unexpected == "ignore"
-    unexpected = [p for p in extra if p in options.selection and not is_ignored]
-    ignored = [path for path in extra if path not in set(unexpected)]
+    is_error = options.unexpected == "error"
+    unexpected = [path for path in extra if is_error and path in options.selection]
+    ignored = [] if unexpected else extra
     absent: dict[str, str] = {}
     for path, value in wanted.items():
         if path not in leaves:
