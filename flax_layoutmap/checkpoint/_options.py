@@ -108,10 +108,16 @@ def checked_options(
                 f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
                 f"use {' or '.join(f'{name}={choice!r}' for choice in choices)}"
             )
+    dtypes = tuple(
+        (p, None if d is None else _dtype(d)) for p, d in _pairs("dtype", dtype)
+    )
     missing = others.get("missing", "error")
-    if target is None and (missing != "error" or dtype == "target"):
-        option = 'dtype="target"' if missing == "error" else f"missing={missing!r}"
-        raise CheckpointError(f"{option} needs a target")
+    for option, is_given in (
+        (f"missing={missing!r}", missing != "error"),
+        ('dtype="target"', any(isinstance(wanted, str) for _, wanted in dtypes)),
+    ):
+        if is_given and target is None:
+            raise CheckpointError(f"{option} needs a target")
     given_mesh = as_mesh(mesh)
     rules = rules_of(layout_map)
     if rules is not None and given_mesh is not None:
@@ -122,10 +128,7 @@ def checked_options(
         rules=rules,
         mesh=given_mesh,
         selection=checked_selection(include, exclude),
-        dtypes=tuple(
-            (pattern, None if wanted is None else _dtype(wanted))
-            for pattern, wanted in _pairs("dtype", dtype)
-        ),
+        dtypes=dtypes,
         rename=_pairs("rename", rename),
         **others,
     )

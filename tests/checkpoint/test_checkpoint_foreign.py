@@ -198,6 +198,7 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"dtype": {"(": "float16"}}, "dtype=: '(' is not a regular expression"),
         ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
         ({"dtype": "target"}, 'dtype="target" needs a target'),
+        ({"dtype": {"w": "target"}}, 'dtype="target" needs a target'),
     ],
 )
 def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
