@@ -5,7 +5,7 @@ Five stages, each a function from one frozen value to the next:
     tree → flatten → find_origins → match → decide → Resolution
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -15,10 +15,8 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.leaves import as_one_state, beside, leaves_of
 from flax_layoutmap._resolve.match import match
 from flax_layoutmap._resolve.origins import (
-    Origin,
     Origins,
     find_origins,
-    known_origins,
 )
 from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
@@ -103,15 +101,6 @@ def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
     """Resolve leaves with known origins: the last three stages."""
     matches = match(origins, rules)
     return decided(matches, rules)  # decide → Resolution
-
-
-def resolve_with_origins(
-    tree: Any, rules: RuleSet, known: Mapping[str, Origin]
-) -> Resolution:
-    """Resolve a tree whose optimizer leaves have known origins (a checkpoint's)."""
-    leaves = leaves_of(flatten(tree, rules.matcher.fold_part), tree)
-    found = [known.get(path) for path in leaves.flat.full_paths()]
-    return resolve_origins(known_origins(leaves, found), rules)
 
 
 def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:

@@ -20,8 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shapes import ABSTRACT, all_axes, mapped, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.origins import Origin
-from flax_layoutmap._resolve.resolve import resolve_with_origins
 from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
@@ -1135,22 +1133,6 @@ def test_strict_makes_it_an_error(mesh: flm.DeviceMesh) -> None:
 
 
 # --------------------------------------------------------------- checkpoints
-
-
-def test_known_origins() -> None:
-    """A checkpoint knows what its optimizer state follows."""
-    layout_map = mapped({"kernel": (None, "model")})
-    tree = {"model": {"kernel": struct(8, 8)}, "opt": {"m": struct(8), "n": struct(8)}}
-    known = {
-        "opt/m": Origin("kernel", (1,), ""),
-        "opt/n": Origin("kernel", (0,), ""),
-    }
-    resolution = resolve_with_origins(tree, layout_map.freeze(), known)
-    assert all_axes(resolution) == {
-        "model/kernel": (None, "model"),
-        "opt/m": ("model",),
-        "opt/n": (None,),
-    }
 
 
 def test_the_origins_of_a_resolution() -> None:
