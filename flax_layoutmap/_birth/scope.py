@@ -218,7 +218,7 @@ def _traced(
         made, _ = arrays_of(traced, [spread(x.shape, mesh) for x in shapes])
         together = traced.rebuild(traced.leaves_of(made))
     if nodes := objects_in((args, kwargs)):
-        _, inputs = arrays_of(traced, [None] * traced.made)
+        _, inputs = arrays_of(traced, [None] * len(birth.leaves))
         traced.update_inputs(inputs)
         _replace(together.made, together.inputs, nodes)
     return together.made, birth

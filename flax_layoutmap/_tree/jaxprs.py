@@ -1,45 +1,15 @@
-"""Jaxprs inside of equations, and the arrays that they hold."""
+"""The arrays that a jaxpr and those inside of it hold."""
 
 import operator
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from flax_layoutmap._core.jax_internals import (
     opened,
     with_eqns,
 )
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs that an equation has as parameters."""
-    found = []
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if (inner := opened(part)) is not None:
-                found.append(inner[0])
-    return found
-
-
-def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
-    """The called functions of these names whose results are used."""
-    found: set[str] = set()
-    jaxprs, seen = [jaxpr], {id(jaxpr)}
-    for one in jaxprs:
-        made = {
-            var: name
-            for eqn in one.eqns
-            if (name := str(eqn.params.get("name"))).startswith(prefix)
-            for var in eqn.outvars
-        }
-        read = [*one.outvars, *(var for eqn in one.eqns for var in eqn.invars)]
-        found.update(made[var] for var in read if isinstance(var, Var) and var in made)
-        for inner in (inner for eqn in one.eqns for inner in inner_jaxprs(eqn)):
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                jaxprs.append(inner)
-    return found
 
 
 def with_own_arrays(program: ClosedJaxpr) -> ClosedJaxpr:

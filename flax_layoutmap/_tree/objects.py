@@ -23,7 +23,7 @@ from jax.core import Tracer
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._tree.flax_internals import (
-    attributes_of,
+    constants_of,
     is_nnx_object,
     is_plain_variable,
     metadata_of,
@@ -55,8 +55,8 @@ def has_mixed_keys(node: Any) -> bool:
 
 def leaves_in(tree: Any) -> list[Any]:
     """The leaves of arguments: arrays, also those in NNX objects, and all else."""
-    own = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
-    return [part for part in _flat(tree) if not is_object(part)] + jax.tree.leaves(own)
+    held = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
+    return [part for part in _flat(tree) if not is_object(part)] + jax.tree.leaves(held)
 
 
 def objects_in(tree: Any) -> list[Any]:
@@ -65,13 +65,10 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 def _flat(tree: Any) -> list[Any]:
-    """NNX objects, Variables and leaves of a tree; dicts may have any keys."""
-    found: list[Any] = []
-    for part in jax.tree.leaves(
+    """NNX objects, Variables and leaves of a tree."""
+    return jax.tree.leaves(
         tree, is_leaf=lambda node: is_object(node) or has_mixed_keys(node)
-    ):
-        found += _flat(list(part.values())) if has_mixed_keys(part) else [part]
-    return found
+    )
 
 
 def unfit(leaf: Any) -> str | None:
@@ -139,44 +136,45 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
 
 def arrays_as_data(node: Any, kind: type) -> None:
     """Make static attributes of an NNX object data where an array would be."""
-    for owner in objects_of(node):
-        for name, value in _statics(owner).items():
+    for owner in filter(is_nnx_object, objects_of(node)):
+        for name, value in constants_of(owner).items():
             if isinstance(value, kind):
                 # Bypass the class's own __setattr__, which may have effects.
                 nnx.Pytree.__setattr__(owner, name, nnx.data(value))
 
 
 def refuse_traced(node: Any) -> None:
-    """Raise where an NNX object depends on the trace that it was made in.
+    """Raise where an NNX object holds a value of the trace that no array replaces.
 
-    That is a static attribute that leads to a value of the trace, such as a function
-    that holds one, or a Variable that is a reference.
+    That is one in a static attribute, or in a Variable that is a reference.
     """
     refuse_references(node)
-    made = objects_of(node)
     # Those that were made here become the result themselves.
-    ours = {id(part) for part in made if was_made_here(part)}
-    own = {id(part) for part in made if isinstance(part, nnx.Variable)} - ours
-    for owner in made:
-        for name, value in _statics(owner).items():
-            if not _leads_to_traced(value, own, ours):
+    made = {id(part) for part in objects_of(node) if was_made_here(part)}
+    for owner in filter(is_nnx_object, objects_of(node)):
+        for name, value in constants_of(owner).items():
+            parts = _flat([value, *map(_held_by, _flat(value))])
+            held = [part for part in parts if id(part) not in made]
+            if not any(isinstance(leaf, Tracer) for leaf in leaves_in(held)):
                 continue
-            where = f"{type(owner).__name__}.{name}"
-            if _is_function(value):
-                raise StructureError(
-                    f"{where} is a function that holds a value, or a Variable, as it "
-                    "was while the constructor was traced: let it hold its module, or "
-                    "set it after the model is made"
-                )
             fix = (
                 "set it as nnx.data(...), or keep the array in an nnx.Variable"
                 if isinstance(value, dict | list | tuple)
                 else "keep the array in an nnx.Variable or an nnx.Pytree"
             )
             raise StructureError(
-                f"{where} is a static {type(value).__name__} with an array in it: "
-                f"{fix} of the module"
+                f"{type(owner).__name__}.{name} is a static {type(value).__name__} "
+                f"with an array in it: {fix} of the module"
             )
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a function has as defaults or in its closure, and a partial as arguments."""
+    if not isinstance(value, functools.partial | types.FunctionType):
+        return []
+    names = ("args", "keywords", "__defaults__")
+    cells = getattr(value, "__closure__", None) or ()
+    return [*(getattr(value, name, ()) for name in names), *gc.get_referents(*cells)]
 
 
 def refuse_references(node: Any) -> None:
@@ -194,40 +192,3 @@ def reference_error(kind: str) -> StructureError:
         "make the model and its optimizer without it, and convert both then: "
         f"nnx.with_vars((model, optimizer), {kind}=True)"
     )
-
-
-def _statics(owner: Any) -> dict[str, Any]:
-    found = attributes_of(owner) if is_nnx_object(owner) else None
-    return {} if found is None else found[1]
-
-
-def _leads_to_traced(value: Any, own: set[int], ours: set[int]) -> bool:
-    """Whether a tree, or a function, holds a value of the trace or a Variable of it."""
-    left, seen = _flat(value), ours.copy()
-    while left:
-        part = left.pop()
-        if id(part) in own or isinstance(part, Tracer):
-            return True
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if is_object(part):
-            left += jax.tree.leaves([v.get_raw_value() for v in variables_of(part)])
-        elif _is_function(part):
-            left += _flat(_held_by(part))
-    return False
-
-
-def _is_function(value: Any) -> bool:
-    kinds = (types.FunctionType, types.MethodType, functools.partial)
-    return isinstance(value, kinds) or (
-        callable(value) and hasattr(value, "__wrapped__")
-    )
-
-
-def _held_by(function: Any) -> list[Any]:
-    """What a function has in its closure, as defaults, or is bound to or wraps."""
-    names = ("__defaults__", "__kwdefaults__", "args", "keywords", "func")
-    names += ("__func__", "__self__", "__wrapped__")
-    held = [getattr(function, name, None) for name in names]
-    return [*held, *gc.get_referents(*(getattr(function, "__closure__", None) or ()))]

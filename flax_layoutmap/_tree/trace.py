@@ -8,6 +8,7 @@ the same program. Nothing is allocated.
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,10 +59,6 @@ _READS_VALUES = (
 )
 
 
-class ReadsValues(StructureError):
-    """A function cannot be traced, as it reads values."""
-
-
 def is_tracing_constructor() -> bool:
     """Whether a constructor is traced here."""
     return _TRACING.get()
@@ -88,77 +85,43 @@ class Traced:
     """One trace of a constructor.
 
     `abstract` is the result with `nnx.State` for each NNX object and
-    `jax.ShapeDtypeStruct` for each array; other leaves (a string, say) are kept.
-    `closed` is the program: inputs → leaves of the result, then the new state of the
-    inputs.
+    `jax.ShapeDtypeStruct` for each array; other leaves (a string, for example) are
+    kept. `closed` is the program: inputs → leaves of the result, then the new state of
+    the inputs.
     """
 
     abstract: Any
     closed: ClosedJaxpr
     inputs: tuple[Any, ...]
     _slots: tuple[int | None, ...]
-    _treedef: Any
-    _graphdefs: tuple[Any, ...]
-    _graph_treedef: Any
-    _input_nodes: Any
-    _originals: list[Any]
-
-    @property
-    def made(self) -> int:
-        """How many outputs of the program are leaves of the result."""
-        return sum(slot is not None for slot in self._slots)
-
-    @property
-    def updates(self) -> int:
-        """How many are the new state of NNX arguments: they come after the leaves."""
-        return len(self.closed.jaxpr.outvars) - self.made
+    _result: "_Result"
+    _input_nodes: Sequence[Any]
+    _after: Any
 
     def values_of(self, leaves: Sequence[Any]) -> list[Any]:
         """Of one entry per leaf of `abstract`, those of the computed leaves."""
-        return [
-            leaf
-            for leaf, slot in zip(leaves, self._slots, strict=True)
-            if slot is not None
-        ]
+        pairs = zip(leaves, self._slots, strict=True)
+        return [leaf for leaf, slot in pairs if slot is not None]
 
     def leaves_of(self, values: Sequence[Any]) -> list[Any]:
         """Leaves in the order of `abstract`, from those that were computed."""
-        old = jax.tree.leaves(self.abstract)
-        return [
-            leaf if slot is None else values[slot]
-            for leaf, slot in zip(old, self._slots, strict=True)
-        ]
+        pairs = zip(jax.tree.leaves(self.abstract), self._slots, strict=True)
+        return [leaf if slot is None else values[slot] for leaf, slot in pairs]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The constructor's own result, from leaves in the order of `abstract`.
 
         Its objects are those that the constructor made; a second call returns copies.
         """
-        plain = jax.tree.unflatten(self._treedef, leaves)
-        outer = self._graph_treedef.flatten_up_to(plain)
-        nodes = [
-            part if graphdef is None else nnx.merge(graphdef, part)
-            for graphdef, part in zip(self._graphdefs, outer, strict=True)
-        ]
-        originals = self._originals.copy()
-        self._originals.clear()  # what is made must not be kept alive
-        if originals:
-            nodes = [
-                node if graphdef is None else adopt(own, node)
-                for graphdef, own, node in zip(
-                    self._graphdefs, originals, nodes, strict=True
-                )
-            ]
-        return jax.tree.unflatten(self._graph_treedef, nodes)
+        return self._result.rebuild(leaves)
 
     def update_inputs(self, values: Sequence[Any]) -> None:
         """Write the new state of NNX arguments (an `Rngs` that counted) back."""
-        if self._input_nodes is not None:
-            nodes, treedef = self._input_nodes
-            for node, state in zip(nodes, treedef.unflatten(values), strict=True):
-                # Values only: the metadata of the trace must not reach the caller.
-                own = jax.tree.structure(nnx_state(node))
-                update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
+        states = self._after.unflatten(values)
+        for node, state in zip(self._input_nodes, states, strict=True):
+            # Values only: the metadata of the trace must not reach the caller.
+            own = jax.tree.structure(nnx_state(node))
+            update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
 
 def trace(
@@ -179,36 +142,37 @@ def trace(
     is not an argument or the structure of one that is, or if a static attribute of the
     result keeps a value of the trace.
     """
-    given = _Inputs.of(args, kwargs or {})
-    for node in given.nodes:
+    nodes, inputs, rebuild = _taken_apart((tuple(args), dict(kwargs or {})))
+    for node in nodes:
         refuse_references(node)
     eager = nnx.using_eager_sharding()
-    seen: dict[str, Any] = {}
+    results: list[_Result] = []
+    after: Any = None
 
     def program(*values: Any) -> list[Any]:
-        new_args, new_kwargs, merged = given.rebuild(values)
+        nonlocal after
+        (new_args, new_kwargs), merged = rebuild(values)
         kept = merged if keep_inputs else []
         for node in merged:
             forget_eager_flag(node)
         before = [nnx_split(node)[0] for node in kept]
         result = make(*new_args, **new_kwargs)
-        own = [node for node in _leaves_of(result) if is_object(node)]
-        for node in own:
+        made = [x for x in jax.tree.leaves(result, is_leaf=is_object) if is_object(x)]
+        for node in made:
             arrays_as_data(node, Tracer)
             refuse_traced(node)
-        after, seen["after"] = jax.tree.flatten(_states_after(kept, before))
+        states, after = jax.tree.flatten(_states_after(kept, before))
         if own_objects:
-            _refuse_others(own)
-        for node in own:
+            _refuse_others(made)
+        for node in made:
             restore_eager_flag(node, eager)
-        leaves, seen["treedef"] = jax.tree.flatten(_describe(result, seen))
-        seen["leaves"] = leaves
-        return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
+        results.append(_Result.of(result))
+        return [*filter(_is_value, results[-1].leaves), *states]
 
     with _tracing():
         try:
             closed, shapes = jax.make_jaxpr(program, return_shape=True)(
-                *[_shape_of(value) for value in given.values]
+                *map(_shape_of, inputs)
             )
         except TraceContextError as error:
             raise StructureError(
@@ -219,82 +183,54 @@ def trace(
         except ImmutableVariableError as error:
             raise reference_error("hijax") from error
         except _READS_VALUES as error:
-            raise ReadsValues(
+            raise StructureError(
                 "the function reads the value of an array, and there is none while "
                 f"it is traced: {str(error).splitlines()[0]}\nflm.create(make, "
                 "layout_map) and layout_map_scope trace what makes a model: make it "
                 "outside of them, and move it: layout_map.place(make())"
             ) from error
-    numbers = iter(range(len(shapes)))
-    order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
+    (result,) = results
+    numbers = itertools.count()
+    slots = tuple(next(numbers) if _is_value(leaf) else None for leaf in result.leaves)
     abstract = [
         leaf if slot is None else shapes[slot]
-        for leaf, slot in zip(seen["leaves"], order, strict=True)
+        for leaf, slot in zip(result.leaves, slots, strict=True)
     ]
+    result.leaves.clear()  # those of the trace
     return Traced(
-        abstract=jax.tree.unflatten(seen["treedef"], abstract),
+        abstract=jax.tree.unflatten(result.treedef, abstract),
         closed=closed,
-        inputs=tuple(given.values),
-        _slots=order,
-        _treedef=seen["treedef"],
-        _graphdefs=seen["graphdefs"],
-        _graph_treedef=seen["graph_treedef"],
-        _input_nodes=(given.nodes, seen["after"])
-        if given.nodes and keep_inputs
-        else None,
-        _originals=seen["originals"],
+        inputs=tuple(inputs),
+        _slots=slots,
+        _result=result,
+        _input_nodes=nodes if keep_inputs else (),
+        _after=after,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Inputs:
-    """Arguments, taken apart.
+def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., Any]]:
+    """The NNX objects in arguments, each once, and their arrays with all others.
 
-    `slots` are the leaves of the arguments (NNX objects, arrays, static values),
-    `nodes` the NNX objects, each once, and `values` the arrays in them and then the
-    others.
+    Also a function of other arrays that gives the arguments with these, and the copies
+    of the objects that they have then.
     """
+    slots, treedef = jax.tree.flatten(
+        arguments, is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node)
+    )
+    nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
+    _refuse_shared(nodes, "arguments", "pass")
+    split = [nnx_split(node) for node in nodes]
+    arrays = {at: slot for at, slot in enumerate(slots) if _is_array(slot)}
+    values, values_def = jax.tree.flatten(([state for _, state in split], arrays))
 
-    slots: list[Any]
-    treedef: Any
-    nodes: list[Any]
-    graphdefs: list[Any]
-    values: list[Any]
-    values_def: Any
+    def rebuild(values: Sequence[Any]) -> tuple[Any, list[Any]]:
+        states, new = values_def.unflatten(values)
+        merged = [nnx.merge(split[at][0], state) for at, state in enumerate(states)]
+        copy_of = dict(zip(map(id, nodes), merged, strict=True))
+        parts = (new.get(at, copy_of.get(id(x), x)) for at, x in enumerate(slots))
+        return treedef.unflatten(parts), merged
 
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Inputs":
-        """Take the arguments of a call apart."""
-        slots, treedef = jax.tree.flatten(
-            (tuple(args), dict(kwargs)),
-            is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node),
-        )
-        nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
-        _refuse_shared(nodes, "arguments", "pass")
-        split = [nnx_split(node) for node in nodes]
-        arrays = [slot for slot in slots if _is_array(slot)]
-        values, values_def = jax.tree.flatten(([state for _, state in split], arrays))
-        graphdefs = [graphdef for graphdef, _ in split]
-        return cls(slots, treedef, nodes, graphdefs, values, values_def)
-
-    def rebuild(self, values: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-        """Arguments, keyword arguments and NNX objects with other values in them."""
-        states, arrays = self.values_def.unflatten(values)
-        merged = [
-            nnx.merge(graphdef, state)
-            for graphdef, state in zip(self.graphdefs, states, strict=True)
-        ]
-        node_of = dict(zip(map(id, self.nodes), merged, strict=True))
-        next_array = iter(arrays)
-        args, kwargs = self.treedef.unflatten(
-            node_of[id(slot)]
-            if is_nnx_object(slot)
-            else next(next_array)
-            if _is_array(slot)
-            else slot
-            for slot in self.slots
-        )
-        return args, kwargs, merged
+    return nodes, values, rebuild
 
 
 def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
@@ -323,30 +259,38 @@ def _refuse_others(nodes: Sequence[Any]) -> None:
             )
 
 
-def _leaves_of(result: Any) -> list[Any]:
-    try:
-        return jax.tree.leaves(result, is_leaf=is_object)
-    except (TypeError, ValueError) as error:
-        raise StructureError(
-            f"JAX cannot flatten what the function returns: {error}; a dict needs keys "
-            "of one type"
-        ) from error
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A result in the trace, split into leaves and what puts them together again."""
 
+    leaves: list[Any]
+    treedef: Any
+    _graph_treedef: Any
+    _graphdefs: list[Any]  # one for each NNX object, None for other parts
+    _originals: list[Any]  # for `adopt`
 
-def _describe(result: Any, seen: dict[str, Any]) -> Any:
-    """Split the NNX objects of a result; keep their GraphDefs in `seen`."""
-    nodes, treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
-    _refuse_shared([node for node in nodes if is_nnx_object(node)], "result", "return")
-    graphdefs, plain = [], []
-    seen["originals"] = [
-        originals_of(node) if is_nnx_object(node) else None for node in nodes
-    ]
-    for node in nodes:
-        graphdef, state = nnx_split(node) if is_nnx_object(node) else (None, node)
-        graphdefs.append(graphdef)
-        plain.append(state)
-    seen["graphdefs"], seen["graph_treedef"] = tuple(graphdefs), treedef
-    return jax.tree.unflatten(treedef, plain)
+    @classmethod
+    def of(cls, result: Any) -> "_Result":
+        parts, graph_treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
+        nodes = [part for part in parts if is_nnx_object(part)]
+        _refuse_shared(nodes, "result", "return")
+        split = [nnx_split(x) if is_nnx_object(x) else (None, x) for x in parts]
+        plain = jax.tree.unflatten(graph_treedef, [state for _, state in split])
+        originals = [originals_of(x) if is_nnx_object(x) else None for x in parts]
+        graphdefs = [graphdef for graphdef, _ in split]
+        return cls(*jax.tree.flatten(plain), graph_treedef, graphdefs, originals)
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The result with other leaves; in the first call in its own objects."""
+        plain = jax.tree.unflatten(self.treedef, leaves)
+        parts = self._graph_treedef.flatten_up_to(plain)
+        for at, graphdef in enumerate(self._graphdefs):
+            if graphdef is not None:
+                parts[at] = nnx.merge(graphdef, parts[at])
+                if self._originals:
+                    parts[at] = adopt(self._originals[at], parts[at])
+        self._originals.clear()  # what is made must not be kept alive
+        return jax.tree.unflatten(self._graph_treedef, parts)
 
 
 def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
