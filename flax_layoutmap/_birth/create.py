@@ -1,12 +1,12 @@
 """create and create_optimizer: models and optimizers initialized in their shards.
 
-The constructor is traced once, abstractly; then every leaf is computed in its shards.
-No device holds a full copy of a parameter that a rule shards, except while one is made
-by what XLA does not partition (QR, a sort).
+The constructor is traced once, without values; then every leaf is computed in its
+shards. No device holds a full copy of a parameter that a rule shards, except during
+operations that XLA does not partition (QR, a sort).
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
-from flax_layoutmap._place.place import manual_axes, need_devices
+from flax_layoutmap._place.place import need_devices
 from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -51,14 +51,12 @@ def create(
     """Create a model directly in its shards.
 
     Args:
-        make: a function that makes what is wanted: an NNX constructor, Linen's
-            `model.init`, a function that makes a TrainState, or any function that
-            returns a tree of arrays or NNX objects.
+        make: an NNX constructor, Linen's `model.init`, a function that makes a
+            TrainState, or any function that returns a tree of arrays or NNX objects.
         layout_map: a `LayoutMap` (or `RuleSet`) with a mesh of devices.
-        *args: arguments of `make`. Arrays and NNX objects (an `nnx.Rngs`, which counts
-            as usual) are inputs of the program; everything else is static. An array of
-            which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
-            does not read it.
+        *args: arguments of `make`. Arrays and NNX objects are inputs of the program
+            (the counters of an `nnx.Rngs` advance as usual); everything else is static.
+            An array whose values are not used may be a `jax.ShapeDtypeStruct`.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:
@@ -69,14 +67,12 @@ def create(
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
-        MeshError: the rules have no mesh, or one without devices; or this is inside
-            of `jax.shard_map`.
-        RuleError: `layout_map` is none.
-        StructureError: `make` is no function, or an async one, gives None or what no
-            array can hold, or reads values of arrays.
-        ProcessError: the processes were given different rules, meshes or models; or
-            the model is made from other keys or constants, say another seed. (What a
-            callback of the host gives is not compared.)
+        MeshError: the rules have no mesh, or one without devices.
+        RuleError: `layout_map` is not a map of rules.
+        StructureError: `make` is not a plain function, reads values of arrays, or
+            returns None or something that JAX cannot hold in an array.
+        ProcessError: the processes have different rules, meshes, models, seeds or
+            constants. (What a callback on the host returns is not compared.)
 
     Example:
         >>> import flax_layoutmap as flm
@@ -98,8 +94,6 @@ def create(
         _check_result(traced.abstract, make)
         resolution = resolve(traced.abstract, rules)
         refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")
-        axes = (a for leaf in resolution for a in leaf.layout.axis_names)
-        _refuse_manual(axes)
         resolution.announce()
         agreement.add(lambda: {"keys and constants": trace_lines(traced)})
         agreement.add(resolution.fingerprint_lines)
@@ -121,16 +115,16 @@ def create_optimizer(
 
     Each dim of the state is sharded as the dim of the parameter that it was made from:
     moments as the parameter, Adafactor's row and column statistics as its rows and
-    columns. A Variable with Flax's `optimizer_sharding` says itself how its state lies.
-    Counters are replicated on the mesh.
+    columns. Flax's `optimizer_sharding` on a Variable is followed instead where it is
+    set. Counters are replicated on the mesh.
 
     Args:
         model: an NNX module whose arrays are on a mesh (from `create`, `place`, or a
             restore), or a tree of parameters.
         tx: the optax transformation.
-        layout_map: the map that the model was laid out by. Where its `optimizer`
-            section has a rule for a parameter, that decides (ZeRO-1), on the mesh of
-            the model. May be left out in a `layout_map_scope`.
+        layout_map: the map that the model was laid out by. A rule in its `optimizer`
+            section decides for the state of the parameters that it matches (ZeRO-1).
+            The mesh is that of the model. May be left out in a `layout_map_scope`.
         wrt: for a module, which Variables are trained.
 
     Returns:
@@ -142,8 +136,8 @@ def create_optimizer(
         ResolveError: the state does not fit the optimizer rules.
         RuleError: there is no layout map; or an optimizer rule names an axis that the
             model's mesh lacks.
-        StructureError: `tx` is no optax transformation, `model` holds something else
-            than arrays, or `wrt` selects nothing.
+        StructureError: `tx` is not an optax transformation, `model` holds something
+            that is not an array, or `wrt` selects nothing.
         ProcessError: the processes were given different models or transformations.
 
     Example:
@@ -204,7 +198,6 @@ def create_optimizer(
 
 
 def _check_function(make: Any) -> None:
-    """Raise StructureError where `create` was given no function."""
     if is_nnx_object(make):
         raise StructureError(
             f"create was given a {type(make).__name__} that exists already; pass a "
@@ -223,20 +216,7 @@ def _check_function(make: Any) -> None:
         )
 
 
-def _refuse_manual(axes: Iterable[str]) -> None:
-    """Raise MeshError where `jax.shard_map` around us has taken over an axis."""
-    manual = manual_axes(jax.sharding.get_abstract_mesh()).intersection(axes)
-    if manual:
-        raise MeshError(
-            "create inside of shard_map: the rules lay arrays out along the mesh axis "
-            f"{min(manual)!r}, which is manual here, so that each device works on a "
-            "part of its own: make the model outside of shard_map, and pass its arrays "
-            "in"
-        )
-
-
 def _check_result(result: Any, make: Any) -> None:
-    """Raise StructureError where a constructor has made no model."""
     name = getattr(make, "__name__", make)
     if result is None:
         raise StructureError(

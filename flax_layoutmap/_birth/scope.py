@@ -55,26 +55,25 @@ def layout_map_scope(layout_map: Any) -> Block:
     """Create every model in the block sharded by the rules.
 
     tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
-    model that was made in it gets the layout of its path in the finished model,
-    wherever its part was made: modules may be made first and assembled later. A
-    Variable without a rule is replicated on the mesh. Until then Variables hold
-    `jax.ShapeDtypeStruct`s, as after `nnx.eval_shape`: call the model after the block.
+    model that was made in it gets the layout of its path in the finished model: modules
+    may be made first and assembled later. A Variable without a rule is replicated on
+    the mesh. Until then Variables hold `jax.ShapeDtypeStruct`s, as after
+    `nnx.eval_shape`, so call the model after the block.
 
-    An `nnx.Optimizer` of such a model is filled then by
-    `flm.create_optimizer(model, tx, layout_map)`. Linen modules hold no
-    variables: `init` of one that is made in the block, called in it or later, makes
-    them sharded, as `flm.create` does (that of a later `clone()` does not, nor one that
-    the class itself defines).
+    An `nnx.Optimizer` made in the block gets the state of `flm.create_optimizer(model,
+    tx, layout_map)`. Linen modules hold no variables: `init` of a module that is made
+    in the block, called in it or later, makes sharded variables, as `flm.create` does;
+    `init` of a later `clone()`, or one that the class itself defines, does not.
 
-    Constructors are traced: as in `jax.jit`, what they leave outside of their model (a
-    table in a cache) has no values afterwards. One that is given a module runs as it
-    is, so that this stays the same object; the modules that it makes are traced, and
-    arrays that it makes itself are on one device until the block ends. What is made
-    inside of a transformation (`nnx.vmap`) is laid out if it becomes part of a model.
+    Constructors are traced, as by `jax.jit`: what they store outside of their model (a
+    table in a cache) has no values afterwards. A constructor that is given a module is
+    not traced itself, so that the module stays the same object; the arrays that it
+    makes are on one device until the block ends. What a transformation (`nnx.vmap`)
+    makes is laid out if it becomes part of a model.
 
-    Blocks nest: the innermost counts, and what it has made stays as it is. The rules
-    are also those of `flm.distribute_tensor(x, "hidden")` in the block. As a decorator
-    it is a block around each call.
+    Blocks nest: the innermost one applies. The rules also apply to
+    `flm.distribute_tensor(x, "hidden")` in the block. As a decorator it is a block
+    around each call.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
@@ -85,7 +84,7 @@ def layout_map_scope(layout_map: Any) -> Block:
     Raises:
         MeshError: the rules have no mesh, or one without devices.
         RuleError: `layout_map` is not a map of rules.
-        ResolveError: at the end, what does not fit the rules; no model was made.
+        ResolveError: at the end, leaves do not fit the rules; no array was made.
         StructureError: a constructor needs values.
         ProcessError: at the end, the processes differ in their rules, models or seeds.
 
@@ -168,14 +167,6 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------- in the block
 
 
-class _Together(nnx.Pytree):
-    """A new object and the arguments that it may hold, as one graph."""
-
-    def __init__(self, made: Any, inputs: Sequence[Any]) -> None:
-        self.made = nnx.data(made)
-        self.inputs = nnx.data(list(inputs))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Birth:
     """A traced constructor, and what its object holds, known by `id`, for arrays."""
@@ -205,23 +196,25 @@ def _traced(
 ) -> tuple[Any, _Birth]:
     """Make an object without values; its NNX arguments advance as if it had them."""
 
-    def both(*args: Any, **kwargs: Any) -> Any:
-        return _Together(make(*args, **kwargs), objects_in((args, kwargs)))
+    def with_arguments(*args: Any, **kwargs: Any) -> Any:
+        # As one graph: the new object may hold its arguments.
+        return nnx.List([make(*args, **kwargs), nnx.List(objects_in((args, kwargs)))])
 
-    traced = trace(both, args, kwargs, own_objects=True)
+    traced = trace(with_arguments, args, kwargs, own_objects=True)
     shapes = traced.values_of(jax.tree.leaves(traced.abstract))
     birth = _Birth(traced, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes])
-    together = traced.rebuild(traced.leaves_of(birth.leaves))
-    seen = set(map(id, jax.tree.leaves(nnx_state(together))))
+    both = traced.rebuild(traced.leaves_of(birth.leaves))
+    seen = set(map(id, jax.tree.leaves(nnx_state(both))))
     if not seen.issuperset(map(id, birth.leaves)):
         # Flax does not see shapes in a dict or a tuple that is not in a Variable.
         made, _ = arrays_of(traced, [spread(x.shape, mesh) for x in shapes])
-        together = traced.rebuild(traced.leaves_of(made))
+        both = traced.rebuild(traced.leaves_of(made))
+    module, copies = both
     if nodes := objects_in((args, kwargs)):
         _, inputs = arrays_of(traced, [None] * len(birth.leaves))
         traced.update_inputs(inputs)
-        _replace(together.made, together.inputs, nodes)
-    return together.made, birth
+        _replace(module, copies, nodes)
+    return module, birth
 
 
 def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:

@@ -124,8 +124,6 @@ class _Trace:
                 aval: Any = var.aval
                 outputs[at] = Var(aval)
                 values[outputs[at]] = np.asarray(var.val, aval.dtype)
-        if mesh is not None:
-            values = {var: _on_mesh(value, mesh) for var, value in values.items()}
         producers = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
         effects = {at for at, eqn in enumerate(eqns) if eqn.effects}
         return cls(jaxpr, eqns, outputs, values, mesh, producers, effects)
@@ -192,14 +190,17 @@ def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def _on_mesh(value: Any, mesh: Mesh) -> Any:
-    """A value that is on devices of its own, on this mesh and with Auto axes.
+    """A value that is on other devices, or large, in shards on this mesh.
 
-    On Explicit axes JAX would need the sharding of a product, which a constructor does
-    not give; and it folds no number of one mesh into a key of another one.
+    Its axes are Auto there: on Explicit ones JAX would need the sharding of a product,
+    which a constructor does not give; and it folds no number of one mesh into a key of
+    another one.
     """
-    if isinstance(value, Tracer) or not getattr(value, "committed", False):
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return value
-    own, auto = value.sharding, retyped(mesh, AxisType.Auto)
+    if not getattr(value, "committed", False) and value.size <= _MANY:
+        return value
+    own, auto = getattr(value, "sharding", None), retyped(mesh, AxisType.Auto)
     spec = PartitionSpec() if value.size <= _SMALL else spread(value.shape, auto).spec
     if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
         spec = own.spec if retyped(own.mesh, AxisType.Auto) == auto else spec
@@ -252,21 +253,22 @@ def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
     mesh = _set_mesh() and trace.mesh
     # An operation puts its literals on the mesh that is set.
     with jax.set_mesh(retyped(mesh, AxisType.Auto)) if mesh else no_mesh():
-        results = eval_jaxpr(part, [], *_concrete(trace.values, read))
+        results = eval_jaxpr(part, [], *_inputs(trace, trace.values, read))
     return dict(zip(new, results, strict=True))
 
 
-def _concrete(values: Mapping[Any, Any], read: Iterable[Any]) -> list[Any]:
+def _inputs(trace: _Trace, known: Mapping[Any, Any], read: Iterable[Any]) -> list[Any]:
     """The values of variables; StructureError where one has only a shape."""
-    found = [values[var] for var in read]
-    for value in found:
+    values = [known[var] for var in read]
+    for value in values:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise StructureError(
                 f"an argument is abstract, a jax.ShapeDtypeStruct "
                 f"{show_shape(value.shape)}, but what is made is computed from its "
                 "values: pass an array"
             )
-    return found
+    mesh = trace.mesh
+    return values if mesh is None else [_on_mesh(value, mesh) for value in values]
 
 
 def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
@@ -277,7 +279,7 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
         counters = _counters(trace, [var for var, _ in outputs])
         keys = {var: value for var, value in counters.items() if _is_key(var)}
         known = trace.values | keys
-        made = [_without_program(var, own, counters) for var, own in outputs]
+        made = [counters.get(var) if own is None else None for var, own in outputs]
         left = [at for at, array in enumerate(made) if array is None]
         jobs = []
         for at in left:
@@ -287,19 +289,6 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
         for at, job in zip(left, jobs, strict=True):
             (made[at],) = _run(job)
     return made
-
-
-def _without_program(
-    var: Any, sharding: NamedSharding | None, counters: Mapping[Any, Any]
-) -> Any:
-    """An array that no program makes, or None."""
-    if sharding is None:
-        return counters.get(var)
-    if _size(var) or _is_key(var):
-        return None
-    # Of an array without elements, a program gives other shards.
-    host = np.zeros(var.aval.shape, var.aval.dtype)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 # -------------------------------------------------------------------- programs
@@ -313,29 +302,11 @@ class _Job:
 
 
 def _job(trace: _Trace, outputs: Sequence[_Output], known: Mapping[Any, Any]) -> _Job:
-    """The program that makes outputs, with its inputs, in their shards if large."""
+    """The program that makes outputs, with its inputs."""
     variables = [var for var, _ in outputs]
     part, read = trace.part(variables, known)
-    inputs = _concrete(known, read)
-    if len(outputs) == 1:
-        inputs = [_in_shards(x, *outputs[0]) for x in inputs]
     program = _program(part, tuple(sharding for _, sharding in outputs))
-    return _Job(program, inputs, max(map(_size, variables)))
-
-
-def _in_shards(value: Any, output: Any, sharding: NamedSharding | None) -> Any:
-    """A large value that is on no mesh in shards: `jax.jit` would copy it whole."""
-    mesh = None if sharding is None else sharding.mesh
-    if not isinstance(mesh, Mesh) or sharding is None or sharding.is_fully_replicated:
-        return value
-    is_array = isinstance(value, jax.Array | np.ndarray)
-    if isinstance(value, Tracer) or not is_array or value.size <= _SMALL:
-        return value
-    if getattr(value, "committed", False):
-        return value
-    if value.shape == output.aval.shape:
-        return put(value, NamedSharding(retyped(mesh, AxisType.Auto), sharding.spec))
-    return put(value, spread(value.shape, mesh)) if value.size > _MANY else value
+    return _Job(program, _inputs(trace, known, read), max(map(_size, variables)))
 
 
 def _run(job: _Job) -> list[Any]:

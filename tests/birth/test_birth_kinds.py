@@ -134,13 +134,16 @@ KINDS: dict[str, Callable[[nnx.Rngs], dict[str, Any]]] = {
     "custom Variables": custom,
     "recurrent": recurrent,
     "wrapped": wrapped,
+    "arrays as attributes": lambda rngs: {
+        "first": layer(rngs),
+        "table": jnp.arange(8, dtype=jnp.float32),
+        "other": nnx.data(jnp.ones((8, 8))),
+        "tables": nnx.List([jnp.ones(8)]),
+    },
     "half precision": lambda rngs: {
         "first": nnx.Linear(
             8, 8, param_dtype=jnp.bfloat16, kernel_init=uniform, rngs=rngs
         )
-    },
-    "sequential": lambda rngs: {
-        "all": nnx.Sequential(layer(rngs), nnx.relu, layer(rngs))
     },
 }
 
@@ -227,9 +230,8 @@ def test_references_are_made_afterwards(
     assert_lies(model.kernel.get_value(), ((), ("model",)), mesh)
     assert_lies(mu.get_value(), ((), ("model",)), mesh)
     np.testing.assert_allclose(model(X), layer(nnx.Rngs(0))(X), rtol=1e-5)
-    layout_map = flm.LayoutMap(mesh, strict=False)
     with pytest.raises(flm.errors.StructureError, match=f"{kind}=True is a reference"):
-        flm.create_optimizer(model, optax.adam(1e-3), layout_map=layout_map)
+        flm.create_optimizer(model, optax.adam(1e-3), rules(mesh))
     rngs = nnx.with_vars(nnx.Rngs(0), **options)
     with pytest.raises(flm.errors.StructureError, match=f"{kind}=True is a reference"):
-        flm.create(layer, layout_map, rngs)
+        flm.create(layer, rules(mesh), rngs)

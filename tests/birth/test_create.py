@@ -123,27 +123,6 @@ def test_every_leaf_is_born_in_its_shards(born: Any, any_mesh: flm.DeviceMesh) -
 # ------------------------------------------------------------------ objects of NNX
 
 
-def test_counters_are_those_of_the_eager_run(mesh: flm.DeviceMesh) -> None:
-    eager = nnx.Rngs(0)
-    plain: Any = Model(eager)
-    # Made inside: the counters that the model itself keeps.
-    inside = flm.create(make, rules(mesh))
-    # An argument: the caller's own object counts too.
-    for arguments in ((lambda r: ((r,), {})), (lambda r: ((), {"rngs": r}))):
-        rngs = nnx.Rngs(0)
-        args, kwargs = arguments(rngs)
-        given = flm.create(Model, rules(mesh), *args, **kwargs)
-        assert_same_bits(nnx.state(given), nnx.state(inside))
-        for name, stream in eager.items():
-            assert rngs[name].count.get_value() == stream.count.get_value() > 0
-        # And goes on as the eager one does.
-        other = nnx.Rngs(0)
-        Model(other)
-        assert jnp.array_equal(bits(rngs()), bits(other()))
-    for model in (inside, given):
-        assert model.drop.rngs.count.get_value() == plain.drop.rngs.count.get_value()
-
-
 def grow(block: Any, rngs: nnx.Rngs) -> Any:
     rngs()
     block.extra = nnx.Param(jnp.ones(3))
@@ -381,16 +360,6 @@ class Wide(nnx.Module):
         )
 
 
-def make_wide() -> Wide:
-    return Wide(nnx.Rngs(0))
-
-
-def wide_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = ("data", "model")
-    return layout_map
-
-
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Each new program that is run, lowered for its inputs."""
@@ -413,29 +382,52 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-# Programs are kept: with another width for each case they are new.
-CASES = [(kind, inside) for kind in KINDS for inside in (False, True)]
+def new_bytes(before: list[Any]) -> dict[Any, int]:
+    """Bytes on each device of the arrays that are new, each buffer counted once."""
+    gc.collect()
+    old = set(map(id, before))
+    buffers: dict[tuple[Any, int], int] = {}
+    for array in jax.live_arrays():
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if id(array) in old or is_key or array.is_deleted():
+            continue
+        for shard in array.addressable_shards:
+            where = (shard.device, memory_of(shard.data))
+            buffers[where] = shard.data.nbytes
+    found = {device: 0 for device in jax.devices()}
+    for (device, _), count in buffers.items():
+        found[device] += count
+    return found
 
 
-@pytest.mark.parametrize(("kind", "inside"), CASES)
-def test_no_device_computes_a_whole_parameter(
-    kind: Any, inside: bool, programs: list[Any]
+WIDTHS = iter(range(WIDE, 10 * WIDE, 16))  # programs are kept: new ones in each test
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_device_holds_a_whole_parameter(
+    born: Any, kind: str, programs: list[Any]
 ) -> None:
-    mesh, width = grid(kind), WIDE + 16 * (CASES.index((kind, inside)) + 1)
-    key = jax.device_put(jax.random.key(0), NamedSharding(bare(mesh), P()))
-    with jax.set_mesh(bare(mesh)) if inside else contextlib.nullcontext():
-        flm.create(lambda key: Wide(nnx.Rngs(key), width), wide_rules(mesh), key)
-    whole = width * width * 4
-    found = [lowered.compile().memory_analysis() for lowered in programs]
-    large = [memory for memory in found if memory.output_size_in_bytes > whole // 16]
+    """Neither while it is computed, nor afterwards."""
+    mesh, width = grid(kind), next(WIDTHS)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = ("data", "model")
+    before = jax.live_arrays()  # kept alive, so that no other takes an address
+    model = born(lambda: Wide(nnx.Rngs(0), width), layout_map)
+    shard = width * width * 4 // 8
+    for count in new_bytes(before).values():
+        assert 3 * shard <= count < 3 * shard + 4096
+    for layer in model.layers:
+        assert_lies(layer.kernel[...], BOTH, mesh)
+    memory: Any = [lowered.compile().memory_analysis() for lowered in programs]
+    large = [one for one in memory if one.output_size_in_bytes > shard // 2]
     assert len(large) == 3
-    for memory in large:
-        assert whole // 8 <= memory.output_size_in_bytes < whole // 8 + 1024
-        assert memory.temp_size_in_bytes < whole // 2
+    for one in large:
+        assert shard <= one.output_size_in_bytes < shard + 1024
+        assert one.temp_size_in_bytes < 4 * shard
     # The control: without shardings a device has it all.
-    plain = jax.jit(lambda: nnx.split(make_wide())[1]).lower().compile()
-    memory: Any = plain.memory_analysis()
-    assert memory.output_size_in_bytes >= 3 * WIDE * WIDE * 4
+    plain = jax.jit(lambda: nnx.split(Wide(nnx.Rngs(0), width))[1]).lower().compile()
+    control: Any = plain.memory_analysis()
+    assert control.output_size_in_bytes >= 3 * 8 * shard
 
 
 @pytest.mark.parametrize("kind", ["numpy", "jax", "one device"])
@@ -464,37 +456,6 @@ def test_large_constants_go_to_their_shards(
     np.testing.assert_array_equal(made["turned"], table.T[:8])
 
 
-def new_bytes(before: list[Any]) -> dict[Any, int]:
-    """Bytes on each device of the arrays that are new, each buffer counted once."""
-    gc.collect()
-    old = set(map(id, before))
-    buffers: dict[tuple[Any, int], int] = {}
-    for array in jax.live_arrays():
-        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if id(array) in old or is_key or array.is_deleted():
-            continue
-        for shard in array.addressable_shards:
-            where = (shard.device, memory_of(shard.data))
-            buffers[where] = shard.data.nbytes
-    found = {device: 0 for device in jax.devices()}
-    for (device, _), count in buffers.items():
-        found[device] += count
-    return found
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_live_arrays_are_shards(kind: str) -> None:
-    mesh = grid(kind)
-    layout_map = wide_rules(mesh)
-    before = jax.live_arrays()  # kept alive, so that no other takes an address
-    model = flm.create(make_wide, layout_map)
-    shards = 3 * WIDE * WIDE * 4 // 8
-    for count in new_bytes(before).values():
-        assert shards <= count < shards + 4096
-    for layer in model.layers:
-        assert_lies(layer.kernel[...], BOTH, mesh)
-
-
 def test_what_was_made_can_be_collected(mesh: flm.DeviceMesh) -> None:
     table = jnp.arange(64.0).reshape(8, 8)
     layout_map = flm.LayoutMap(mesh, strict=False)
@@ -515,41 +476,18 @@ def test_what_was_made_can_be_collected(mesh: flm.DeviceMesh) -> None:
 # ----------------------------------------------------------------------- bad input
 
 
-def test_indivisible_is_an_error_before_compilation(
-    mesh: flm.DeviceMesh, compilations: list[str]
-) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["kernel"] = ("model", None)
-    layout_map["bias"] = ("model",)
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        flm.create(lambda: linear(6, 10), layout_map)
-    assert str(caught.value) == (
-        "2 leaves do not fit the rules on mesh data=2,model=4:\n"
-        "  - bias (10,): rule 2 'bias' → ('model',): dim 0 of size 10 does not divide "
-        "by mesh axis 'model' of size 4; change the size, use another layout (None for "
-        'this dim), or indivisible="replicate"\n'
-        "  - kernel (6,10): rule 1 'kernel' → ('model', None): dim 0 of size 6 does "
-        "not divide by mesh axis 'model' of size 4; change the size, use another "
-        'layout (None for this dim), or indivisible="replicate"'
-    )
-    assert not compilations
-
-
-def test_a_map_without_devices(
+def test_what_does_not_fit_is_an_error_before_compilation(
     abstract_mesh: flm.DeviceMesh, compilations: list[str]
 ) -> None:
-    with pytest.raises(flm.errors.MeshError) as caught:
-        flm.create(make, rules(None))
-    assert str(caught.value) == (
-        "create needs a mesh of devices, the rules have no mesh; use "
-        "layout_map.on(flm.DeviceMesh(...))"
-    )
-    with pytest.raises(flm.errors.MeshError) as caught:
-        flm.create(make, rules(abstract_mesh))
-    assert str(caught.value) == (
-        "create needs a mesh of devices, the rules have DeviceMesh('data=2,model=4', "
-        "abstract); use layout_map.on(flm.DeviceMesh(...))"
-    )
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["kernel"] = ("model", None)
+    with pytest.raises(flm.errors.ResolveError, match=r"(?s)kernel \(6,10\): rule 1"):
+        flm.create(lambda: linear(6, 10), layout_map)
+    for mesh, text in ((None, "no mesh"), (abstract_mesh, "DeviceMesh.*, abstract")):
+        with pytest.raises(
+            flm.errors.MeshError, match=rf"create needs a mesh of .* have {text}.*; use"
+        ):
+            flm.create(make, rules(mesh))
     assert not compilations
 
 

@@ -178,31 +178,6 @@ def test_any_tree_of_layers(tree: Any, rule: str) -> None:
     assert_eager(model, build(tree, nnx.Rngs(0)), layout_map)
 
 
-class Tree(nnx.Module):
-    """Lists, dicts, a tied layer, statistics, random state, arrays as attributes."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-        self.heads = nnx.Dict(a=nnx.Linear(8, 8, rngs=rngs), b=self.blocks[0])
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(8))
-        self.table = jnp.arange(8, dtype=jnp.float32)
-        self.other: Any = nnx.data(jnp.ones((8, 8)))
-        self.tables = nnx.List([jnp.ones(8)])
-        self.rngs = rngs
-
-
-def test_every_kind_of_place(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh, **{"blocks/1/kernel": COLUMN, "heads/a/kernel": ROW})
-    layout_map.update({"^scale": ("data",), "^other": COLUMN, "^table$": ("data",)})
-    rngs = nnx.Rngs(3)
-    with flm.layout_map_scope(layout_map):
-        model = Tree(rngs)
-    assert_eager(model, Tree(nnx.Rngs(3)), layout_map)
-    assert model.rngs is rngs and model.heads.b is model.blocks[0]
-
-
 def test_parts_of_parts_replaced_and_lost(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, match="fullmatch")
     layout_map["first/kernel"] = COLUMN

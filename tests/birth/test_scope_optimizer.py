@@ -94,23 +94,6 @@ def test_as_one_made_after_the_block(
     assert_same(optimizer, after)
 
 
-def test_a_step(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    with flm.layout_map_scope(layout_map):
-        model = Model(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-
-    @flm.jit(layout_map=layout_map)
-    def step(model: Any, optimizer: Any, x: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer, jnp.ones((4, 8)))) for _ in range(2)]
-    assert losses[1] < losses[0]
-    assert_lies(moments(optimizer, "d1/kernel"), COLUMN, mesh)
-
-
 def adam(model: Any, wrt: Any = nnx.Param) -> Any:
     return nnx.Optimizer(model, ADAM, wrt=wrt)
 
