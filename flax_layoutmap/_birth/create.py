@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -170,9 +169,10 @@ def create_optimizer(
     is_module = is_nnx_object(model)
     params = nnx_state(model, wrt) if is_module else model
     if is_module and not jax.tree.leaves(params):
+        name = wrt.__name__ if isinstance(wrt, type) else repr(wrt)
         kinds = sorted({type(v).__name__ for v in variables_of(model)})
         raise StructureError(
-            f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
+            f"create_optimizer: wrt={name} selects no Variables of the "
             f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
         )
     leaves = jax.tree.leaves(params)
@@ -238,23 +238,13 @@ def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None
         kind = unfit(leaf)
         if kind is None:
             continue
-        if isinstance(leaf, np.ma.MaskedArray):
-            way = "make it a plain one, with array.filled(number)"
-        elif "does not hold" in kind:
-            way = (
-                "jax.config.update('jax_enable_x64', True) keeps 64 bits, or set it "
-                "after the model is made"
-            )
-        else:
-            way = "set it after the model is made"
+        way = "set it after the model is made"
+        if "does not hold" in kind:
+            way = f"jax.config.update('jax_enable_x64', True) keeps 64 bits, or {way}"
         where = f"{path} is" if path else "it is"
         raise StructureError(
             f"{what} makes arrays of numbers, but {where} {kind}: {way}"
         )
-
-
-def _name_of(wrt: Any) -> str:
-    return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
 
 
 def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:

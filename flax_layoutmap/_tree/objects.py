@@ -73,8 +73,6 @@ def _flat(tree: Any) -> list[Any]:
 
 def unfit(leaf: Any) -> str | None:
     """Describe a leaf that JAX cannot hold, or only with other numbers; else None."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        return "a masked NumPy array"
     if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     if isinstance(leaf, np.ndarray | np.generic):

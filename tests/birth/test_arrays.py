@@ -208,22 +208,6 @@ def test_a_constructor_of_any_structure(mesh: flm.DeviceMesh, name: str) -> None
     assert_as_jit(MAKERS[name], mesh, key, x)
 
 
-def test_values_that_reduce_are_close(mesh: flm.DeviceMesh) -> None:
-    def make() -> dict[str, Any]:
-        first, second, third = jax.random.normal(jax.random.key(0), (3, 64, 64))
-        return {
-            "normed": first / jnp.linalg.norm(first),
-            "centred": second - second.mean(0),
-            "product": third @ third.T @ third,
-        }
-
-    made, plain = flm.create(make, rules(mesh)), jax.jit(make)()
-    for name, leaf in made.items():
-        assert_lies(leaf, BOTH, mesh)
-        scale = np.abs(plain[name]).max()
-        np.testing.assert_allclose(leaf, plain[name], rtol=1e-5, atol=1e-5 * scale)
-
-
 def test_what_has_effects(
     mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,12 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -80,29 +81,6 @@ def test_a_constructor_that_raises_half_way(
     assert seen and all(ref() is None for ref in seen)  # nothing half-built is kept
 
 
-def test_what_is_no_function_and_no_map(mesh: flm.DeviceMesh) -> None:
-    layout_map: Any = rules(mesh)
-    given: Any
-    for given, text in (
-        (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
-        (layer(nnx.Rngs(0)), "was given a Linear that exists already; pass a function"),
-        (3, "needs a function that makes the model, got a int"),
-    ):
-        with pytest.raises(flm.errors.StructureError) as caught:
-            flm.create(given, layout_map)
-        assert text in str(caught.value)
-    head = "create(make, layout_map) needs a LayoutMap or a RuleSet, got "
-    for given, text in (
-        ({"kernel": None}, "{'kernel': None}; make one"),
-        (None, "None; make one"),
-        (nnx.Rngs(0), "a Rngs; make one"),  # it has any attribute
-        (flm.LayoutMap, "<class"),
-    ):
-        with pytest.raises(flm.errors.RuleError) as caught:
-            flm.create(Model, given)
-        assert str(caught.value).startswith(head + text)
-
-
 def _number(kernel: Any) -> float:
     return float(kernel.sum()) / 8
 
@@ -122,46 +100,94 @@ def test_what_reads_values(mesh: flm.DeviceMesh, born: Any, read: Any) -> None:
         born(lambda: Model(also), rules(mesh))
 
 
-# ------------------------------------------------------------------ odd results
+# ------------------------------------------------------------ wrong arguments
 
 
-def test_nothing_at_all(mesh: flm.DeviceMesh, born: Any) -> None:
-    class Empty(nnx.Module):
-        pass
-
-    with pytest.raises(
-        flm.errors.StructureError, match="gives None: let it return the"
-    ):
-        flm.create(lambda: None, rules(mesh))
-    assert nnx.graphdef(born(Empty, rules(mesh))) == nnx.graphdef(Empty())
+async def later() -> Any:
+    return Model()
 
 
-class Unfit(NamedTuple):
-    make: Callable[[], Any]
-    text: str
+def extra(value: Any) -> Callable[[], Any]:
+    def also(model: Any, rngs: Any) -> None:
+        model.extra = nnx.Variable(value)
+
+    return lambda: Model(also)
 
 
 LARGE = "extra is {}the number 1099511627776, which int32 does not hold: jax.config.upd"
-UNFIT = {
-    "text": Unfit(lambda: np.array(["a", "b"]), "extra is a NumPy array of <U1: set"),
-    "masked": Unfit(
-        lambda: np.ma.array([1.0, 2.0], mask=[False, True]),
-        r"extra is a masked NumPy array: .*array\.filled\(number\)",
+NOT_MODELS: list[tuple[Any, str]] = [
+    (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
+    (layer(nnx.Rngs(0)), "was given a Linear that exists already; pass a function"),
+    (3, "needs a function that makes the model, got a int"),
+    (lambda: None, "gives None: let it return the model"),
+    (later, "later is an async function"),
+    (extra(np.array(["a", "b"])), "extra is a NumPy array of <U1: set it after"),
+    (extra(np.zeros(3, [("a", "f4")])), "extra is a NumPy array of [('a'"),
+    (extra(np.array([1, 2**40])), LARGE.format("a NumPy array of int64 with ")),
+    (extra(2**40), LARGE.format("")),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), NOT_MODELS)
+def test_what_makes_no_model(mesh: flm.DeviceMesh, make: Any, text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "was never awaited"
+        with pytest.raises(flm.errors.StructureError) as caught:
+            flm.create(make, rules(mesh))
+        gc.collect()
+    assert text in str(caught.value)
+
+
+NO_MAPS: list[tuple[Any, str]] = [
+    ({"kernel": None}, "{'kernel': None}; make one"),
+    (None, "None; make one"),
+    (nnx.Rngs(0), "a Rngs; make one"),  # it has any attribute
+    (flm.LayoutMap, "<class"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), NO_MAPS)
+def test_what_is_no_map(given: Any, text: str) -> None:
+    with pytest.raises(flm.errors.RuleError) as caught:
+        flm.create(Model, given)
+    head = "create(make, layout_map) needs a LayoutMap or a RuleSet, got "
+    assert str(caught.value).startswith(head + text)
+
+
+SGD = optax.sgd(1e-3)
+NO_OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
+    (layer, 3e-4, nnx.Param, "such as optax.adamw(3e-4), as tx; got 0.0003"),
+    (lambda _: 3, SGD, nnx.Param, "or a tree of arrays as model; got the int 3"),
+    (lambda _: {"w": [1.0]}, SGD, nnx.Param, "as model; w/0 is the float 1.0"),
+    (layer, SGD, nnx.BatchStat, "BatchStat selects no Variables of the Linear, which"),
+    (lambda _: {}, SGD, nnx.Param, "are on no mesh:\n  - (there are no parameters)"),
+    (
+        lambda _: {"kernel": np.ones((8, 8))},
+        SGD,
+        nnx.Param,
+        "on no mesh:\n  - kernel (8,8): None\nmake the model with flm.create(make, lay",
     ),
-    "large": Unfit(
-        lambda: np.array([1, 2**40]), LARGE.format("a NumPy array of int64 with ")
-    ),
-    "a large number": Unfit(lambda: 2**40, LARGE.format("")),
-}
+]
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_what_no_array_can_hold(mesh: flm.DeviceMesh, born: Any, case: str) -> None:
-    def also(model: Any, rngs: Any) -> None:
-        model.extra = nnx.Variable(UNFIT[case].make())
+@pytest.mark.parametrize(("make", "tx", "wrt", "text"), NO_OPTIMIZERS)
+def test_what_has_no_optimizer(
+    mesh: flm.DeviceMesh, make: Any, tx: Any, wrt: Any, text: str
+) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(layer(nnx.Rngs(0))) if make is layer else make(None)
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.create_optimizer(model, tx, layout_map, wrt=wrt)
+    assert text in str(caught.value)
+    with pytest.raises(flm.errors.RuleError, match="needs the map .*: pass it"):
+        flm.create_optimizer(model, SGD)
 
-    with pytest.raises(flm.errors.StructureError, match=UNFIT[case].text):
-        born(lambda: Model(also), rules(mesh))
+
+def test_a_module_without_arrays(mesh: flm.DeviceMesh, born: Any) -> None:
+    class Empty(nnx.Module):
+        pass
+
+    assert nnx.graphdef(born(Empty, rules(mesh))) == nnx.graphdef(Empty())
 
 
 def test_an_abstract_variable_stays_abstract(mesh: flm.DeviceMesh, born: Any) -> None:
@@ -185,19 +211,6 @@ def test_an_abstract_argument_that_is_read(mesh: flm.DeviceMesh) -> None:
         flm.create(make, rules(mesh), 2, cfg={"x": x})
     made = flm.create(lambda x: {"kernel": jnp.ones(x.shape)}, rules(mesh), x)
     assert_lies(made["kernel"], COLUMN, mesh)
-
-
-def test_an_async_constructor(mesh: flm.DeviceMesh) -> None:
-    async def make() -> Any:
-        return Model()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "was never awaited"
-        with pytest.raises(
-            flm.errors.StructureError, match="make is an async function"
-        ):
-            flm.create(make, rules(mesh))
-        gc.collect()
 
 
 # --------------------------------------------------------------- switches of JAX
@@ -237,17 +250,6 @@ def test_create_of_a_traced_argument(mesh: flm.DeviceMesh) -> None:
         return flm.create(lambda: Model(_scaled(x)), layout_map).total[...].sum()
 
     np.testing.assert_allclose(jax.grad(total)(jnp.float32(3)), 8.0)
-
-
-def test_create_in_vmap(mesh: flm.DeviceMesh) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-
-    def make(key: Any) -> Any:
-        return {"kernel": jax.random.normal(key, (8, 16))}
-
-    made = jax.vmap(lambda key: flm.create(make, layout_map, key))(keys)
-    np.testing.assert_allclose(made["kernel"][1], make(keys[1])["kernel"], rtol=1e-6)
 
 
 def test_ours_inside_of_a_constructor(mesh: flm.DeviceMesh, born: Any) -> None:

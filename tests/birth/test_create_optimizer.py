@@ -176,18 +176,6 @@ def test_the_optimizer_section_of_the_map_decides(mesh: flm.DeviceMesh) -> None:
     assert wanted.layout == flm.TensorLayout(("data", None), mesh)
 
 
-@pytest.mark.parametrize("kind", ["pinned_host", None])
-def test_without_a_map_it_is_an_error(mesh: flm.DeviceMesh, kind: str | None) -> None:
-    """Not state in other memory than the rules say."""
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map.optimizer["kernel"] = flm.TensorLayout(("data",), memory_kind=kind)
-    model = flm.create(linear, layout_map)
-    with pytest.raises(
-        flm.errors.RuleError, match=r"needs the map .*: pass it, or call this in a flm"
-    ):
-        flm.create_optimizer(model, optax.adam(1e-3))
-
-
 def test_optimizer_rules_go_to_the_mesh_of_the_model(mesh: flm.DeviceMesh) -> None:
     model = flm.create(linear, flm.LayoutMap(mesh, strict=False))
     tx = optax.adam(1e-3)
@@ -231,49 +219,3 @@ def test_the_metadata_of_flax_for_optimizers(mesh: flm.DeviceMesh, names: Any) -
         layout_map.optimizer["kernel"] = ("data", None)
         optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map)
         assert_lies(kernel_of(optimizer), (("data",), ()), mesh)
-
-
-# ----------------------------------------------------------------- wrong arguments
-
-
-def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
-    model, layout_map = linear(), flm.LayoutMap(mesh, strict=False)
-    with pytest.raises(flm.errors.MeshError) as caught:
-        flm.create_optimizer(model, optax.adam(1e-3), layout_map)
-    text = str(caught.value)
-    assert text.startswith(
-        "create_optimizer follows the layouts of the model, but these parameters are "
-        "on no mesh:\n  - bias (8,): SingleDeviceSharding("
-    )
-    assert text.endswith(
-        "\nmake the model with flm.create(make, layout_map), or move it with "
-        "layout_map.place(model)"
-    )
-    with pytest.raises(flm.errors.MeshError, match="there are no parameters"):
-        flm.create_optimizer({}, optax.adam(1e-3), layout_map)
-    with pytest.raises(flm.errors.MeshError, match="kernel"):
-        flm.create_optimizer({"kernel": np.ones((8, 8))}, optax.adam(1e-3), layout_map)
-
-
-def test_wrong_arguments(mesh: flm.DeviceMesh) -> None:
-    layout_map, sgd = flm.LayoutMap(mesh, strict=False), optax.sgd(1e-3)
-    model: Any = flm.create(linear, layout_map)
-    rate: Any = 3e-4
-    for given, tx, wrt, text in (
-        (model, rate, nnx.Param, "such as optax.adamw(3e-4), as tx; got 0.0003"),
-        (3, sgd, nnx.Param, "or a tree of arrays as model; got the int 3"),
-        ({"w": [1.0]}, sgd, nnx.Param, "as model; w/0 is the float 1.0"),
-        (
-            model,
-            sgd,
-            nnx.BatchStat,
-            "wrt=BatchStat selects no Variables of the Linear, which has Param",
-        ),
-    ):
-        with pytest.raises(flm.errors.StructureError) as caught:
-            flm.create_optimizer(given, tx, layout_map, wrt=wrt)
-        assert text in str(caught.value)
-    with pytest.raises(
-        flm.errors.RuleError, match="create_optimizer.*needs a LayoutMap"
-    ):
-        flm.create_optimizer(model, sgd, {"kernel": None})
