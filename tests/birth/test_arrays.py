@@ -105,7 +105,7 @@ def test_the_bits_of_jit(
         return {"w": INITIALISERS[name](key, shape, jnp.dtype(dtype))}
 
     made = flm.create(make, layout_map)["w"]
-    assert_lies(made, dims, grid)
+    assert_lies(made, tuple(dims), grid)
     shardings = layout_map.shardings(make)
     assert bits(made) == bits(jax.jit(make, out_shardings=shardings)())
     if name in QR:
