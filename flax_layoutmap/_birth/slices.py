@@ -279,7 +279,7 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
         counters = _counters(trace, [var for var, _ in outputs])
         keys = {var: value for var, value in counters.items() if _is_key(var)}
         known = trace.values | keys
-        made = [counters.get(var) if own is None else None for var, own in outputs]
+        made = [_without_program(var, own, counters) for var, own in outputs]
         left = [at for at, array in enumerate(made) if array is None]
         jobs = []
         for at in left:
@@ -289,6 +289,19 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
         for at, job in zip(left, jobs, strict=True):
             (made[at],) = _run(job)
     return made
+
+
+def _without_program(
+    var: Any, sharding: NamedSharding | None, counters: Mapping[Any, Any]
+) -> Any:
+    """An array that no program makes, or None."""
+    if sharding is None:
+        return counters.get(var)
+    if _size(var) or _is_key(var):
+        return None
+    # A program gives shards that no host can read (jax 0.10.2).
+    host = np.zeros(var.aval.shape, var.aval.dtype)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 # -------------------------------------------------------------------- programs
