@@ -6,17 +6,9 @@
 import dis
 import functools
 import inspect
-import itertools
 import re
 import types
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -69,19 +61,14 @@ def check_plain(named: Named) -> None:
             )
 
 
-def refuse_integers(candidates: Named, name: str, cause: Exception) -> None:
-    """Raise StructureError for gradients of integers, if JAX has refused them.
-
-    `candidates` are leaves that may be differentiated, with their paths.
-    """
-    if "requires real- or complex-valued inputs" not in str(cause):
-        return
+def refuse_integers(leaves: Named, name: str, cause: Exception) -> None:
+    """Raise StructureError for leaves of integers, if JAX cannot differentiate them."""
     integers = [
         f"{path} {tuple(np.shape(leaf))} {leaf.dtype}"
-        for path, leaf in candidates
+        for path, leaf in leaves
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact)
     ]
-    if integers:
+    if integers and "requires real- or complex-valued inputs" in str(cause):
         raise StructureError(
             f"{name} differentiates integers or booleans: {first_four(integers)}; keep "
             "them in an nnx.Variable that is not an nnx.Param, or outside of the tree "
@@ -115,10 +102,9 @@ def refuse_closures(fun: Callable[..., Any], name: str, given: Container[str]) -
     (unless these are `given`), and at one attribute or entry below.
     """
     parameters = inspect.signature(fun).parameters.values()
-    used = [(parameter.name, parameter.default) for parameter in parameters]
-    used = [(path, default) for path, default in used if path not in given]
-    paths = [path for path, value in (*used, *_used(fun)) if _holds_values(value)]
-    _raise_for(list(dict.fromkeys(paths)), name)
+    defaults = [(p.name, p.default) for p in parameters if p.name not in given]
+    used = (*defaults, *_used(fun, set()))
+    _raise_for([path for path, value in used if _holds_values(value)], name)
 
 
 def refuse_captured(constants: Iterable[Any], named: Named, name: str) -> None:
@@ -133,83 +119,72 @@ def refuse_captured(constants: Iterable[Any], named: Named, name: str) -> None:
     _raise_for([paths[id(x)] for x in constants if id(x) in paths], name)
 
 
-def _raise_for(used: Sequence[str], name: str) -> None:
-    if not used:
-        return
-    owners = first_four(list(dict.fromkeys(re.split(r"[./[]", x)[0] for x in used)))
-    what = "is not an argument. Its current value would be compiled in as a constant"
-    if len(used) > 1:
-        what = "are not arguments. Their values would be compiled in as constants"
-    raise StructureError(
-        f"{name} uses {first_four(used)}, which {what}. Pass {owners} to {name}."
-    )
+def _raise_for(used: Iterable[str], name: str) -> None:
+    paths = list(dict.fromkeys(used))
+    owners = list(dict.fromkeys(re.split(r"[./[]", path)[0] for path in paths))
+    if paths:
+        raise StructureError(
+            f"{name} uses {first_four(paths)}, but not as an argument: the current "
+            "value would be compiled in as a constant. "
+            f"Pass {first_four(owners)} to {name}."
+        )
 
 
 def _holds_values(value: Any) -> bool:
     """Whether it is or holds a Variable of no surrounding trace."""
-    if isinstance(value, nnx.Pytree | nnx.Variable):
-        value = nnx_state(value) if isinstance(value, nnx.Pytree) else value
-    elif not isinstance(value, nnx.State):
-        return False
-    return not all(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    if isinstance(value, nnx.Pytree):
+        value = nnx_state(value)
+    is_state = isinstance(value, nnx.Variable | nnx.State)
+    return is_state and not all(isinstance(x, Tracer) for x in jax.tree.leaves(value))
 
 
-def _used(fun: Any) -> Iterator[tuple[str, Any]]:
+def _used(fun: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """What a function, and the functions that it uses, use besides arguments."""
-    queue, seen = [fun], set[int]()
-    while queue:
-        for path, value in _used_by(queue.pop()):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            yield path, value
-            if isinstance(value, nnx.State | type):
-                continue
-            if isinstance(value, Mapping):
-                yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
-            elif isinstance(value, list | tuple):
-                yield from ((f"{path}[{at}]", part) for at, part in enumerate(value))
-            elif callable(value):
-                queue.append(value)
+    for path, value in _loaded_by(fun):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield path, value
+        if isinstance(value, Mapping | list | tuple) and not isinstance(
+            value, nnx.State
+        ):
+            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from ((f"{path}[{key!r}]", part) for key, part in parts)
+        elif callable(value):
+            yield from _used(value, seen)
 
 
-def _used_by(fun: Any) -> Iterator[tuple[str, Any]]:
-    bound: dict[str, Any] = {}
+def _loaded_by(fun: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(fun, functools.partial):
         yield from (("func", fun.func), ("args", fun.args), ("keywords", fun.keywords))
-    if isinstance(fun, types.MethodType):
-        fun, owner = fun.__func__, fun.__self__
-        if isinstance(owner, nnx.Pytree):
-            yield "self", owner
-            return
-        code = getattr(fun, "__code__", None)
-        bound = dict.fromkeys(code.co_varnames[:1], owner) if code else {}
-    if not isinstance(fun, types.FunctionType):
+    owner, fun = getattr(fun, "__self__", None), getattr(fun, "__func__", fun)
+    code = getattr(fun, "__code__", None)
+    if isinstance(owner, nnx.Pytree):
+        yield "self", owner
+    elif code is None:
         yield "", getattr(fun, "__wrapped__", None)
-        return
-    cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True)
-    closure = {name: x.cell_contents for name, x in cells if x != types.CellType()}
-    if "site-packages" in fun.__code__.co_filename:  # a decorator of a library
-        yield from closure.items()
-        return
-    scopes = {"GLOBAL": fun.__globals__, "DEREF": closure | bound, "FAST": bound}
-    for kind, name, attribute in _loads(fun.__code__):
-        value = scopes[kind].get(name)
-        below = getattr(value, "__dict__", {})
-        if attribute in below:
-            yield f"{name}.{attribute}", below[attribute]
-        else:
-            yield name, value
+    else:
+        cells = zip(code.co_freevars, fun.__closure__ or (), strict=True)
+        closure = {name: x.cell_contents for name, x in cells if x != types.CellType()}
+        if "site-packages" in code.co_filename:  # a decorator of a library
+            yield from closure.items()
+            return
+        bound = {} if owner is None else dict.fromkeys(code.co_varnames[:1], owner)
+        scopes = {"GLOBAL": fun.__globals__, "DEREF": closure | bound, "FAST": bound}
+        yield from _loads(code, scopes)
 
 
-def _loads(code: types.CodeType) -> Iterator[tuple[str, str, str | None]]:
-    """The names that a code loads, and the attribute of each that it loads next."""
-    steps = list(dis.get_instructions(code))
-    for one, after in itertools.zip_longest(steps, steps[1:]):
-        kind = re.match("LOAD_(GLOBAL|DEREF|FAST)", one.opname)
-        if kind:
-            name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
-            is_before = after and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            yield kind[1], name, after.argval if is_before else None
-    for part in filter(inspect.iscode, code.co_consts):
-        yield from _loads(part)
+def _loads(
+    code: types.CodeType, scopes: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """What a code loads from scopes: values, or the attribute that it loads next."""
+    steps = [*dis.get_instructions(code)]
+    for step, after in zip(steps, steps[1:], strict=False):
+        if kind := re.match("LOAD_(GLOBAL|DEREF|FAST)", step.opname):
+            name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+            value, part = scopes[kind[1]].get(name), after.argval
+            is_part = after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            below = getattr(value, "__dict__", {}) if is_part else {}
+            yield (f"{name}.{part}", below[part]) if part in below else (name, value)
+    for inner in filter(inspect.iscode, code.co_consts):
+        yield from _loads(inner, scopes)
