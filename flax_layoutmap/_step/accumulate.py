@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey
 
 from flax_layoutmap._core.errors import LayoutError, StructureError, bullet_list
 from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.batch import has_rows
-from flax_layoutmap._place.place import distribute_tensor, explicit_axes
+from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._place.relayout import relayout
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -95,8 +94,7 @@ def accumulate(
         LayoutError: `steps` is not a positive integer, or `reduce` is unknown; or, when
             called: there are no rules, several arguments may be the batch, or its rows
             do not divide.
-        StructureError: the loss adds or removes Variables, or gives one of integers a
-            value that depends on the rows.
+        StructureError: the loss changes the structure of NNX objects.
 
     Example:
         >>> import jax.numpy as jnp, flax_layoutmap as flm
@@ -115,8 +113,7 @@ def accumulate(
     Plain JAX: `jax.lax.scan` of `jax.value_and_grad` in a `jax.vmap` over the parts of
     the batch, with `spmd_axis_name`, and `mean` of what comes out.
     """
-    is_number = isinstance(steps, int | np.integer) and not isinstance(steps, bool)
-    if not is_number or steps < 1:
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")
     if reduce not in ("once", "each"):
         raise LayoutError(f"accumulate(reduce=…) is 'once' or 'each', got {reduce!r}")
@@ -124,20 +121,21 @@ def accumulate(
     several = isinstance(argnums, Sequence)
     numbers = [getattr(n, "argnum", n) for n in (argnums if several else [argnums])]
     wrt = [names_of(signature, (), n, "argnums") for n in numbers]
-    batch = batch_argnames
-    if batch is not None:
-        batch = names_of(signature, batch, (), "batch_argnames")
+    batch = names_of(signature, batch_argnames or (), (), "batch_argnames")
     gradient = nnx.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        rules = _rules(layout_map)
+        rules = current_rules()
+        if layout_map is not None:
+            rules = rule_set_of(layout_map, "accumulate")
+        if rules is None or rules.mesh is None:
+            raise LayoutError(
+                "accumulate needs rules with a mesh, to know the axes of the batch: "
+                "call it in a function of flm.jit(layout_map=…), or pass them, "
+                "flm.accumulate(loss_fn, steps=…, layout_map=layout_map)"
+            )
         slots = slots_of(signature.bind(*args, **kwargs))
-        given = {slot.name: value for slot, value in slots}
-        differentiated = [s.name for own in wrt for s, _ in slots if s.is_among(own)]
-        rows = None
-        if batch is not None:
-            rows = [slot.name for slot, _ in slots if slot.is_among(batch)]
 
         def on_arguments(arguments: Mapping[str, Any]) -> Any:
             pairs = [(slot, arguments[slot.name]) for slot, _ in slots]
@@ -145,204 +143,82 @@ def accumulate(
             loss, aux = result if has_aux else (result, ())
             return loss, list(grads) if several else [grads], aux
 
-        loop = _Loop(on_arguments, given, differentiated, rules, int(steps))
-        loop.split(rows, once=reduce == "once")
-        loss, grads, aux = loop.run()
+        loss, grads, aux = _run(
+            on_arguments,
+            given={slot.name: value for slot, value in slots},
+            wrt=[s.name for own in wrt for s, _ in slots if s.is_among(own)],
+            batch=[slot.name for slot, _ in slots if slot.is_among(batch)],
+            rules=rules,
+            steps=int(steps),
+            once=reduce == "once",
+        )
         value = (loss, aux) if has_aux else loss
         return value, tuple(grads) if several else grads[0]
 
     return value_and_grad
 
 
-def _rules(layout_map: Any) -> RuleSet:
-    if outer := split_axes():
-        raise LayoutError(
-            "accumulate is called in the loss of another accumulate, which has split "
-            f"the rows over {outer}: take one, with the product of their steps"
-        )
-    given = layout_map is not None
-    rules = rule_set_of(layout_map, "accumulate") if given else current_rules()
-    if rules is None or rules.mesh is None:
-        raise LayoutError(
-            "accumulate needs rules with a mesh, to know the axes of the batch: call "
-            "it in a function of flm.jit(layout_map=…), or pass them, "
-            "flm.accumulate(loss_fn, steps=…, layout_map=layout_map)"
-        )
-    return rules
+def _run(
+    gradient: Callable[..., Any],
+    *,
+    given: _Values,
+    wrt: Sequence[str],
+    batch: Sequence[str],
+    rules: RuleSet,
+    steps: int,
+    once: bool,
+) -> Any:
+    """Loss, gradients and the rest; writes what changed into NNX objects.
 
-
-class _Loop:
-    """The micro-batches of one call.
-
-    Attributes:
-        gradient: from the arguments by name to loss, gradients and the rest.
-        wrt: the names of the arguments that are differentiated.
-        values: what is in the arguments; `variables` are the caller's own.
-        rows: the arrays that are split; `whole` are all others, and `keys` the paths
-            of the PRNG keys among these.
-        axes: the batch axes over which loops run by themselves.
+    `given` are the arguments by name, `wrt` the names of those that are differentiated,
+    and `batch` of those with rows, or none.
     """
+    values, variables, pure = _pure(gradient, given)
+    states = {path.partition("/")[0] for path in (*wrt, *variables)}
+    rows, keys = _rows_and_keys(values, states, batch, rules, steps)
+    whole = {
+        path: value
+        for path, value in values.items()
+        if path not in rows and all(hasattr(x, "shape") for x in jax.tree.leaves(value))
+    }
+    axes: tuple[str, ...] = ()
+    if once and not is_eager():
+        leaves = resolve(Roots({name: given[name] for name in states}), rules)
+        used = {axis for leaf in leaves for axis in leaf.layout.axis_names}
+        axes = tuple(x for x in rules.batch if x not in {*used, *split_axes()})
+    layouts = functools.partial(_layouts, {name: given[name] for name in wrt}, rules)
+    loop = functools.partial(_loop, pure, keys, steps, layouts)
+    if axes:
+        loss, grads, floats, counts, aux = _by_parts(loop, axes, rules, rows, whole)
+    else:
+        loss, grads, floats, counts, aux = loop(0, rows, whole)
+    for path, value in (floats | counts).items():
+        variables[path].set_raw_value(value)
+    return loss, jax.tree.map(distribute_tensor, grads, layouts(grads)), aux
 
-    def __init__(
-        self, gradient: Any, given: _Values, wrt: list[str], rules: RuleSet, steps: int
-    ) -> None:
-        """Take the arguments apart."""
-        self.gradient, self.given, self.wrt = gradient, given, wrt
-        self.rules, self.mesh, self.steps = rules, rules.mesh, steps
-        self.graphdef, state = nnx_split(given)
-        self.treedef, self.values = jax.tree.structure(state), _values_of(state)
-        self.variables = {
-            join_keys(map(DictKey, path)): part
-            for path, part in nnx.iter_graph(given, graph=True)
-            if _is_variable(part)
-        }
 
-    def split(self, batch: Sequence[str] | None, *, once: bool) -> None:
-        """Find the arrays with rows, and the axes of the loops.
+def _pure(gradient: Any, given: _Values) -> tuple[_Values, _Values, Any]:
+    """What is in the arguments, their Variables, and the gradient by values.
 
-        Raises:
-            LayoutError: there are none, or in several arguments; or rows do not divide.
-        """
-        owner = {path: path.partition("/")[0] for path in self.values}
-        states = {*self.wrt, *(owner[path] for path in self.variables)}
-        with_rows = [owner[path] for path, x in self.values.items() if has_rows(x)]
-        names = sorted({*with_rows} - states)
-        batch = names if batch is None and len(names) == 1 else batch
-        if not batch or not {*batch} <= {*names}:
-            raise LayoutError(
-                "accumulate splits the rows (dim 0) of the batch: name the arguments "
-                f"with rows, flm.accumulate(loss_fn, steps={self.steps}, "
-                "batch_argnames=…); those with arrays that have a dim, and are neither "
-                f"differentiated nor in an NNX object, are {names}"
-            )
-        self.rows: _Values = {}
-        self.whole: _Values = {}
-        self.keys: list[str] = []
-        for path, x in self.values.items():
-            is_key = _is_typed_key(x) or (owner[path] not in states and _is_old_key(x))
-            if owner[path] in batch and np.ndim(x) and not _is_typed_key(x):
-                self.rows[path] = x
-            elif all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)):
-                self.whole[path] = x
-                self.keys += [path] * is_key
-        self._check_rows()
-        self.axes: tuple[str, ...] = ()
-        if once and not is_eager():
-            trees = Roots({name: self.given[name] for name in states})
-            found = resolve(trees, self.rules)
-            used = {axis for leaf in found for axis in leaf.layout.axis_names}
-            self.axes = tuple(axis for axis in self.rules.batch if axis not in used)
+    It gives loss, gradients, changed floats, other changed values and the rest. Keys
+    that Flax returns as it has read them, or that the loss reseeds, stay.
+    """
+    graphdef, state = nnx_split(given)
+    treedef, values = jax.tree.structure(state), _values_of(state)
+    variables = {
+        join_keys(map(DictKey, path)): part
+        for path, part in nnx.iter_graph(given, graph=True)
+        if _is_variable(part)
+    }
 
-    def _check_rows(self) -> None:
-        parts = self._count(self.rules.batch)
-        counts = {len(x) for x in self.rows.values()}
-        if len(counts) == 1 and not counts.pop() % (parts * self.steps):
-            return
-        shown = [f"{path} {show_shape(x.shape)}" for path, x in self.rows.items()]
-        raise LayoutError(
-            f"accumulate(steps={self.steps}) splits rows (dim 0) into {self.steps} × "
-            f"{parts} parts, the steps and the devices along {self.rules.batch}; these "
-            f"differ, or do not divide:\n{bullet_list(shown)}\n"
-            "Pad the batch with flm.pad_batch and weight the loss by its mask; see "
-            "docs/training.md#padding."
-        )
-
-    def _count(self, axes: Sequence[str]) -> int:
-        assert self.mesh is not None
-        return math.prod(self.mesh.axis_sizes[axis] for axis in axes)
-
-    def run(self) -> tuple[Any, list[Any], Any]:
-        """Loss, gradients and the rest; writes what changed into NNX objects."""
-        parts: Any = self._parts
-        if explicit_axes(jax.sharding.get_abstract_mesh()):
-            whole = PartitionSpec()
-            auto = jax.sharding.auto_axes(parts, out_sharding=whole)
-            _, grads, *_ = jax.eval_shape(auto, self.rows, self.whole)
-            specs = jax.tree.map(
-                lambda x, layout: layout.spec(x.ndim), grads, self._layouts(grads)
-            )
-            out = whole, specs, whole, whole
-            parts = jax.sharding.auto_axes(parts, out_sharding=out)
-        loss, grads, changed, aux = parts(self.rows, self.whole)
-        for path, value in changed.items():
-            self.variables[path].set_raw_value(value)
-        return loss, grads, aux
-
-    def _parts(self, rows: _Values, whole: _Values) -> Any:
-        """Loops for all parts of the batch: loss, gradients, changes and the rest."""
-        loop = functools.partial(call_split_over, self.axes, self._loop)
-        if self.axes:
-            count = self._count(self.axes)
-            rows = {path: self._by_part(x, count) for path, x in rows.items()}
-            layout = TensorLayout((self.axes,), self.mesh)
-            number = distribute_tensor(jnp.arange(count), layout)
-            dims: Any = {"in_axes": (0, 0, None), "out_axes": (0, 0, 0, None, 0)}
-            try:
-                *means, counts, aux = jax.vmap(loop, **dims, spmd_axis_name=self.axes)(
-                    number, rows, whole
-                )
-            except ValueError as error:
-                if "got axis spec None but output was batched" not in str(error):
-                    raise
-                raise StructureError(
-                    "accumulate: the loss gives an integer Variable a value that "
-                    "depends on the rows, so that each device would have another one: "
-                    'return it, with has_aux=True, or take reduce="each"'
-                ) from error
-            loss, grads, floats = jax.tree.map(lambda x: x.mean(0), means)
-            aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
-        else:
-            loss, grads, floats, counts, aux = loop(0, rows, whole)
-        grads = _laid_out(grads, self._layouts(grads))
-        return loss, grads, floats | counts, aux
-
-    def _by_part(self, x: Any, count: int) -> Any:
-        """The rows along each part of the axes, in a new first dim."""
-        rest = tuple(axis for axis in self.rules.batch if axis not in self.axes)
-        kept = (TensorLayout.MATCH,) * (x.ndim - 1)
-        layout = TensorLayout((self.axes, rest, *kept), self.mesh)
-        parts = x.reshape(count, len(x) // count, *x.shape[1:])
-        return relayout(parts, layout, gradient="output")
-
-    def _loop(self, part: Any, rows: _Values, whole: _Values) -> Any:
-        """Means of loss, gradients and changed floats; changed counts; the rest."""
-        once: Any = jax.jit(self._once, inline=True)  # traced once for both calls
-        rows = {path: _micro_batches(x, self.steps) for path, x in rows.items()}
-        like = {**whole, **{path: x[0] for path, x in rows.items()}}
-        loss, grads, floats, counts, _ = jax.eval_shape(once, like)
-        layouts = self._layouts(grads, in_loop=True)
-
-        def micro_batch(carry: Any, xs: Any) -> Any:
-            (loss_sum, sums, changing), (number, rows) = carry, xs
-            values = {**whole, **changing, **rows}
-            for path in self.keys:
-                values[path] = _folded(values[path], part * self.steps + number)
-            loss, grads, floats, counts, aux = once(values)
-            sums = _laid_out(jax.tree.map(_plus, sums, grads), layouts)
-            return (_plus(loss_sum, loss), sums, {**floats, **counts}), aux
-
-        zeros = _laid_out(jax.tree.map(_zeros, grads), layouts)
-        start = _zeros(loss), zeros, {path: whole[path] for path in (*floats, *counts)}
-        numbered = jnp.arange(self.steps), rows
-        (*sums, new), aux = jax.lax.scan(micro_batch, start, numbered)
-        loss, grads = jax.tree.map(
-            lambda x, like: (x / self.steps).astype(like.dtype), sums, [loss, grads]
-        )
-        floats, counts = ({path: new[path] for path in own} for own in (floats, counts))
-        return loss, grads, floats, counts, aux
-
-    def _once(self, values: _Values) -> Any:
-        """A micro-batch: loss, gradients, changed floats, changed counts, the rest.
-
-        Keys that Flax returns as it has read them, or that the loss reseeds, stay.
-        """
-        before = {**self.values, **values}
-        state = jax.tree.unflatten(self.treedef, jax.tree.leaves([*before.values()]))
-        arguments = nnx.merge(self.graphdef, state)
-        loss, grads, aux = self.gradient(arguments)
-        graphdef, state = nnx_split(arguments)
+    def pure(arrays: _Values) -> Any:
+        before = {**values, **arrays}
+        state = jax.tree.unflatten(treedef, jax.tree.leaves([*before.values()]))
+        arguments = nnx.merge(graphdef, state)
+        loss, grads, aux = gradient(arguments)
+        new_graphdef, state = nnx_split(arguments)
         after = _values_of(state)
-        if graphdef != self.graphdef:
+        if new_graphdef != graphdef:
             differing = first_four(sorted(before.keys() ^ after.keys()))
             raise StructureError(
                 "accumulate: the loss changes the structure or static attributes of "
@@ -351,37 +227,146 @@ class _Loop:
             )
         floats: _Values = {}
         counts: _Values = {}
-        for path, variable in self.variables.items():
-            old, new = map(jax.tree.leaves, (before[path], after[path]))
-            is_same = all(x is y for x, y in zip(old, new, strict=True))
-            if not is_same and not isinstance(variable, nnx.RngKey):
+        for path, variable in variables.items():
+            pairs = zip(*map(jax.tree.leaves, (before[path], after[path])), strict=True)
+            new = [x for old, x in pairs if x is not old]
+            if new and not isinstance(variable, nnx.RngKey):
                 is_float = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in new)
                 (floats if is_float else counts)[path] = after[path]
         return loss, grads, floats, counts, aux
 
-    def _layouts(self, grads: list[Any], *, in_loop: bool = False) -> list[Any]:
-        """For each gradient the layout of optimizer state.
+    return values, variables, pure
 
-        Inside the loop gradients keep the parameters' layout, where that of optimizer
-        state is not finer; they move to the optimizer's layout once, after the loop.
-        """
-        found = []
-        for name, own in zip(self.wrt, grads, strict=True):
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
-            leaves, treedef = jax.tree.flatten(like)
-            trees = {name: self.given[name], "gradients": optax.TraceState(like)}
-            states = [*resolve(Roots(trees), self.rules)][-len(leaves) :]
-            parameters = resolve(Roots({name: like}), self.rules)
-            layouts = []
-            for pair in zip(states, parameters, strict=True):
-                dims, least = (x.layout.dims(len(x.shape)) for x in pair)
-                shared = zip(dims, least, strict=True)
-                if in_loop and any(axes[: len(part)] != part for axes, part in shared):
-                    dims = least
-                # Without its memory kind: a gradient stays on the device.
-                layouts.append(TensorLayout(dims, self.mesh))
-            found.append(jax.tree.unflatten(treedef, layouts))
-        return found
+
+def _rows_and_keys(
+    values: _Values,
+    states: set[str],
+    batch: Sequence[str],
+    rules: RuleSet,
+    steps: int,
+) -> tuple[_Values, list[str]]:
+    """The arrays that are split, and the paths of the PRNG keys among the others."""
+    assert rules.mesh is not None
+    names = [path.partition("/")[0] for path in values]
+    pairs = list(zip(names, values.items(), strict=True))
+    data = sorted({n for n, (_, x) in pairs if has_rows(x)} - states)
+    batch = batch or data[: len(data) == 1]
+    if not batch or not {*batch} <= {*data}:
+        raise LayoutError(
+            "accumulate splits the rows (dim 0) of the batch: name the arguments "
+            f"with rows, flm.accumulate(loss_fn, steps={steps}, "
+            "batch_argnames=…); those with arrays that have a dim, and are neither "
+            f"differentiated nor in an NNX object, are {data}"
+        )
+    typed = [path for _, (path, x) in pairs if _is_typed_key(x)]
+    arrays = {p: (n, x) for n, (p, x) in pairs if p not in typed and np.ndim(x)}
+    rows = {path: x for path, (name, x) in arrays.items() if name in batch}
+    old = [p for p, (n, x) in arrays.items() if not has_rows(x) and n not in states]
+    axes = tuple(axis for axis in rules.batch if axis not in split_axes())
+    parts = math.prod(map(rules.mesh.dim_size, axes))
+    sizes = {len(x) for x in rows.values()}
+    if len(sizes) > 1 or max(sizes) % (parts * steps):
+        shown = [f"{path} {show_shape(x.shape)}" for path, x in rows.items()]
+        raise LayoutError(
+            f"accumulate(steps={steps}) splits rows (dim 0) into {steps} × "
+            f"{parts} parts, the steps and the devices along {axes}; these "
+            f"differ, or do not divide:\n{bullet_list(shown)}\n"
+            "Pad the batch with flm.pad_batch and weight the loss by its mask; see "
+            "docs/training.md#padding."
+        )
+    return rows, [*typed, *(path for path in old if path not in rows)]
+
+
+def _by_parts(
+    loop: Any, axes: tuple[str, ...], rules: RuleSet, rows: _Values, whole: _Values
+) -> Any:
+    """A loop for each part of the batch along axes, and the means over them."""
+    mesh: Any = rules.mesh
+    count = math.prod(map(mesh.dim_size, axes))
+    rest = tuple(axis for axis in rules.batch if axis not in axes)
+
+    def by_part(x: Any) -> Any:
+        layout = TensorLayout((axes, rest, *[TensorLayout.MATCH] * (x.ndim - 1)), mesh)
+        parts = x.reshape(count, len(x) // count, *x.shape[1:])
+        return relayout(parts, layout, gradient="output")
+
+    number = distribute_tensor(jnp.arange(count), TensorLayout((axes,), mesh))
+    *means, counts, aux = jax.vmap(
+        functools.partial(call_split_over, axes, loop),
+        in_axes=(0, 0, None),
+        out_axes=(0, 0, 0, None, 0),  # counts must not depend on the rows
+        spmd_axis_name=axes,
+    )(number, jax.tree.map(by_part, rows), whole)
+    aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+    return *jax.tree.map(lambda x: x.mean(0), means), counts, aux
+
+
+def _loop(
+    pure: Any,
+    keys: Sequence[str],
+    steps: int,
+    layouts: Any,
+    part: Any,
+    rows: _Values,
+    whole: _Values,
+) -> Any:
+    """Means of loss, gradients and changed floats; changed counts; the rest."""
+    once: Any = jax.jit(pure, inline=True)  # traced once for both calls
+    # Each micro-batch has rows of every device: nothing is moved.
+    rows = {
+        path: jnp.moveaxis(x.reshape(len(x) // steps, steps, *x.shape[1:]), 1, 0)
+        for path, x in rows.items()
+    }
+    like = {**whole, **{path: x[0] for path, x in rows.items()}}
+    loss, grads, floats, counts, _ = jax.eval_shape(once, like)
+    places = layouts(grads, in_loop=True)
+
+    def micro_batch(carry: Any, xs: Any) -> Any:
+        (sums, changing), (number, rows) = carry, xs
+        values = {**whole, **changing, **rows}
+        for path in keys:
+            values[path] = _folded(values[path], part * steps + number)
+        loss, grads, floats, counts, aux = once(values)
+        return (plus(sums, (loss, grads)), floats | counts), aux
+
+    def plus(sums: Any, more: Any) -> Any:
+        loss, grads = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
+        return loss, jax.tree.map(distribute_tensor, grads, places)
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)),
+        (loss, grads),
+    )
+    start = plus(zeros, zeros), {path: whole[path] for path in floats | counts}
+    (sums, new), aux = jax.lax.scan(micro_batch, start, (jnp.arange(steps), rows))
+    means = jax.tree.map(
+        lambda x, like: (x / steps).astype(like.dtype), sums, (loss, grads)
+    )
+    return *means, *({path: new[path] for path in own} for own in (floats, counts)), aux
+
+
+def _layouts(
+    given: _Values, rules: RuleSet, grads: list[Any], *, in_loop: bool = False
+) -> list[Any]:
+    """For each gradient the layout of optimizer state.
+
+    Inside the loop gradients keep the parameters' layout, where that of optimizer
+    state is not finer; they move to the optimizer's layout once, after the loop.
+    """
+    layouts = []
+    for (name, tree), own in zip(given.items(), grads, strict=True):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
+        parameters = [*resolve(Roots({name: like}), rules)]
+        trees = {name: tree, "gradients": optax.TraceState(like)}
+        states = [*resolve(Roots(trees), rules)][-len(parameters) :]
+        for pair in zip(states, parameters, strict=True):
+            dims, least = (x.layout.dims(len(x.shape)) for x in pair)
+            shared = zip(dims, least, strict=True)
+            if in_loop and any(axes[: len(part)] != part for axes, part in shared):
+                dims = least
+            # Without its memory kind: a gradient stays on the device.
+            layouts.append(TensorLayout(dims, rules.mesh))
+    return jax.tree.unflatten(jax.tree.structure(grads), layouts)
 
 
 def _is_variable(node: Any) -> bool:
@@ -389,18 +374,13 @@ def _is_variable(node: Any) -> bool:
 
 
 def _values_of(state: Any) -> _Values:
-    return {
-        join_keys(keys): x.get_raw_value() if _is_variable(x) else x
-        for keys, x in jax.tree.leaves_with_path(state, is_leaf=_is_variable)
-    }
+    pairs = jax.tree.leaves_with_path(state, is_leaf=_is_variable)
+    raw = nnx.Variable.get_raw_value
+    return {join_keys(keys): raw(x) if _is_variable(x) else x for keys, x in pairs}
 
 
 def _is_typed_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _is_old_key(x: Any) -> bool:
-    return bool(np.ndim(x)) and not has_rows(x)
 
 
 def _folded(x: Any, number: Any) -> Any:
@@ -409,20 +389,3 @@ def _folded(x: Any, number: Any) -> Any:
     for _ in x.shape if _is_typed_key(x) else ():
         fold = jax.vmap(fold, (0, None))
     return fold(x, number)
-
-
-def _micro_batches(x: Any, steps: int) -> Any:
-    """Rows along a new first dim, each with some of every device: nothing is moved."""
-    return jnp.moveaxis(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 1, 0)
-
-
-def _laid_out(grads: list[Any], layouts: list[Any]) -> list[Any]:
-    return jax.tree.map(distribute_tensor, grads, layouts)
-
-
-def _plus(total: Any, x: Any) -> Any:
-    return total + x.astype(total.dtype)
-
-
-def _zeros(x: Any) -> Any:
-    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))

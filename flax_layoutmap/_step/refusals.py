@@ -158,7 +158,7 @@ def _loaded_by(fun: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(fun, functools.partial):
         yield from (("func", fun.func), ("args", fun.args), ("keywords", fun.keywords))
     owner, fun = getattr(fun, "__self__", None), getattr(fun, "__func__", fun)
-    code = getattr(fun, "__code__", None)
+    code = fun.__code__ if isinstance(fun, types.FunctionType) else None
     if isinstance(owner, nnx.Pytree):
         yield "self", owner
     elif code is None:
