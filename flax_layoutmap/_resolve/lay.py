@@ -142,7 +142,7 @@ class Layer:
         for axis in (axis for axes in dims for axis in axes):
             if axis not in sizes:
                 return _Laid(problem=f": the mesh {str(mesh)!r} has no axis {axis!r}")
-        dims, clashes = _divisible(dims, shape, sizes)
+        dims, clashes = divisible(dims, shape, sizes)
         if clashes and self.rules.indivisible == "error":
             return _Laid(problem=f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}")
         fallback = None
@@ -186,7 +186,7 @@ def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
     )
 
 
-def _divisible(
+def divisible(
     dims: tuple[tuple[str, ...], ...], shape: Shape, sizes: dict[str, int]
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """The dims with those replicated that do not divide, and what clashed."""

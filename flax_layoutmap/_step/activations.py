@@ -92,20 +92,9 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
     return Block(scope)
 
 
-def call_activated(
-    call: Callable[[], Any],
-    rules: RuleSet | None,
-    roots: Sequence[tuple[str, Any]],
-    parameters: Iterable[str],
-    report: Callable[[str], None],
-) -> Any:
-    """Call a function with the activation rules applied to the outputs of layers.
-
-    `roots` are NNX objects, each with the prefix of its paths: `policy/`. A rule
-    `…/output` that matches one of `parameters`, paths in all their forms, is no rule
-    for outputs. `report` gets the warnings about rules that matched nothing.
-    """
-    with _activated(rules, roots, parameters, report):
+def call_activated(call: Callable[[], Any], *how: Any) -> Any:
+    """Call a function in the block of `_activated`, which gets the other arguments."""
+    with _activated(*how):
         return call()
 
 
@@ -116,6 +105,12 @@ def _activated(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> Iterator[None]:
+    """In the block, activation rules apply to the outputs of layers.
+
+    `roots` are NNX objects, each with the prefix of its paths: `policy/`. A rule
+    `…/output` that matches one of `parameters`, paths in all their forms, is no rule
+    for outputs. `report` gets the warnings about rules that matched nothing.
+    """
     before, active = _ACTIVE.get(), None
     if rules is not None and (
         rules.activations
@@ -123,7 +118,7 @@ def _activated(
         or has_explicit_axes(jax.sharding.get_abstract_mesh())  # errors name modules
     ):
         active = _Active(rules)
-        active.rules.learn(parameters)
+        active.outputs.learn(parameters)
     with contextlib.ExitStack() as stack:
         # Also None: a program of `jit` must not depend on a scope around the call.
         stack.callback(_ACTIVE.reset, _ACTIVE.set(active))
@@ -136,7 +131,7 @@ def _activated(
             stack.enter_context(keyed(("no activations", rules)))
         yield
     if active is not None:
-        active.rules.report_unused(report)
+        active.outputs.report_unused(report)
 
 
 def forget_path(node: Any) -> None:
@@ -161,9 +156,7 @@ class _Active:
     """The rules in force, and how deep in the calls of modules this is."""
 
     def __init__(self, rules: RuleSet) -> None:
-        self.rules = OutputRules(rules)
-        self._rules = rules
-        self._depth = 0
+        self.outputs, self._depth = OutputRules(rules), 0
 
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
@@ -173,10 +166,10 @@ class _Active:
             for keys, module in _modules_of(root):
                 path = forms(prefix, "/".join(map(escape, keys)))
                 if callable(module):
-                    self.rules.is_called.setdefault(path, False)
+                    self.outputs.is_called.setdefault(path, False)
                 before.append((module, note_of(module)))
                 if self._path_of(module) is None:  # else an outer scope has marked it
-                    set_note(module, _Mark(path, self._rules))
+                    set_note(module, _Mark(path, self.outputs.rules))
         try:
             yield
         finally:
@@ -188,14 +181,16 @@ class _Active:
 
     def _path_of(self, module: Any) -> Path | None:
         mark = note_of(module)
-        return mark.path if mark is not None and mark.rules == self._rules else None
+        return (
+            mark.path if mark is not None and mark.rules == self.outputs.rules else None
+        )
 
     def call(self, module: Any, call: Callable[[], Any]) -> Any:
         """Call an NNX module, and constrain its output."""
         path = self._path_of(module)
         if path is None and not self._depth:
             # A model that was merged in the block (nnx.merge): it is a root.
-            self.rules.learn(flatten(module).every_form())
+            self.outputs.learn(flatten(module).every_form())
             with self.marked([("", module)]):
                 return self.call(module, call)
         self._depth += 1
@@ -208,7 +203,7 @@ class _Active:
         """Call the module at a path, and constrain each leaf of its output."""
         with _named_in_errors(path[0], module):
             output = call()
-            self.rules.is_called[path] = True
+            self.outputs.is_called[path] = True
             leaves = jax.tree.leaves(output, is_leaf=is_nnx_object)
             return jax.tree.map_with_path(
                 lambda keys, x: self._leaf(path, join_keys(keys), x, len(leaves) > 1),
@@ -221,15 +216,15 @@ class _Active:
         if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
         own = tuple(f"{form}/{name}".strip("/") for form in path)
-        rule = self.rules.rule_of(own)
+        rule = self.outputs.rule_of(own)
         if rule is None and (x.shape or not has_others):  # not a loss beside the output
-            rule = self.rules.rule_of(path)
+            rule = self.outputs.rule_of(path)
         if rule is None or (rule.rank == "skip" and not fits(rule.layout, x.ndim)):
             return x
         try:
             # In the name of the operation, so that programs and profiles show it.
             with jax.named_scope(f"activations[{path[0]}]"):
-                return distribute_tensor(x, self.rules.layout_of(rule, x.shape))
+                return distribute_tensor(x, self.outputs.layout_of(rule, x.shape))
         except (LayoutError, MeshError) as error:
             where = repr(path[0]) if path[0] else "the model"
             fix = (
@@ -266,7 +261,7 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if active is None or module.scope is None:  # the module has no variables yet
         return plain(*args, **kwargs)
     if not module.path:
-        active.rules.learn(flatten(module.variables).every_form())
+        active.outputs.learn(flatten(module.variables).every_form())
     if context.method_name != "__call__":
         return plain(*args, **kwargs)
     path = ("/".join(map(escape, module.path)),)

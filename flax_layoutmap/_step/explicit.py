@@ -14,12 +14,12 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.fetch import is_eager
-from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Whether a mesh of ours or of JAX has Explicit axes; None has not."""
-    return mesh is not None and AxisType.Explicit in (mesh.axis_types or ())
+    return mesh is not None and bool(explicit_axes(mesh))
 
 
 def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -32,20 +32,19 @@ def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         return fun
     types: Any = mesh.jax_mesh.abstract_mesh
     auto = types.update_axis_types(dict.fromkeys(types.axis_names, AxisType.Auto))
+    whole = functools.partial(jax.sharding.reshard, out_shardings=PartitionSpec())
 
     @functools.wraps(fun)
     def on_auto(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(auto):
-            outputs = fun(*jax.sharding.reshard(args, PartitionSpec()))
+            outputs = fun(*whole(args))
         with jax.sharding.use_abstract_mesh(types):
-            return jax.tree.map(_typed_scalar, outputs)
+            return jax.tree.map(
+                lambda x: x if not isinstance(x, jax.Array) or x.ndim else whole(x),
+                outputs,
+            )
 
     return on_auto
-
-
-def _typed_scalar(x: Any) -> Any:
-    is_scalar = isinstance(x, jax.Array) and not x.ndim
-    return jax.sharding.reshard(x, PartitionSpec()) if is_scalar else x
 
 
 def typed_as_mesh(x: Any, mesh: Any, sharding: Any = None) -> Any:
@@ -53,16 +52,15 @@ def typed_as_mesh(x: Any, mesh: Any, sharding: Any = None) -> Any:
 
     In an outer trace it gets the type of `sharding`, or is replicated.
     """
-    jax_mesh: Any = mesh.jax_mesh
+    own = getattr(x, "sharding", None)
+    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if isinstance(x, Tracer):
-        whole = NamedSharding(jax_mesh, PartitionSpec())
         if is_eager():  # in `grad` or `vmap`
             return jax.device_put(x, whole)
-        with jax.sharding.use_abstract_mesh(jax_mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.jax_mesh.abstract_mesh):
             return distribute_tensor(x, sharding or whole)
-    given = getattr(x, "sharding", None)
-    if not isinstance(given, NamedSharding) or given.mesh == jax_mesh:
+    if not isinstance(own, NamedSharding) or own.mesh == mesh.jax_mesh:
         return x
-    wanted = NamedSharding(jax_mesh, given.spec, memory_kind=given.memory_kind)
+    wanted = NamedSharding(mesh.jax_mesh, own.spec, memory_kind=own.memory_kind)
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, wanted, shards)

@@ -1,10 +1,10 @@
 """Which rule lays out the output of a module: `activations`, and Keras's `…/output`."""
 
-import math
 from collections.abc import Callable, Iterable
 
-from flax_layoutmap._core.errors import LayoutError, RuleError, closest
-from flax_layoutmap._core.layout import TensorLayout, is_offloaded
+from flax_layoutmap._core.errors import RuleError, closest
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._resolve.lay import divisible
 from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
@@ -22,12 +22,13 @@ class OutputRules:
     """The rules for outputs, and which modules there are.
 
     Attributes:
+        rules: the rule set.
         is_called: whether the module at a path was called.
     """
 
     def __init__(self, rules: RuleSet) -> None:
         self.is_called: dict[Path, bool] = {}
-        self._rules = rules
+        self.rules = rules
         # Rules in Keras's spelling, except those for parameters (see `learn`).
         self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
         self._chosen: dict[Path, Rule | None] = {}
@@ -35,7 +36,7 @@ class OutputRules:
     def learn(self, parameters: Iterable[str]) -> None:
         """Drop rules `…/output` of the map that are for these parameters."""
         if self._outputs:
-            matcher = Matcher(self._outputs, self._rules.match)
+            matcher = Matcher(self._outputs, self.rules.match)
             used = {at for path in parameters for at in matcher.matching(path)}
             kept = [rule for at, rule in enumerate(self._outputs) if at not in used]
             self._outputs = kept
@@ -45,7 +46,7 @@ class OutputRules:
         """The rule for an output, activations first."""
         if path not in self._chosen:
             rules = self._matching(path)
-            winner = self._rules.winner(rules, range(len(rules))) if rules else None
+            winner = self.rules.winner(rules, range(len(rules))) if rules else None
             if rules and winner is None:
                 listed = (f"{rule.pattern!r} → {rule.layout}" for rule in rules)
                 raise RuleError(
@@ -59,34 +60,23 @@ class OutputRules:
     def _matching(self, path: Path) -> list[Rule]:
         """The rules for an output, and record that they match one."""
         outputs = [f"{form}/output" for form in path]
-        for rules, names in (
-            (self._rules.activations, path),
-            (self._outputs, outputs),
-        ):
-            at = reaching_the_end(rules, self._rules.match, names)
+        for rules, names in (self.rules.activations, path), (self._outputs, outputs):
+            at = reaching_the_end(rules, self.rules.match, names)
             if at:
-                self._rules._caches.fired.update(id(rules[number]) for number in at)
+                self.rules._caches.fired.update(id(rules[number]) for number in at)
                 return [rules[number] for number in at]
         return []
 
     def layout_of(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of a rule on the mesh; `indivisible` may replicate some dims."""
-        mesh, kind = self._rules.mesh, rule.layout.memory_kind
-        if is_offloaded(kind):
-            raise LayoutError(
-                f"it has memory_kind={kind!r}, and what reads the output needs it on "
-                "the device: leave the kind out (jax.checkpoint with the policy "
-                "save_and_offload_only_these_names keeps values on the host)"
-            )
-        layout = rule.layout if rule.layout.device_mesh else rule.layout.on(mesh)
-        if self._rules.indivisible == "error" or layout.device_mesh is None:
+        layout = (
+            rule.layout if rule.layout.device_mesh else rule.layout.on(self.rules.mesh)
+        )
+        if self.rules.indivisible == "error" or layout.device_mesh is None:
             return layout
         sizes = layout.device_mesh.axis_sizes
-        dims = [
-            axes if size % math.prod(sizes[axis] for axis in axes) == 0 else None
-            for axes, size in zip(layout.dims(len(shape)), shape, strict=True)
-        ]
-        return TensorLayout(dims, mesh, memory_kind=kind)
+        dims, _ = divisible(layout.dims(len(shape)), shape, sizes)
+        return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
 
     def report_unused(self, report: Callable[[str], None]) -> None:
         """Report once the rules that match no module, now and in earlier calls.
@@ -94,14 +84,16 @@ class OutputRules:
         If some modules were not called, a rule may be for one of their outputs, and is
         no error.
         """
-        rules, paths = self._rules, list(self.is_called)
+        rules, paths = self.rules, list(self.is_called)
         unused = [
             rule.pattern
-            for rule in (*rules.activations, *self._outputs)
-            if not (
-                rule.optional
-                or id(rule) in rules._caches.fired
-                or self._is_for_known(rule)
+            for end, some in (("", rules.activations), ("/output", self._outputs))
+            for rule in some
+            if not rule.optional
+            and id(rule) not in rules._caches.fired
+            and not any(
+                reaching_the_end([rule], rules.match, [form + end for form in path])
+                for path in paths
             )
         ]
         if not unused or not paths or rules.strict is False:
@@ -121,9 +113,3 @@ class OutputRules:
         remark = Remark(text, about, frozenset(path[-1] for path in paths))
         for new in news(rules, [remark]):
             report(new)
-
-    def _is_for_known(self, rule: Rule) -> bool:
-        """Whether a rule is for a module that exists, called or not."""
-        end, match = "/output" if rule in self._outputs else "", self._rules.match
-        every = ([form + end for form in path] for path in self.is_called)
-        return any(reaching_the_end([rule], match, names) for names in every)

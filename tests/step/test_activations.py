@@ -165,19 +165,6 @@ def test_what_does_not_divide(layout_map: flm.LayoutMap) -> None:
     assert_lies(y, (("data",), (), ()), grid())
 
 
-def test_a_rule_for_an_output_has_no_memory_kind(layout_map: flm.LayoutMap) -> None:
-    host = flm.TensorLayout(("data", None, None), memory_kind="pinned_host")
-    layout_map.activations["0"] = host
-    with pytest.raises(flm.LayoutError) as caught:
-        flm.jit(forward, layout_map=layout_map)(layers(), X)
-    assert str(caught.value) == (
-        "the rule '0' for the output of 'layers/0' (8, 4, 16): it has "
-        "memory_kind='pinned_host', and what reads the output needs it on the device: "
-        "leave the kind out (jax.checkpoint with the policy "
-        "save_and_offload_only_these_names keeps values on the host)"
-    )
-
-
 # ---------------------------------------------------------------- which rule it is
 
 
