@@ -54,19 +54,13 @@ def accumulate(
     """`nnx.value_and_grad` over micro-batches, reduced over the batch axes once.
 
     For a function that `flm.jit` compiles. The rows of the batch are split into
-    micro-batches, each with rows of every device; loss and gradients are the means over
-    them. If the loss is a mean over rows, both are those of the whole batch; if it is a
-    sum, both are that sum divided by the number of micro-batches on all devices.
+    micro-batches, each with rows of every device; all other arguments are passed whole.
+    Loss and gradients are the means over micro-batches: those of the whole batch, if
+    the loss is a mean over rows. Gradients are added up in float32 at least, and get
+    the layouts of optimizer state.
 
-    All other arguments are passed whole. A PRNG key, also one in an NNX object, is
-    folded with the number of the micro-batch. Gradients are added up in float32 at
-    least, and get the layouts of optimizer state: with `flm.presets.zero1`, the
-    reduction leaves each device its part.
-
-    What is averaged over rows inside of the model (BatchNorm) is averaged over the rows
-    of one device in one micro-batch. Changes of Variables are kept: of floating-point
-    ones (running statistics) the mean over devices, and of others (the counts of random
-    numbers), which must not depend on the rows, the value. Keys stay as they are.
+    In the loop a device sees its own rows: docs/training.md says what that means for
+    PRNG keys, BatchNorm, changes of Variables, and layouts in the model.
 
     Args:
         loss_fn: as for `nnx.value_and_grad`; it returns a scalar.
@@ -80,10 +74,8 @@ def accumulate(
         has_aux: whether the loss returns something else, too. It is returned for each
             micro-batch of each device, along a new first dim.
         reduce: `"once"`: sums are reduced after the last micro-batch, over the batch
-            axes over which no state is sharded; over the others parameters are gathered
-            and gradients reduced in each micro-batch. `"each"`: all are reduced in each
-            micro-batch, which keeps only the part of the sums that a device has of
-            optimizer state (ZeRO-2).
+            axes over which no state is sharded, and over the others in each.
+            `"each"`: over all axes in each micro-batch (ZeRO-2).
         layout_map: the rules; None takes those of the surrounding `flm.jit`.
 
     Returns:
@@ -91,9 +83,8 @@ def accumulate(
         `nnx.value_and_grad(loss_fn, …)` does.
 
     Raises:
-        LayoutError: `steps` is not a positive integer, or `reduce` is unknown; or, when
-            called: there are no rules, several arguments may be the batch, or its rows
-            do not divide.
+        LayoutError: an option has another value; or, when called: there are no rules,
+            several arguments may be the batch, or its rows do not divide.
         StructureError: the loss changes the structure of NNX objects.
 
     Example:
@@ -113,16 +104,16 @@ def accumulate(
     Plain JAX: `jax.lax.scan` of `jax.value_and_grad` in a `jax.vmap` over the parts of
     the batch, with `spmd_axis_name`, and `mean` of what comes out.
     """
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
+    if not isinstance(steps, int | np.integer) or steps < 1:
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")
     if reduce not in ("once", "each"):
         raise LayoutError(f"accumulate(reduce=…) is 'once' or 'each', got {reduce!r}")
     signature = signature_of(loss_fn)
     several = isinstance(argnums, Sequence)
-    numbers = [getattr(n, "argnum", n) for n in (argnums if several else [argnums])]
-    wrt = [names_of(signature, (), n, "argnums") for n in numbers]
+    numbers = tuple(argnums) if several else (argnums,)
+    wrt = [names_of(signature, (), getattr(n, "argnum", n), "argnums") for n in numbers]
     batch = names_of(signature, batch_argnames or (), (), "batch_argnames")
-    gradient = nnx.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+    gradient = nnx.value_and_grad(loss_fn, argnums=numbers, has_aux=has_aux)
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
@@ -140,8 +131,7 @@ def accumulate(
         def on_arguments(arguments: Mapping[str, Any]) -> Any:
             pairs = [(slot, arguments[slot.name]) for slot, _ in slots]
             result, grads = call_with(gradient, signature, pairs)
-            loss, aux = result if has_aux else (result, ())
-            return loss, list(grads) if several else [grads], aux
+            return *(result if has_aux else (result, ())), grads
 
         loss, grads, aux = _run(
             on_arguments,
@@ -153,7 +143,7 @@ def accumulate(
             once=reduce == "once",
         )
         value = (loss, aux) if has_aux else loss
-        return value, tuple(grads) if several else grads[0]
+        return value, grads if several else grads[0]
 
     return value_and_grad
 
@@ -215,7 +205,7 @@ def _pure(gradient: Any, given: _Values) -> tuple[_Values, _Values, Any]:
         before = {**values, **arrays}
         state = jax.tree.unflatten(treedef, jax.tree.leaves([*before.values()]))
         arguments = nnx.merge(graphdef, state)
-        loss, grads, aux = gradient(arguments)
+        loss, aux, grads = gradient(arguments)
         new_graphdef, state = nnx_split(arguments)
         after = _values_of(state)
         if new_graphdef != graphdef:
@@ -346,8 +336,8 @@ def _loop(
 
 
 def _layouts(
-    given: _Values, rules: RuleSet, grads: list[Any], *, in_loop: bool = False
-) -> list[Any]:
+    given: _Values, rules: RuleSet, grads: tuple[Any, ...], *, in_loop: bool = False
+) -> Any:
     """For each gradient the layout of optimizer state.
 
     Inside the loop gradients keep the parameters' layout, where that of optimizer

@@ -231,9 +231,6 @@ class Named(nnx.Module):
 
 
 class LinenNamed(linen.Module):
-    def zeros(self) -> Any:
-        return jnp.zeros((8, 4, 16))
-
     @linen.compact
     def __call__(self, x: Any) -> Any:
         return linen.Dense(16, use_bias=False, name="output")(x)
@@ -252,11 +249,6 @@ def test_a_rule_for_parameters_never_hits_outputs() -> None:
     layout_map.activations["output"] = LAYOUT
     step = flm.jit(lambda model, x: model.output(x), layout_map=layout_map)
     assert_lies(step(Named(), X), HIDDEN, grid())
-
-    def apply(variables: Any, x: Any) -> Any:  # also a method of an unbound module
-        return linen_model.apply(variables, x) + linen_model.zeros()  # type: ignore[operator]
-
-    assert flm.jit(apply, layout_map=layout_map)(variables, X).shape == X.shape
 
 
 def test_keras_spelling(layout_map: flm.LayoutMap) -> None:

@@ -89,21 +89,15 @@ class LinenBlock(linen.Module):
 
 
 class LinenModel(linen.Module):
-    is_scanned: bool
-
     @linen.compact
     def __call__(self, x: Any) -> Any:
-        if self.is_scanned:
-            scan = linen.scan(
-                linen.remat(LinenBlock),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                length=2,
-            )
-            x, _ = scan(name="layers")(x, None)
-        else:
-            for number in range(2):
-                x, _ = LinenBlock(name=f"layers_{number}")(x)
+        scan = linen.scan(
+            linen.remat(LinenBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=2,
+        )
+        x, _ = scan(name="layers")(x, None)
         return linen.Dense(CLASSES, name="head")(x)
 
 
@@ -130,8 +124,8 @@ def linen_step(state: Any, x: Any, labels: Any) -> Any:
     return state.apply_gradients(grads=grads), loss
 
 
-def linen_state(is_scanned: bool) -> Any:
-    model = LinenModel(is_scanned)
+def linen_state() -> Any:
+    model = LinenModel()
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = model.init(keys, X)["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=TX)

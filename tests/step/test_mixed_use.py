@@ -56,28 +56,8 @@ def compilations() -> Iterator[list[float]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def by_split(*nodes: Any) -> Any:
-    """Plain `jax.jit` on the split state, which is written back after each step."""
-
-    def functional(graphdef: Any, state: Any, x: Any, y: Any) -> Any:
-        model, optimizer = nnx.merge(graphdef, state)
-        loss = train(model, optimizer, x, y)
-        return nnx.state((model, optimizer)), loss
-
-    step = jax.jit(functional, static_argnums=0, donate_argnums=1)
-
-    def run(x: Any, y: Any) -> Any:
-        graphdef, state = nnx.split(nodes)
-        state, loss = step(graphdef, state, x, y)
-        nnx.update(nodes, state)
-        return loss
-
-    return run
-
-
 # Each binds a model and its optimizer before the first of our steps.
 OTHERS: dict[str, Any] = {
-    "split": by_split,
     "nnx.jit": lambda *nodes: functools.partial(nnx.jit(train), *nodes),
     "cached_partial": lambda *nodes: nnx.cached_partial(nnx.jit(train), *nodes),
     "eager": lambda *nodes: functools.partial(train, *nodes),

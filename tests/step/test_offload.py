@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import needs_libtpu
 
 import flax_layoutmap as flm
 
@@ -91,18 +90,6 @@ def test_an_unmodified_step(name: str, params: str | None) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_donated_leaves_are_deleted_and_others_stay() -> None:
-    layout_map = rules(optimizer="pinned_host")
-    _, model, optimizer, step = train(layout_map, optax.adamw(1e-2), steps=1)
-    before = jax.tree.leaves(nnx.state((model, optimizer)))
-    step(model, optimizer, np.ones((8, 16), np.float32))
-    assert all(leaf.is_deleted() for leaf in before)
-    kept = flm.jit(lambda model, optimizer, x: x * 2, layout_map=layout_map)
-    before = jax.tree.leaves(nnx.state((model, optimizer)))
-    kept(model, optimizer, np.ones((8, 16), np.float32))
-    assert not any(leaf.is_deleted() for leaf in before)
-
-
 def test_a_leaf_that_stays_is_not_moved() -> None:
     """It would cross to the device and back."""
     layout_map = flm.LayoutMap(MESH)
@@ -157,34 +144,3 @@ def test_inside_transformations_of_jax(call: Any) -> None:
     found, expected = (call(*on_either(kind), x) for kind in ("pinned_host", "device"))
     assert kinds(found) == ({"pinned_host"} if isinstance(found, dict) else {"device"})
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@needs_libtpu
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_a_layer_at_a_time_on_a_tpu() -> None:
-    """The figures of docs/jit.md: 17 MiB per device, and 129 for the whole leaf."""
-
-    def predict(params: Any, x: jax.Array, *, whole: bool) -> jax.Array:
-        def layer(x: jax.Array, kernel: Any) -> Any:
-            return x + jnp.tanh(x @ jax.device_put(kernel, near)), None
-
-        near = jax.memory.Space.Device
-        layers = jax.device_put(params["layers"], near) if whole else params["layers"]
-        return jax.lax.scan(layer, x, layers)[0]
-
-    layout_map = flm.LayoutMap(batch="data")
-    layout_map["layers"] = flm.TensorLayout(
-        (None, None, "model"), memory_kind="pinned_host"
-    )
-    peaks = []
-    for whole in (False, True):
-        report = flm.pod.compile(
-            jax.jit(functools.partial(predict, whole=whole)),
-            {"layers": jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32)},
-            jax.ShapeDtypeStruct((64, 4096), jnp.float32),
-            mesh="data=1,model=4",
-            topology="v5e:2x2",
-            layout_map=layout_map,
-        )
-        peaks.append(round((report.memory.peak_bytes or 0) / 2**20))
-    assert peaks == [17, 129]
