@@ -131,13 +131,13 @@ def linen_state() -> Any:
     return TrainState.create(apply_fn=model.apply, params=params, tx=TX)
 
 
-def train(kind: str, is_scanned: bool, layout_map: Any = None) -> Any:
+def train(kind: str, layout_map: Any = None) -> Any:
     """The losses of three steps, parameters, optimizer state and text of the program.
 
     Without a map, on one device by Flax alone.
     """
-    is_nnx, is_plain = kind == "NNX", layout_map is None
-    make: Any = lambda: (Model if is_nnx else linen_state)(is_scanned)  # noqa: E731
+    is_nnx, is_plain = kind != "Linen", layout_map is None
+    make: Any = (lambda: Model(kind == "scanned")) if is_nnx else linen_state
     fun: Any = nnx_step if is_nnx else linen_step
     options = {"layout_map": layout_map, "donate_argnums": (0, 1) if is_nnx else 0}
     step: Any = nnx.jit(fun) if is_plain else flm.jit(fun, **options)
@@ -162,19 +162,18 @@ def train(kind: str, is_scanned: bool, layout_map: Any = None) -> Any:
     return losses, args[0].params, args[0].opt_state, text
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-@pytest.mark.parametrize("kind", ["NNX", "Linen"])
-def test_training_is_that_on_one_device(kind: str, is_scanned: bool) -> None:
-    wanted_losses, wanted, *_ = train(kind, is_scanned)
-    mixed = grid(EXPLICIT, AUTO) if is_scanned else grid(AUTO, EXPLICIT)
+@pytest.mark.parametrize("kind", ["unrolled", "scanned", "Linen"])
+def test_training_is_that_on_one_device(kind: str) -> None:
+    wanted_losses, wanted, *_ = train(kind)
+    mixed = grid(AUTO, EXPLICIT) if kind == "unrolled" else grid(EXPLICIT, AUTO)
     for mesh in (grid(AUTO, AUTO), grid(), mixed):
         layout_map = rules(mesh)
         layout_map.optimizer["kernel"] = (..., "data", None)
         if mesh != mixed:
             layout_map.activations[r"layers([/_]\d)?/up"] = NAMES
-        is_in_context = (mesh == mixed) == (kind == "NNX")
+        is_in_context = (mesh == mixed) == (kind != "Linen")
         with jax.set_mesh(mesh) if is_in_context else contextlib.nullcontext():
-            losses, params, state, text = train(kind, is_scanned, layout_map)
+            losses, params, state, text = train(kind, layout_map)
         np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), params, wanted
@@ -183,7 +182,7 @@ def test_training_is_that_on_one_device(kind: str, is_scanned: bool) -> None:
         assert {x.sharding.mesh for x in leaves} == {mesh}
         assert params["head"]["kernel"].sharding.spec == jax.P(None, "model")
         moments = [x for x in jax.tree.leaves(state) if "data" in x.sharding.spec]
-        assert len(moments) == (6 if is_scanned else 10)
+        assert len(moments) == (10 if kind == "unrolled" else 6)
         assert bool(re.search(OPERATION, text)) == (mesh != mixed)
 
 
