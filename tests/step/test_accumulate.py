@@ -383,7 +383,7 @@ def test_over_fsdp_parameters_move_in_each_micro_batch() -> None:
 
 
 def test_zero() -> None:
-    """The table of the documentation: what is sharded, what is sent and how often."""
+    """The table of the documentation: what is sent and how often."""
     mesh = flm.DeviceMesh.abstract("data=8")
     replicated = rules(mesh, kernel=(None, None))
     zero1 = flm.presets.zero1(replicated)
@@ -392,23 +392,13 @@ def test_zero() -> None:
     small = ("all-reduce", ("data",))
     once, each = (2, KERNELS), (4 * 2, 4 * KERNELS)
     biases = {small: (4 * 2, 4 * BIASES)}
-    first, third = planned(zero1), planned(zero3)
-    assert traffic(first) == {scatter: once, gather: once, small: (2, BIASES)}
+    assert traffic(planned(zero1)) == {scatter: once, gather: once, small: (2, BIASES)}
     assert traffic(planned(zero1, reduce="each")) == {
         scatter: each,
         gather: once,
         **biases,
     }
-    assert traffic(third) == {scatter: each, gather: each, **biases}
-    whole, part = KERNELS + BIASES, KERNELS // 8 + BIASES
-    for report, parameters, states in (
-        (planned(replicated), whole, whole),
-        (first, whole, part),
-        (third, part, part),
-    ):
-        at_rest = report.memory.at_rest
-        assert at_rest["parameter"] == parameters
-        assert at_rest["optimizer"] == pytest.approx(2 * states, abs=8)  # counters
+    assert traffic(planned(zero3)) == {scatter: each, gather: each, **biases}
 
 
 @needs_libtpu
