@@ -512,6 +512,19 @@ def test_the_loss_is_traced_once() -> None:
         assert seen.pop() == (2, 8) and not seen
 
 
+def test_on_explicit_axes_of_the_user() -> None:
+    """With `jax.sharding.auto_axes`, as for other functions without types."""
+    mesh = flm.DeviceMesh("data=4,fsdp=2", axis_types="explicit")
+    layout_map = rules(mesh, w=(None, "fsdp"))
+    specs: Any = (jax.P(), {"w": jax.P(None, "fsdp")})
+    gradient: Any = flm.accumulate(linear, steps=4)
+    auto = jax.sharding.auto_axes(gradient, out_sharding=specs)
+    step = flm.jit(auto, layout_map=layout_map, explicit=True)
+    found = step(layout_map.place(PARAMS), batch_of())
+    close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
+    assert tuple(found[1]["w"].sharding.spec) == (None, "fsdp")
+
+
 @pytest.mark.parametrize("rows", [2, 4])
 def test_rows_are_not_taken_for_old_style_keys(rows: int) -> None:
     layout_map = rules("data=2,tensor=4")
