@@ -194,7 +194,7 @@ class Jitted:
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
         self._programs: dict[Any, list[Program]] = {}
-        self._known = KnownCalls(signature)
+        self._known = KnownCalls()
         self._warned = False
 
     # ----------------------------------------------------------------------- a call

@@ -11,7 +11,6 @@ GraphDefs afterwards, as by `nnx.jit`.
 
 import collections
 import dataclasses
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -438,37 +437,45 @@ def _check_new(
                     )
 
 
-# The state after the last few calls: arrays that share memory with no others, as a
-# program has written them, or they were compared before it donated others.
-_APART: collections.deque[list[weakref.ref[Any]]] = collections.deque(maxlen=8)
+# The state after the last few calls, by the ids of weak references: arrays that share
+# memory with no others, as programs have written them, or they were compared before.
+_APART: collections.deque[dict[int, Any]] = collections.deque(maxlen=8)
 
 
 def are_apart(arrays: Sequence[Any]) -> bool:
     """Whether all of these are known to share memory with no others."""
     try:
-        refs = list(map(weakref.ref, arrays))
+        # An array has one reference while that lives.
+        left = set(map(id, map(weakref.ref, arrays)))
     except TypeError:  # not arrays
         return False
-    # An array has one reference while it lives.
     for known in _APART:
-        if len(refs) == len(known) and all(map(operator.is_, refs, known)):
-            return True
-    every = set(map(id, itertools.chain.from_iterable(_APART)))
-    return every.issuperset(map(id, refs))
+        left.difference_update(known)
+        if not left:
+            break
+    return not left
 
 
 def note_outputs(
-    program: Program, leaves: Sequence[Any], new: Sequence[Any], result: Any
-) -> None:
-    """Record the arrays that share memory with no others after a call."""
-    arrays = jax.tree.leaves(new)
-    if program.donated:
-        after = dict(zip(program.outcome.leaves, arrays, strict=True))
-        arrays = [after.get(at, leaves[at]) for at in program.state]
-        if program.gives_trees:
-            arrays += jax.tree.leaves(result)
-    if arrays:
-        _APART.appendleft(list(map(weakref.ref, arrays)))
+    program: Program, leaves: Sequence[Any], new: Any, result: Any
+) -> list[Any]:
+    """Record the arrays that share memory with no others after a call.
+
+    Returns:
+        References to the state after it; none if something there is not an array.
+    """
+    refs = map(weakref.ref, jax.tree.leaves(new))
+    changed = dict(zip(program.outcome.leaves, refs, strict=True))
+    try:
+        after = [changed.get(at) or weakref.ref(leaves[at]) for at in program.state]
+    except TypeError:
+        after = []
+    apart = after if program.donated else [*changed.values()]
+    if program.gives_trees:
+        apart = [*apart, *map(weakref.ref, jax.tree.leaves(result))]
+    if apart:
+        _APART.appendleft(dict(zip(map(id, apart), apart, strict=True)))
+    return after
 
 
 # ------------------------------------------------------------------------- running

@@ -5,6 +5,8 @@ those of the objects below it, are the very same objects, and constants that can
 in place hold the same. What is not recognised takes the way of a new call.
 """
 
+import collections
+import copy
 import itertools
 import operator
 import weakref
@@ -19,7 +21,7 @@ from jax.core import Tracer
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, Call, positional_names, spans
+from flax_layoutmap._step.arguments import Call, spans
 from flax_layoutmap._step.inputs import are_deleted
 from flax_layoutmap._step.program import (
     Program,
@@ -32,6 +34,7 @@ from flax_layoutmap._tree.flax_internals import (
     is_bookkeeping,
     is_nnx_object,
     read_metadata,
+    read_value,
     write_value,
 )
 from flax_layoutmap._tree.watch import Uncomparable, contents, is_hashable
@@ -39,7 +42,8 @@ from flax_layoutmap._tree.watch import Uncomparable, contents, is_hashable
 # How many calls one function remembers: modes of its objects, shapes of its batches.
 _CALLS = 16
 
-_read_value = nnx.Variable.get_raw_value
+# Types of constants that cannot change.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.dtype)
 
 _flat = itertools.chain.from_iterable
 
@@ -47,9 +51,7 @@ _flat = itertools.chain.from_iterable
 class KnownCalls:
     """The calls of one function that can be recognised, the last one first."""
 
-    def __init__(self, signature: Any) -> None:
-        """Start without any."""
-        self._names = positional_names(signature)
+    def __init__(self) -> None:
         self._calls: list[_KnownCall] = []
         self._count: dict[int, int] = {}  # calls by program that were not recognised
 
@@ -72,45 +74,41 @@ class KnownCalls:
             try:
                 return True, known.run(leaves)
             except StaleProgramError:  # while JAX traces it
-                self.forget(known.program)
+                self._calls = [x for x in self._calls if x.program != known.program]
                 break
         return False, None
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
         """Remember a call that has run with these leaves, if it can be recognised."""
         outcome = program.outcome
-        names = [*self._names[: len(call.args)], *call.kwargs]
-        simple = all(slot.key is None for slot, _ in call.slots)
-        if outcome.structure or outcome.returns_objects or not simple:
-            return
         # From the second call of a program on, as the first may have edited constants
         # in place; and not each time, as some calls are never recognised.
         self._count[id(program)] = count = self._count.get(id(program), 0) + 1
-        if count == 1 or count & (count - 1):
+        if (
+            outcome.structure
+            or outcome.returns_objects
+            or count == 1
+            or count & (count - 1)
+            or any(slot.key is not None for slot, _ in call.slots)
+            or any(isinstance(leaf, Tracer) for leaf in leaves)
+            # It needs `jax.set_mesh`.
+            or (mesh_needed(call.rules) and not any(map(own_sharding, leaves)))
+        ):
             return
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return
-        if mesh_needed(call.rules) is not None and not any(map(own_sharding, leaves)):
-            return  # needs `jax.set_mesh`
+
+        def forget(_: Any) -> None:
+            self._calls = [x for x in self._calls if x is not known]
+
         try:
-            known = _KnownCall(call, program, leaves, names, self.forget)
-        except (_UnknownError, Uncomparable):
+            known = _KnownCall(call, program, leaves, forget)
+        except Uncomparable:
             return
         self._calls = [known, *self._calls[: _CALLS - 1]]
-
-    def forget(self, program: Program | None = None) -> None:
-        """Forget the calls of a program, and those whose objects are gone."""
-        alive = [known for known in self._calls if known.is_alive()]
-        self._calls = [known for known in alive if known.program is not program]
 
 
 def _kind(args: Sequence[Any], kwargs: Mapping[str, Any], rules: Any) -> Any:
     """What an equal call has in common besides its arguments."""
     return len(args), tuple(kwargs), id(rules), context_key()
-
-
-class _UnknownError(Exception):
-    """An argument that cannot be recognised."""
 
 
 class _KnownCall:
@@ -121,59 +119,79 @@ class _KnownCall:
         call: Call,
         program: Program,
         leaves: Sequence[Any],
-        names: Sequence[str],
-        on_death: Callable[[], None],
+        on_death: Callable[[Any], None],
     ) -> None:
-        """`names` are those of the values in the call, positional ones first."""
+        """`on_death` is called when one of its NNX objects is gone."""
         self.program = program
         self.kind = _kind(call.args, call.kwargs, call.rules)
         self._rules = call.rules  # lives on, so that its id stays its own
         self._mesh = mesh_needed(call.rules)
-        place = {name: at for at, name in enumerate(names)}
+        # Positional arguments are the first of the signature.
+        names = [slot.name for slot, _ in call.slots[: len(call.args)]]
+        place = {name: at for at, name in enumerate((*names, *call.kwargs))}
         self._static = [(place[s.name], type(v), v) for s, v in call.static.items()]
-        self._sources: list[tuple[int, _Tree | _Object]] = []
-        for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
-            placed = leaves[span.start : span.stop]
-            source = (
-                _Object(argument, placed, on_death)
-                if argument.objects
-                else _Tree(argument, placed)
-            )
-            self._sources.append((place[argument.name], source))
-        # Objects come last, as comparing them takes longest.
-        numbered = enumerate(self._sources)
-        self._order = sorted(numbered, key=lambda x: isinstance(x[1][1], _Object))
+        pairs = list(zip(call.arguments, spans(call.arguments), strict=True))
+        trees = [(a, span) for a, span in pairs if not a.objects]
+        data = [
+            (a, at, x) for a, span in trees for at, x in zip(span, a.raw, strict=True)
+        ]
+        moved = [(a, at) for a, at, x in data if leaves[at] is not x]
+        objects = [(a, span) for a, span in pairs if a.objects]
+        held = [at for _, span in objects for at in span]
+        # State is placed only once; and each Variable has to hold one array.
+        if any(a.is_state for a, _ in moved) or len(held) != len(call.parts):
+            raise Uncomparable
+        self._trees = [place[argument.name] for argument, _ in trees]
+        self._treedef = jax.tree.structure([argument.value for argument, _ in trees])
+        self._data = _arrays([x for *_, x in data])
+        self._objects = [place[argument.name] for argument, _ in objects]
+        roots = [argument.value for argument, _ in objects]
+        self._watch = _Watch(roots, call.parts, on_death)
+        self._held = _arrays([leaves[at] for at in held])
+        order = [*(at for _, at, _ in data), *held]
+        self._order = sorted(range(len(order)), key=order.__getitem__)
+        self._moves = [(at, leaves[at].sharding) for _, at in moved]
         # PRNG keys, for whose shardings JAX has several spellings.
-        pairs = enumerate(zip(leaves, program.wanted, strict=True))
-        keys = [(at, x, where) for at, (x, where) in pairs if where and _is_key(x)]
-        self._keys = [(at, where) for at, x, where in keys if x.sharding != where]
-        parts = call.parts
-        self._changed = [parts[at] for at in program.outcome.changed]
-
-    def is_alive(self) -> bool:
-        return all(source.is_alive() for _, source in self._sources)
+        every = enumerate(zip(leaves, program.wanted, strict=True))
+        keys = [(at, x, where) for at, (x, where) in every if where and _is_key(x)]
+        self._moves += [(at, where) for at, x, where in keys if x.sharding != where]
+        self._changed = [call.parts[at] for at in program.outcome.changed]
+        self._after: list[Any] = []  # references to the state after the last run
 
     def leaves(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves for the program, if a call with these values equals this one."""
         for at, kind, value in self._static:
             if type(values[at]) is not kind or values[at] != value:
                 return None
-        below: list[Any] = [None] * len(self._order)
-        for number, (at, source) in self._order:
-            below[number] = source.leaves_of(values[at])
-            if below[number] is None:
-                return None
-        leaves: list[Any] = list(_flat(below))
+        data, treedef = jax.tree.flatten([values[at] for at in self._trees])
+        if treedef != self._treedef or _arrays(data) != self._data:
+            return None
+        if not self._watch.is_unchanged([values[at] for at in self._objects]):
+            return None
+        held = self._watch.values()
+        both = [*data, *held]
+        leaves = [both[at] for at in self._order]
         state = [leaves[at] for at in self.program.state]
         if are_deleted(state):
             return None
-        if self.program.donated and not (
-            len(set(map(id, leaves))) == len(leaves) and are_apart(state)
-        ):
+        is_written = self._are_written(state)
+        if not is_written and _arrays(held) != self._held:
             return None
-        for at, where in self._keys:
+        for at, where in self._moves:
             leaves[at] = put(leaves[at], where)
+        if self.program.donated:
+            is_single = len(set(map(id, leaves))) == len(leaves)
+            if not is_single or not (is_written or are_apart(state)):
+                return None
         return leaves
+
+    def _are_written(self, state: Sequence[Any]) -> bool:
+        """Whether these are the very arrays after the last run."""
+        try:
+            refs = map(weakref.ref, state)
+            return bool(self._after) and all(map(operator.is_, refs, self._after))
+        except TypeError:  # not arrays
+            return False
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the program, and write its changes into the Variables."""
@@ -185,9 +203,8 @@ class _KnownCall:
         if new:
             # Raises an error if this is another level of tracing.
             self._changed[0].set_raw_value(new[0])
-            for variable, value in zip(self._changed, new, strict=True):
-                write_value(variable, value)
-        note_outputs(self.program, leaves, new, result)
+            collections.deque(map(write_value, self._changed, new), maxlen=0)
+        self._after = note_outputs(self.program, leaves, new, result)
         return result
 
 
@@ -202,149 +219,100 @@ def _arrays(leaves: Sequence[Any]) -> list[Any]:
     """What arrays are to a program, to compare."""
     try:
         return [*_flat(map(getter, leaves) for getter in _GETTERS)]
-    except AttributeError:
-        return list(map(_description, leaves))
+    except (AttributeError, TypeError):  # not only arrays of JAX
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return [object()]  # equals nothing
+        names = "aval", "shape", "dtype", "sharding", "committed"
+        return [(type(x), *(getattr(x, name, None) for name in names)) for x in leaves]
 
 
-def _description(leaf: Any) -> Any:
-    if isinstance(leaf, Tracer):
-        return object()  # equals nothing
-    if isinstance(leaf, jax.Array):
-        return tuple(getter(leaf) for getter in _GETTERS)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.shape, leaf.dtype
-    return type(leaf)
+class _Watch:
+    """The structure and the constants of NNX objects, to see whether they change.
 
-
-class _Tree:
-    """An argument without NNX objects."""
-
-    def __init__(self, argument: Argument, placed: Sequence[Any]) -> None:
-        self._treedef = argument.form.outer
-        self._arrays = _arrays(argument.raw)
-        pairs = list(zip(argument.raw, placed, strict=True))
-        self._moves = [None if a is b else b.sharding for a, b in pairs]
-        self._stays = not any(self._moves)
-        if argument.is_state and not self._stays:
-            raise _UnknownError  # comes once
-
-    def is_alive(self) -> bool:
-        return True
-
-    def leaves_of(self, value: Any) -> list[Any] | None:
-        """The leaves of an equal tree, placed; None for another one."""
-        leaves, treedef = jax.tree.flatten(value)
-        if treedef != self._treedef or _arrays(leaves) != self._arrays:
-            return None
-        if self._stays:
-            return leaves
-        pairs = zip(leaves, self._moves, strict=True)
-        return [x if where is None else put(x, where) for x, where in pairs]
-
-
-class _Object:
-    """An argument that is an NNX object.
-
-    It is recognised if its structure and constants are as they were. The object itself
-    is not kept alive, but what is in it.
+    The objects themselves are not kept alive, but what is in them.
     """
 
     def __init__(
-        self, argument: Argument, placed: Sequence[Any], on_death: Callable[[], None]
+        self,
+        roots: Sequence[Any],
+        variables: Sequence[Any],
+        on_death: Callable[[Any], None],
     ) -> None:
-        root = argument.value
-        if not is_nnx_object(root):  # it is further inside, or a Variable
-            raise _UnknownError
-        self._alive = weakref.ref(root, lambda _: on_death())
+        if not all(map(is_nnx_object, roots)):  # in a tree, or a Variable
+            raise Uncomparable
+        self._roots = [weakref.ref(root, on_death) for root in roots]
+        self._variables = variables
         self._seen: dict[int, Any] = {}
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
-        self._variables: list[nnx.Variable[Any]] = argument.parts  # type: ignore[assignment]
-        self._hashed: list[Any] = []
-        self._read: list[Any] = []
-        self._look_below(root)
-        self._seen[id(root)] = None
-        known = [v for v in self._seen.values() if isinstance(v, nnx.Variable)]
-        if {*map(id, known)} != {*map(id, argument.parts)} or len(known) < len(placed):
-            raise _UnknownError
-        self._arrays = _arrays(placed)
-        self._keys = self._all_keys()
-        keys = enumerate(_flat(self._dicts))
-        compared = [at for at, key in keys if not is_bookkeeping(key)]
-        count = sum(map(len, self._dicts))
-        compared += range(count, count + sum(map(len, self._lists)))
-        self._pick = operator.itemgetter(*compared, *compared[:1])
-        self._values = self._pick(self._all_values())
-        self._constants = self._all_constants()
+        # Constants that can change in place, each with what describes it.
+        self._constants: list[tuple[Callable[[Any], Any], Any]] = []
+        for root in roots:
+            self._look_below(root, roots)
+        for root in roots:
+            del self._seen[id(root)]
+        seen = {at for at, x in self._seen.items() if isinstance(x, nnx.Variable)}
+        if seen != set(map(id, variables)):
+            raise Uncomparable
+        keys = [not is_bookkeeping(key) for key in _flat(self._dicts)]
+        self._mask = [*keys, *itertools.repeat(True, sum(map(len, self._lists)))]
+        self._contents = list(self._all_contents())
+        self._description = list(map(copy.copy, self._described()))
 
-    def is_alive(self) -> bool:
-        return self._alive() is not None
-
-    def leaves_of(self, value: Any) -> list[Any] | None:
-        """The values of its Variables, if it is this object and unchanged."""
-        if self._alive() is not value:
-            return None
+    def is_unchanged(self, roots: Sequence[Any]) -> bool:
+        """Whether these are the objects, and as they were."""
+        if not all(ref() is root for ref, root in zip(self._roots, roots, strict=True)):
+            return False
         try:
-            if (
-                self._all_keys() != self._keys
-                or not all(
-                    map(operator.is_, self._pick(self._all_values()), self._values)
-                )
-                or self._all_constants() != self._constants
-            ):
-                return None
-        except (IndexError, TypeError, ValueError):  # no such value, or not comparable
-            return None
-        leaves = list(map(_read_value, self._variables))
-        return leaves if _arrays(leaves) == self._arrays else None
+            return self._described() == self._description and all(
+                map(operator.is_, self._all_contents(), self._contents)
+            )
+        except (TypeError, ValueError):  # not comparable
+            return False
 
-    def _all_keys(self) -> list[Any]:
-        return [*_flat(self._dicts), *map(len, self._lists)]
+    def values(self) -> list[Any]:
+        """The values of their Variables."""
+        return list(map(read_value, self._variables))
 
-    def _all_values(self) -> list[Any]:
-        return [*_flat(map(dict.values, self._dicts)), *_flat(self._lists)]
+    def _all_contents(self) -> Iterable[Any]:
+        contents = _flat((*map(dict.values, self._dicts), *self._lists))
+        return itertools.compress(contents, self._mask)
 
-    def _all_constants(self) -> list[Any]:
+    def _described(self) -> list[Any]:
+        """What is compared by value: keys, metadata, constants."""
         return [
+            *_flat(self._dicts),
+            *map(len, self._lists),
             *map(read_metadata, self._variables),
-            *map(type, self._variables),
-            *map(hash, self._hashed),
-            *map(contents, self._read),
+            *(describe(constant) for describe, constant in self._constants),
         ]
 
-    def _look_below(self, node: Any) -> None:
+    def _look_below(self, node: Any, roots: Sequence[Any]) -> None:
         """Find the containers, Variables and constants that a node refers to."""
+        if type(node) in _ATOMS:
+            return
         if id(node) in self._seen:
-            if node is self._alive():
-                raise _UnknownError  # what refers to it would keep it alive
+            if any(node is root for root in roots):
+                raise Uncomparable  # what refers to it would keep it alive
             return
         if not isinstance(node, tuple):  # whose id may be another's afterwards
             self._seen[id(node)] = node
         children: Iterable[Any] = ()
         if isinstance(node, nnx.Variable):
             children = read_metadata(node).values()
-        elif isinstance(node, nnx.Pytree):
-            attributes = vars(node)
-            self._dicts.append(attributes)
-            children = [v for k, v in attributes.items() if not is_bookkeeping(k)]
-        elif isinstance(node, nnx.State):
-            children = [node.raw_mapping]
-        elif type(node) is dict:
-            self._dicts.append(node)
-            children = node.values()
+        elif isinstance(node, nnx.Pytree | nnx.State) or type(node) is dict:
+            held = vars(node) if isinstance(node, nnx.Pytree) else node
+            held = held.raw_mapping if isinstance(held, nnx.State) else held
+            self._dicts.append(held)
+            children = [x for key, x in held.items() if not is_bookkeeping(key)]
         elif type(node) is list:
             self._lists.append(node)
             children = node
         elif isinstance(node, tuple):
             children = node
         elif not is_hashable(node):
-            self._read.append(node)
+            self._constants.append((contents, node))
         elif type(node).__hash__ is not object.__hash__:
-            self._hashed.append(node)
+            self._constants.append((hash, node))
         for child in children:
-            if type(child) not in _ATOMS:
-                self._look_below(child)
-
-
-# Types of constants that cannot change.
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.dtype)
+            self._look_below(child, roots)

@@ -12,12 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-_NUMBERS = (bool, int, float, complex)
 _BY_IDENTITY = (jax.Array, nnx.Pytree, nnx.Variable)
 
 
 class Uncomparable(TypeError):
-    """A constant that can neither be hashed nor pickled; it is in `args`."""
+    """What cannot be compared: a constant, in `args`, or a call as a whole."""
 
 
 def is_hashable(value: Any) -> bool:
@@ -44,7 +43,7 @@ def contents(value: Any) -> Any:
         Uncomparable: a part can be neither hashed nor pickled.
     """
     text = io.BytesIO()
-    reader = _Reader(text)
+    reader = _Reader(text, protocol=4)
     try:
         reader.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -52,14 +51,14 @@ def contents(value: Any) -> Any:
     return text.getvalue(), tuple(reader.parts)
 
 
-class Same:
+class _Same:
     """Equal to what holds the very same object, which it keeps alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, _Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -68,16 +67,15 @@ class Same:
 class _Reader(pickle.Pickler):
     """Writes the structure of a value; its hashable parts are collected in `parts`."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=4)
+    last: Any = None
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
         self.parts: list[Any] = []
-        self.last: Any = None
 
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, _BY_IDENTITY):
-            self.parts.append(Same(value))
-        elif type(value) in _NUMBERS:  # 1, 1.0 and True are equal, and so is -0.0
-            self.parts.append((type(value), repr(value)))
+            self.parts.append(_Same(value))
         elif type(value) is not tuple and is_hashable(value):
             self.parts.append((type(value), value))
         else:
