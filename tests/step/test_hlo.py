@@ -138,31 +138,6 @@ class Decoder(nnx.Module):
         return losses.mean()
 
 
-class Experts(nnx.Module):
-    """The best one of four experts for each row, with one 3-D weight for all."""
-
-    layouts: Layouts = {
-        "experts_up": ("model", None, None),
-        "experts_down": ("model", None, None),
-    }
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        normal = nnx.initializers.normal()
-        self.gate = nnx.Linear(8, 4, use_bias=False, rngs=rngs)
-        self.experts_up = nnx.Param(normal(rngs.params(), (4, 8, 16)))
-        self.experts_down = nnx.Param(normal(rngs.params(), (4, 16, 8)))
-
-    def __call__(self, x: Any) -> Any:
-        weights = nnx.softmax(self.gate(x))
-        chosen = weights * jax.nn.one_hot(weights.argmax(-1), 4)
-        hidden = nnx.relu(jnp.einsum("bd,edh->beh", x, self.experts_up[...]))
-        every = jnp.einsum("beh,ehd->bed", hidden, self.experts_down[...])
-        return jnp.einsum("be,bed->bd", chosen, every)
-
-    def loss(self, batch: Any) -> Any:
-        return ((self(batch["x"]) - batch["y"]) ** 2).mean()
-
-
 class LinenMLP(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
@@ -305,7 +280,6 @@ CASES: dict[str, Any] = {
     "attention": Nnx(Attention, SEQUENCES, stay=2),
     "decoder": Nnx(Decoder, {"tokens": integers(4, 5)}, stay=1),
     "train_state": Linen(ROWS, MLP.layouts),
-    "experts": Nnx(Experts, ROWS),
 }
 
 
@@ -395,49 +369,5 @@ def test_other_programs_are_told_apart(mesh: flm.DeviceMesh) -> None:
     lines = [program_of(program.as_text()) for program in compiled]
     for one, two in itertools.combinations(lines, 2):
         assert differences(one, two)
-    # Without donation, the first line tells, and so does the memory.
-    assert aliases(lines[0]) > 0 and aliases(lines[1]) == 0
-    memory = [memory_of(program) for program in compiled]
-    assert memory[1]["alias_size_in_bytes"] == 0
-    assert memory[0] != memory[1] and memory[0] != memory[3]
-
-
-HLO = """HloModule jit_f, input_output_alias={ {0}: (1, {}, may-alias) }
-
-FileNames
-1 "a.py"
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
-%sum (a: f32[], b.1: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b.1 = f32[] parameter(1)
-  ROOT %c = f32[] subtract(%a, %b.1), metadata={op_name="f[{1}]" stack_frame_id=1}
-}
-"""
-
-
-def test_only_names_and_origins_are_dropped() -> None:
-    lines = program_of(HLO)
-    assert lines == [
-        "HloModule jit_f, input_output_alias={ {0}: (1, {}, may-alias) }",
-        "%0 (%1: f32[], %2: f32[]) -> f32[] {",
-        "  %1 = f32[] parameter(0)",
-        "  %2 = f32[] parameter(1)",
-        "  ROOT %3 = f32[] subtract(%1, %2)",
-        "}",
-    ]
-    other_origin = HLO.replace("a.py", "b.py").replace("frame_id=1", "frame_id=2")
-    assert program_of(other_origin) == lines
-    assert program_of(HLO.replace("b.1", "beta").replace("%sum", "%x")) == lines
-    for old, new in (
-        ("subtract(%a, %b.1)", "subtract(%b.1, %a)"),
-        ("subtract", "add"),
-        ("(1, {}", "(0, {}"),
-        ("jit_f", "jit_g"),
-        ("ROOT %c = f32[]", "ROOT %c = f64[]"),
-    ):
-        assert old in HLO
-        assert differences(program_of(HLO.replace(old, new)), lines)
+    text = compiled[0].as_text()
+    assert ".py" in text and program_of(text.replace(".py", ".q")) == lines[0]
