@@ -195,7 +195,9 @@ def make_program(job: Job, call: Call) -> Program:
     remarks: list[str] = []
     flat = _flat_function(job, call, before, outcomes, remarks.append)
     options: Any = {"in_shardings": tuple(before.wanted)}
-    traced = _traced(job, call, jax.jit(flat, **options), before.avals(call.leaves))
+    pairs = zip(call.leaves, before.wanted, strict=True)
+    avals = [x if where is None else abstract(x, where) for x, where in pairs]
+    traced = _traced(job, call, jax.jit(flat, **options), avals)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (new, result) = outcomes[-1], traced.out_info
@@ -306,7 +308,7 @@ def _flat_function(
         if outcome != outcomes[0]:
             raise StaleProgramError
         results, treedef = jax.tree.flatten(after.result)
-        pins = pins_of(after.result, known, {})
+        pins, _ = pins_of(after.result, known)
         pairs = zip(results, pins, strict=True)
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}

@@ -5,6 +5,7 @@ sharding; other state is laid out by the rules.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ Pin = tuple[bool, Any]
 _Known = Mapping[Any, Sequence[Sequence[Pin]]]
 
 # A placeholder for such a sharding until the rules are resolved.
-_BY_RULE = object()
+BY_RULE = object()
 
 # The root of the result in messages; no argument can have this name.
 RESULT = "the result"
@@ -67,27 +68,40 @@ class Layouts:
         made = self.resolution
         return () if made is None else tuple(made._flat.every_form())
 
-    def avals(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves to trace with."""
-        pairs = zip(leaves, self.wanted, strict=True)
-        return [x if where is None else abstract(x, where) for x, where in pairs]
 
+def pins_of(result: Any, known: _Known) -> tuple[list[Pin], dict[str, Any]]:
+    """Per leaf of a result: whether it is state, and its sharding, `BY_RULE` or None.
 
-def pins_of(result: Any, known: _Known, made: dict[str, Any] | None) -> list[Pin]:
-    """Per leaf of a result: whether it is state, and its sharding or None.
-
-    `known` are the `Layouts.known`. States that are like no argument are added to
-    `made`, unless that is None.
+    Also the states in it that are like no argument, by path. `known` are the
+    `Layouts.known`: structures that are looked for from the outside in, and where
+    several arguments have one, these are taken in turn.
     """
     turns = {key: [list(pin) for pin in pins] for key, pins in known.items()}
-    return _pin_tree(result, turns, made, RESULT)
+    made: dict[str, Any] = {}
+
+    def pins(tree: Any, path: str) -> list[Pin]:
+        leaves, treedef = jax.tree.flatten(tree)
+        turn = turns.get((treedef, shape_key(leaves)))
+        if turn is not None:
+            return turn.pop(0) if len(turn) > 1 else turn[0]
+        if not leaves or jax.tree_util.treedef_is_leaf(treedef):
+            return [(False, None)] * len(leaves)
+        if _is_made_state(tree):
+            made[path] = tree
+            return [(True, BY_RULE)] * len(leaves)
+        parts, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda node: node is not tree
+        )
+        return [pin for keys, part in parts for pin in pins(part, path + _below(keys))]
+
+    return pins(result, RESULT), made
 
 
 def is_on_host(x: Any) -> bool:
     """Whether a sharding, or a traced array, is in another memory than the device's."""
     if isinstance(x, Tracer):
         return jax.typeof(x).memory_space is jax.memory.Space.Host
-    return x is not None and x is not _BY_RULE and is_offloaded(own_memory_kind(x))
+    return x is not None and x is not BY_RULE and is_offloaded(own_memory_kind(x))
 
 
 def abstract(leaf: Any, sharding: Any) -> Any:
@@ -248,48 +262,15 @@ def pin_results(
     chosen: list[Any] = [None] * len(shapes)  # by the user
     if job.out_shardings is not None:
         chosen = broadcast(job.out_shardings, plain, call.mesh, "out_shardings")
-    made: dict[str, Any] = {}
-    by_rules = call.rules is not None and None in chosen
-    pins = pins_of(plain, after.known, made if by_rules else None)
-    resolution = after.resolution
-    if made:
+    pins, made = pins_of(plain, after.known)
+    resolution, every = after.resolution, itertools.repeat(None)
+    if made and call.rules is not None and None in chosen:
         # With the arguments: optimizer state follows parameters among them.
         resolution = _resolved({**made, **after.trees}, call.rules)
-        assert resolution is not None
-        every = iter(resolution.sharding_list())
-        pins = [(s, next(every) if at is _BY_RULE else at) for s, at in pins]
-    pairs = zip(pins, chosen, strict=True)
-    return [given or sharding for (_, sharding), given in pairs], resolution
-
-
-def _pin_tree(
-    tree: Any,
-    known: Mapping[Any, list[list[Pin]]],
-    made: dict[str, Any] | None,
-    path: str,
-) -> list[Pin]:
-    """Look for the structures of arguments in a result, from the outside in.
-
-    Where several arguments have one structure, they are taken in turn. States of
-    another structure are added to `made`, unless that is None.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    found = known.get((treedef, shape_key(leaves)))
-    if found is not None:
-        return found.pop(0) if len(found) > 1 else found[0]
-    if not leaves or jax.tree_util.treedef_is_leaf(treedef):
-        return [(False, None)] * len(leaves)
-    if made is not None and _is_made_state(tree):
-        made[path] = tree
-        return [(True, _BY_RULE)] * len(leaves)
-    parts, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    return [
-        entry
-        for keys, part in parts
-        for entry in _pin_tree(part, known, made, path + _below(keys))
-    ]
+        every = iter([] if resolution is None else resolution.sharding_list())
+    shardings = [next(every) if at is BY_RULE else at for _, at in pins]
+    pairs = zip(shardings, chosen, strict=True)
+    return [given or sharding for sharding, given in pairs], resolution
 
 
 def _below(keys: tuple[Any, ...]) -> str:
@@ -311,31 +292,22 @@ def _is_made_state(tree: Any) -> bool:
 # ------------------------------------------------------- layouts given by hand
 
 
-class _Filled(list[Any]):
-    """The shardings of one part: to JAX a leaf, as trees may hold lists."""
-
-
 def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
     """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts.
 
     Raises:
         LayoutError: `prefix` is no prefix of the tree, or a layout does not fit.
     """
-
-    def fill(layout: Any, part: Any) -> _Filled:
-        leaves = jax.tree.leaves(part)
-        return _Filled(_sharding_of(layout, leaf, mesh, what) for leaf in leaves)
-
     try:
-        lists = jax.tree.map(fill, prefix, tree, is_leaf=_is_layout)
-    except LayoutError:
-        raise
+        layouts, treedef = jax.tree.flatten(prefix, is_leaf=_is_layout)
+        numbers = jax.tree.broadcast(treedef.unflatten(range(len(layouts))), tree)
     except (ValueError, TypeError, AttributeError) as error:
         raise LayoutError(
             f"{what} must be one sharding, or a tree of them that is a prefix of "
             f"{jax.tree.structure(tree)}: {error}"
         ) from error
-    return [entry for part in jax.tree.leaves(lists) for entry in part]
+    pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
+    return [_sharding_of(layouts[at], leaf, mesh, what) for at, leaf in pairs]
 
 
 def _is_layout(node: Any) -> bool:
