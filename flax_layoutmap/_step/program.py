@@ -11,9 +11,10 @@ GraphDefs afterwards, as by `nnx.jit`.
 
 import collections
 import dataclasses
+import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._core.errors import StructureError, warn
-from flax_layoutmap._place.place import put
+from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
@@ -69,26 +70,19 @@ class Structure:
     Attributes:
         graphdefs: those of the given objects, then of new ones in the result.
         treedef: the structure of their values.
-        sources: per leaf, (True, its position among the arguments), or (False, its
-            number among the outputs).
+        sources: per leaf, its position among the arguments; None: the next output.
         free: per leaf, whether a new Variable holds it that may lie anywhere.
     """
 
     graphdefs: tuple[Any, ...]
     treedef: Any
-    sources: tuple[tuple[bool, int], ...]
+    sources: tuple[int | None, ...]
     free: tuple[bool, ...]
 
-    def leaves(self, given: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def leaves(self, given: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
         """The leaves after the function."""
-        return [(given if stays else outputs)[at] for stays, at in self.sources]
-
-    def places(self, after: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The shardings of the outputs, and those of leaves that stay, by number."""
-        pairs = list(zip(self.sources, after, strict=True))
-        outputs = [where for (stays, _), where in pairs if not stays]
-        numbered = enumerate(pairs)
-        return outputs, {n: where for n, ((stays, _), where) in numbered if stays}
+        rest = iter(outputs)
+        return [next(rest) if at is None else given[at] for at in self.sources]
 
     def merged(
         self, leaves: Sequence[Any], tag: str | None = None
@@ -196,16 +190,19 @@ def make_program(job: Job, call: Call) -> Program:
     flat = _flat_function(job, call, before, outcomes, remarks.append)
     options: Any = {"in_shardings": tuple(before.wanted)}
     pairs = zip(call.leaves, before.wanted, strict=True)
-    avals = [x if where is None else abstract(x, where) for x, where in pairs]
+    avals = [abstract(x, where) if where else x for x, where in pairs]
     traced = _traced(job, call, jax.jit(flat, **options), avals)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (new, result) = outcomes[-1], traced.out_info
     after = after_change(job, call, before, outcome, new)
     results, resolved = pin_results(job, call, after, result)
-    outputs, moved = after.after, {}
+    outputs: Sequence[Any] = after.after
+    moved: dict[int, Any] = {}
     if outcome.structure is not None:
-        outputs, moved = outcome.structure.places(after.after)
+        sources = list(zip(outcome.structure.sources, after.after, strict=True))
+        outputs = [where for at, where in sources if at is None]
+        moved = {n: x for n, (at, x) in enumerate(sources) if at is not None and x}
     for text in remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}
@@ -214,15 +211,11 @@ def make_program(job: Job, call: Call) -> Program:
         if jax.process_count() > 1:
             fingerprints = resolved.fingerprint_lines()
     donated = _donated(call.arguments, outcome)
-    spanned = list(zip(call.arguments, spans(call.arguments), strict=True))
-    layouts = [
-        jax.tree.unflatten(jax.tree.structure(tree), shardings)
-        for tree, shardings in ((new, outputs), (result, results))
-    ]
+    spanned = zip(call.arguments, spans(call.arguments), strict=True)
+    places = [*outputs, *results]
+    layouts = jax.tree.unflatten(jax.tree.structure((new, result)), places)
     return Program(
-        jitted=jax.jit(
-            flat, out_shardings=tuple(layouts), donate_argnums=donated, **options
-        ),
+        jitted=jax.jit(flat, out_shardings=layouts, donate_argnums=donated, **options),
         wanted=before.wanted,
         free=before.free,
         state=[at for x, span in spanned if x.is_state for at in span],
@@ -233,7 +226,7 @@ def make_program(job: Job, call: Call) -> Program:
         shapes=(new, result),
         fingerprints=fingerprints,
         mesh=call.mesh if has_explicit_axes(call.mesh) and not job.explicit else None,
-        places=[*outputs, *results],
+        places=places,
     )
 
 
@@ -243,15 +236,13 @@ def _traced(job: Job, call: Call, jitted: Any, avals: Sequence[Any]) -> Any:
         with mesh_context(call.rules, avals):
             return jitted.trace(*avals)
     except TypeError as error:
-        candidates = (
-            (argument.path(at), leaf)
+        candidates = [
+            (argument.path(at), argument.leaves[at])
             for argument in call.arguments
             if argument.is_state
-            for at, (leaf, owner) in enumerate(
-                zip(argument.leaves, argument.owners(), strict=True)
-            )
+            for at, owner in enumerate(argument.owners())
             if owner is None or isinstance(owner, nnx.Param)
-        )
+        ]
         refuse_integers(candidates, job.name, error)
         raise
 
@@ -300,23 +291,25 @@ def _flat_function(
         graph = Graph(objects)
         given = [(slot, values[slot]) for slot in slots]
         result = call_job(job, given, rules, parameters, report)
-        after = _After(graph, objects, result, inputs, positions)
-        outcome = after.outcome
+        outcome, new, result, made = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
-            _check_new(forms, nested, graph, after.made)
+            _check_new(forms, nested, graph, made)
         outcomes.append(outcome)
         if outcome != outcomes[0]:
             raise StaleProgramError
-        results, treedef = jax.tree.flatten(after.result)
-        pins, _ = pins_of(after.result, known)
-        pairs = zip(results, pins, strict=True)
+        leaves_of_new, structure = jax.tree.flatten(new)
+        where = [wanted[at] for at in outcome.leaves] or [None] * len(leaves_of_new)
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
+        results, treedef = jax.tree.flatten(result)
+        pins, _ = pins_of(result, known)
+        pairs = zip(results, pins, strict=True)
         results = [
             _kept(host.get(id(x), x), where) if state else x
             for x, (state, where) in pairs
         ]
-        return after.kept(wanted), treedef.unflatten(results)
+        kept = map(_kept, leaves_of_new, where)
+        return structure.unflatten(kept), treedef.unflatten(results)
 
     flat.__name__ = job.name
     return flat if job.explicit else on_auto_axes(flat, call.mesh)
@@ -338,76 +331,45 @@ def _kept(x: Any, sharding: Any) -> Any:
 _HOST = jax.memory.Space.Host
 
 
-class _After:
-    """The outputs of a function: new values, result and outcome."""
+def _outcome(
+    before: Graph,
+    objects: Sequence[Any],
+    result: Any,
+    inputs: Sequence[Any],
+    positions: Sequence[int],
+) -> tuple[Outcome, Any, Any, list[Any]]:
+    """What a function has done to these objects.
 
-    def __init__(
-        self,
-        before: Graph,
-        objects: Sequence[Any],
-        result: Any,
-        inputs: Sequence[Any],
-        positions: Sequence[int],
-    ) -> None:
-        after = Graph(objects)
-        known = set(map(id, after.nodes))
-        named = [(p, node) for p, node in roots_of(result) if id(node) not in known]
-        self.made = [node for _, node in named]
-        structure, changed, leaves = None, (), ()
-        pairs = list(zip(before.leaves, after.leaves, strict=False))
-        if not named and after.is_like(before) and not _lone_changes(before, after):
-            changed = tuple(
-                number
-                for number, span in enumerate(after.spans())
-                if any(pairs[at][0] is not pairs[at][1] for at in span)
-            )
-            chosen = [after.spans()[number] for number in changed]
-            leaves = tuple(positions[at] for span in chosen for at in span)
-            values = jax.tree.unflatten(after.treedef, after.leaves)
-            self.new: Any = [values[at] for at in changed]
-        else:
-            after = before.after([*objects, *self.made])
-            place = {id(leaf): at for at, leaf in enumerate(inputs)}
-            held = set(positions)
-            sources: list[tuple[bool, int]] = []
-            self.new = []
-            for leaf in after.leaves:
-                at = place.get(id(leaf))
-                if at in held:
-                    sources.append((True, at))
-                else:
-                    sources.append((False, len(self.new)))
-                    self.new.append(strong(leaf))
-            old = set(map(id, before.nodes))
-            free = [id(v) not in old and is_free(v) for v in after.owners()]
-            structure = Structure(
-                after.graphdefs, after.treedef, tuple(sources), tuple(free)
-            )
-        self.result, returns = without_objects(result, after.nodes)
-        self.outcome = Outcome(
-            changed=changed,
-            leaves=leaves,
-            structure=structure,
-            returned=tuple(path for path, _ in named),
-            out_tree=jax.tree.structure(self.result),
-            returns_objects=returns,
+    Also the new values, its result without objects, and the new objects in it.
+    """
+    after = Graph(objects)
+    known = set(map(id, after.nodes))
+    named = [(path, node) for path, node in roots_of(result) if id(node) not in known]
+    made = [node for _, node in named]
+    structure, changed, leaves = None, (), ()
+    same = not made and after.is_like(before)
+    # An array in no Variable is an attribute.
+    if same and all(map(operator.is_, before.parts, after.parts)):
+        is_new = list(map(operator.is_not, before.leaves, after.leaves))
+        held = after.spans()
+        changed = tuple(
+            at for at, span in enumerate(held) if any(is_new[n] for n in span)
         )
-
-    def kept(self, wanted: Sequence[Any]) -> Any:
-        """The new values as they are kept; `wanted` are the shardings of all leaves."""
-        leaves, treedef = jax.tree.flatten(self.new)
-        if self.outcome.structure is not None:
-            return self.new
-        pairs = zip(leaves, self.outcome.leaves, strict=True)
-        return treedef.unflatten([_kept(x, wanted[at]) for x, at in pairs])
-
-
-def _lone_changes(before: Graph, after: Graph) -> bool:
-    """Whether an array in no Variable has changed: that is an attribute."""
-    return any(
-        old is not new and not isinstance(new, nnx.Variable)
-        for old, new in zip(before.parts, after.parts, strict=True)
-    )
+        leaves = tuple(positions[n] for at in changed for n in held[at])
+        values = jax.tree.unflatten(after.treedef, after.leaves)
+        new = [values[at] for at in changed]
+    else:
+        after = before.after([*objects, *made])
+        position = {id(inputs[at]): at for at in positions}
+        sources = tuple(position.get(id(leaf)) for leaf in after.leaves)
+        new = [x for x, at in zip(after.leaves, sources, strict=True) if at is None]
+        old = set(map(id, before.nodes))
+        free = tuple(id(x) not in old and is_free(x) for x in after.owners())
+        structure = Structure(after.graphdefs, after.treedef, sources, free)
+    plain, returns = without_objects(result, after.nodes)
+    paths, out_tree = tuple(path for path, _ in named), jax.tree.structure(plain)
+    outcome = Outcome(changed, leaves, structure, paths, out_tree, returns)
+    return outcome, new, plain, made
 
 
 def _check_new(
@@ -422,7 +384,7 @@ def _check_new(
         for form, nodes in zip(forms, nested, strict=True)
         for node in nodes
     ]
-    check_apart(given, nnx.Variable)
+    check_apart(given)
     known = set(map(id, before.nodes))
     for where, part in named_parts([*(("the result", node) for node in made), *given]):
         if id(part) not in known and was_made_elsewhere(part):
@@ -430,13 +392,12 @@ def _check_new(
                 f"{where} comes from outside of the function: pass it as an "
                 "argument, or as part of one, so that it stays the same object"
             )
-        if isinstance(part, nnx.Variable):
-            for problem in map(no_array, jax.tree.leaves(part.get_raw_value())):
-                if problem:
-                    raise StructureError(
-                        f"{where} holds the {problem}, which is not an array: make it "
-                        "a static attribute"
-                    )
+        held = part.get_raw_value() if isinstance(part, nnx.Variable) else ()
+        for problem in filter(None, map(no_array, jax.tree.leaves(held))):
+            raise StructureError(
+                f"{where} holds the {problem}, which is not an array: make it a static "
+                "attribute"
+            )
 
 
 # The state after the last few calls, by the ids of weak references: arrays that share
@@ -496,10 +457,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     if outcome.structure is not None:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
         for at, where in program.moved.items():
-            if isinstance(after[at], Tracer) and where is not None:
-                after[at] = jax.lax.with_sharding_constraint(after[at], where)
-            elif where is not None:
-                after[at] = put(after[at], where)
+            after[at] = distribute_tensor(after[at], where)
         nodes = outcome.structure.apply(call.objects, after)
         return with_objects(result, nodes) if outcome.returns_objects else result
     note_outputs(program, leaves, new, result)
@@ -533,13 +491,12 @@ def _keep_placed(arguments: Sequence[Argument], leaves: Sequence[Any]) -> None:
 def abstract_result(program: Program, call: Call) -> Any:
     """The function's result without arrays; no object is changed."""
     outcome, (new, result) = program.outcome, program.shapes
-    if not outcome.returns_objects:
-        return result
     given = [abstract(leaf, None) for leaf in call.leaves]
-    if outcome.structure is None:
-        forms = [argument.form for argument in call.arguments]
-        _, nested, _ = rebuilt(forms, given)
-        nodes: Any = Graph(node for nodes in nested for node in nodes).nodes
+    if not outcome.returns_objects:
+        nodes: Any = ()
+    elif outcome.structure is None:
+        _, nested, _ = rebuilt([argument.form for argument in call.arguments], given)
+        nodes = Graph(itertools.chain.from_iterable(nested)).nodes
     else:
         leaves = outcome.structure.leaves(given, jax.tree.leaves(new))
         nodes = outcome.structure.merged(leaves)[1]

@@ -176,7 +176,7 @@ def _decisions(resolution: Resolution | None) -> list[tuple[NamedSharding, bool]
 
 def _without_arrays(argument: Argument) -> Any:
     """The tree to resolve the rules for, without arrays, as a Resolution is cached."""
-    if argument.has_objects:
+    if argument.objects:
         return argument.value
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
 
@@ -193,43 +193,37 @@ def after_change(
     if structure is None:
         after = [before.wanted[at] for at in outcome.leaves]
         return dataclasses.replace(before, after=after)
-    given: list[Any] = [
-        jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype) for x in call.leaves
+    leaves = [
+        jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        )
+        for x in structure.leaves(call.leaves, jax.tree.leaves(new))
     ]
-    leaves = structure.leaves(given, jax.tree.leaves(new))
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     objects = iter(structure.merged(leaves)[0])
-    chosen: dict[int, Any] = {}  # by the id of an abstract leaf
+    chosen: dict[int, tuple[Any, bool]] = {}  # by the id of an abstract leaf
     trees: dict[str, Any] = {}
     for argument in call.arguments:
         prefix, name = job.in_sharding(argument.slot), argument.name
         tree = argument.with_objects(objects)
-        if prefix is not None and argument.has_objects:
+        if prefix is not None and argument.objects:
             plain = plain_tree(tree)
             what = f"in_shardings[{name!r}] (after {name} has changed)"
-            layouts = broadcast(prefix, plain, call.mesh, what)
+            layouts = [(x, True) for x in broadcast(prefix, plain, call.mesh, what)]
             chosen.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
         elif prefix is None and argument.is_state:
-            trees[name] = tree if argument.has_objects else _without_arrays(argument)
+            trees[name] = tree if argument.objects else _without_arrays(argument)
     names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
     trees.update(zip(names, objects, strict=True))
     resolution = _resolved(trees, call.rules)
     ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
-    if resolution is not None:
-        by_rule = dict(zip(ids, _decisions(resolution), strict=True))
-    else:
-        by_rule = {}
+    chosen.update(zip(ids, _decisions(resolution), strict=False))
     after = []
-    for leaf, is_free, (stays, at) in zip(
-        leaves, structure.free, structure.sources, strict=True
-    ):
-        where, has_rule = by_rule.get(id(leaf), (None, False))
-        if id(leaf) in chosen:
-            where = chosen[id(leaf)]
-        elif stays and (resolution is None or (not has_rule and at in before.free)):
-            where = before.wanted[at]
-        elif is_free and not has_rule:
+    for leaf, is_new, at in zip(leaves, structure.free, structure.sources, strict=True):
+        where, is_named = chosen.get(id(leaf), (None, False))
+        if not is_named and is_new:
             where = None
+        if not is_named and at is not None and (not resolution or at in before.free):
+            where = before.wanted[at]
         after.append(where)
     return dataclasses.replace(before, after=after, trees=trees, resolution=resolution)
 
