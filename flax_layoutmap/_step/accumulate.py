@@ -130,7 +130,7 @@ def accumulate(
 
         def on_arguments(arguments: Mapping[str, Any]) -> Any:
             pairs = [(slot, arguments[slot.name]) for slot, _ in slots]
-            result, grads = call_with(gradient, signature, pairs)
+            result, grads = call_with(gradient, pairs)
             return *(result if has_aux else (result, ())), grads
 
         loss, grads, aux = _run(

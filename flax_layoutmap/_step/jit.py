@@ -29,7 +29,6 @@ from flax_layoutmap._step.arguments import (
     names_of,
     signature_of,
     slots_of,
-    static_key,
 )
 from flax_layoutmap._step.inputs import (
     Placer,
@@ -37,6 +36,7 @@ from flax_layoutmap._step.inputs import (
     deleted_paths,
     fit,
     is_for,
+    warn_of_parameters,
     warn_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
@@ -51,7 +51,7 @@ from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
 from flax_layoutmap._tree.paths import join_keys
-from flax_layoutmap._tree.watch import Uncomparable, comparable
+from flax_layoutmap._tree.watch import Uncomparable, comparable, is_hashable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
@@ -133,27 +133,12 @@ def jit(
     Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
     split state.
     """
-    if fun is None:
-        return functools.partial(
-            jit,
-            layout_map=layout_map,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnames=static_argnames,
-            static_argnums=static_argnums,
-            donate_argnames=donate_argnames,
-            donate_argnums=donate_argnums,
-            explicit=explicit,
-        )
-    return Jitted(
-        fun,
-        layout_map,
-        in_shardings,
-        out_shardings,
+    static, donated = (
         (static_argnames, static_argnums),
         (donate_argnames, donate_argnums),
-        explicit,
     )
+    options = (layout_map, in_shardings, out_shardings, static, donated, explicit)
+    return (lambda f: Jitted(f, *options)) if fun is None else Jitted(fun, *options)
 
 
 class Jitted:
@@ -167,7 +152,7 @@ class Jitted:
         out_shardings: Any,
         static: tuple[Any, Any],
         donated: tuple[Any, Any],
-        explicit: bool = False,
+        explicit: bool,
     ) -> None:
         signature = signature_of(fun)
         functools.update_wrapper(self, fun)
@@ -179,7 +164,7 @@ class Jitted:
         given = dict(in_shardings or {})
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")
-        self._layout_map = layout_map
+        self.layout_map = layout_map
         self._job = job = Job(
             fun,
             signature,
@@ -244,25 +229,23 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""
-        return self._stage("trace", bind(self._job, args, kwargs, self._rules()))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(...).lower`, of the program on leaves."""
-        return self._stage("lower", bind(self._job, args, kwargs, self._rules()))
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
         call = bind(self._job, args, kwargs, self._rules())
-        return abstract_result(self._program(call), call)
-
-    def _stage(self, stage: str, call: Call) -> Any:
         program = self._program(call)
         avals = [
             abstract(leaf, wanted or own_sharding(leaf))
             for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
         ]
         with mesh_context(call.rules, call.leaves):
-            return getattr(program.jitted, stage)(*avals)
+            return program.jitted.trace(*avals)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(...).lower`, of the program on leaves."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
+        call = bind(self._job, args, kwargs, self._rules())
+        return abstract_result(self._program(call), call)
 
     def without_running(
         self,
@@ -284,11 +267,6 @@ class Jitted:
         call = bind(job, args, kwargs, rules, place)
         return job, call.arguments, make_program(job, call)
 
-    @property
-    def layout_map(self) -> Any:
-        """What it was made with."""
-        return self._layout_map
-
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
         return sum(
@@ -301,9 +279,9 @@ class Jitted:
     # ------------------------------------------------------------ rules and programs
 
     def _rules(self) -> RuleSet | None:
-        if self._layout_map is None:
+        if self.layout_map is None:
             return None
-        rules = rule_set_of(self._layout_map, "jit(layout_map=)")
+        rules = rule_set_of(self.layout_map, "jit(layout_map=)")
         need_devices(rules, "jit")
         return rules
 
@@ -315,59 +293,49 @@ class Jitted:
         `runs` says whether it will run, for which all processes have to agree; `stale`
         is a cached one that turned out not to be the program of this call.
         """
-        key: Any = _key(call)
-        try:
-            cached = self._programs.get(key, [])
-        except TypeError:  # constants that can change in place
-            key = _comparable(key, call)
-            cached = self._programs.get(key, [])
-        fitting = [p for p in cached if p is not stale and is_for(p, call)]
-        program = fitting[0] if fitting else None
+        key = _key(call)
+        others = [p for p in self._programs.get(key, ()) if p is not stale]
+        program = next((p for p in others if is_for(p, call)), None)
         if program is not None and (program.agreed or not runs):
             return program
-        if stale is not None:  # only one process may have to do this
-            made = dataclasses.replace(make_program(self._job, call), agreed=True)
-        else:
-            made = self._agreed(call, program, runs)
-        others = [p for p in cached if p is not stale and p is not program]
-        self._programs[key] = [made, *others]
+        # Only a run involves all processes; but only one may have a stale program.
+        mesh = call.mesh if runs and stale is None else None
+        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
+            made = program or make_program(self._job, call)
+            agreement.add(lambda: {**made.fingerprints, **_data_parts(call.arguments)})
+            warn_of_parameters(call)
+        if runs:
+            made = dataclasses.replace(made, agreed=True, fingerprints={})
+            if call.rules is None and not self._warned:
+                self._warned = warn_of_whole_batches(call, self._job.name)
+        self._programs[key] = [made, *(p for p in others if p is not program)]
         if len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return made
 
-    def _agreed(self, call: Call, program: Program | None, runs: bool) -> Program:
-        """A new program, or this one, for which all processes agree if it runs."""
-        # Only a run involves all processes; one may lower the function alone.
-        mesh = call.mesh if runs else None
-        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
-            program = program or make_program(self._job, call)
-            lines = program.fingerprints
-            agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
-        if not runs:
-            return program
-        if call.rules is None and not self._warned:
-            self._warned = warn_of_whole_batches(call.arguments, self._job.name)
-        return dataclasses.replace(program, agreed=True, fingerprints={})
 
-
-def _key(call: Call) -> tuple[Any, ...]:
-    """The cache key of programs: rules, constants, contexts, settings, arguments."""
-    places: tuple[Any, ...] = ()
-    if call.rules is None:
-        state = [argument for argument in call.arguments if argument.is_state]
-        places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
-    keys = [argument.key() for argument in call.arguments]
-    return call.rules, static_key(call.static), places, context_key(), *keys
-
-
-def _comparable(key: Any, call: Call) -> Any:
-    """A key that can be hashed.
+def _key(call: Call) -> Any:
+    """The cache key of programs: rules, constants, contexts, settings, arguments.
 
     Raises:
+        LayoutError: a static argument cannot be hashed.
         StructureError: a constant in an NNX object cannot be compared.
     """
+    for slot, value in call.static.items():
+        if not is_hashable(value):
+            raise LayoutError(
+                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
+                "it a tuple or a frozen dataclass, or take it out of static_argnames"
+            )
+    # 1, 1.0 and True are equal, but give different programs.
+    static = [(slot, type(value), value) for slot, value in call.static.items()]
+    places: list[Any] = []
+    if call.rules is None:
+        state = [argument for argument in call.arguments if argument.is_state]
+        places = [own_sharding(leaf) for argument in state for leaf in argument.leaves]
+    keys = [argument.key() for argument in call.arguments]
     try:
-        return comparable(key)
+        return comparable((call.rules, context_key(), *static, *places, *keys))
     except Uncomparable as error:
         refuse_constants(named_objects(call.arguments), error)
         raise

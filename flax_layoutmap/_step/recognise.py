@@ -80,7 +80,7 @@ class KnownCalls:
         """Remember a call that has run with these leaves, if it can be recognised."""
         outcome = program.outcome
         names = [*self._names[: len(call.args)], *call.kwargs]
-        simple = all(slot.key is None for slot, _ in call.slots)
+        simple = all(slot.name == slot.parameter for slot, _ in call.slots)
         if outcome.structure or outcome.returns_objects or not simple:
             return
         # From the second call of a program on, as the first may have edited constants

@@ -162,7 +162,7 @@ def _decisions(resolution: Resolution | None) -> list[tuple[NamedSharding, bool]
 
 def _without_arrays(argument: Argument) -> Any:
     """The tree to resolve the rules for, without arrays, as a Resolution is cached."""
-    if argument.has_objects:
+    if argument.objects:
         return argument.value
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
 
@@ -190,13 +190,13 @@ def after_change(
     for argument in call.arguments:
         prefix, name = job.in_sharding(argument.slot), argument.name
         tree = argument.with_objects(objects)
-        if prefix is not None and argument.has_objects:
+        if prefix is not None and argument.objects:
             plain = plain_tree(tree)
             what = f"in_shardings[{name!r}] (after {name} has changed)"
             layouts = broadcast(prefix, plain, call.mesh, what)
             chosen.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
         elif prefix is None and argument.is_state:
-            trees[name] = tree if argument.has_objects else _without_arrays(argument)
+            trees[name] = tree if argument.objects else _without_arrays(argument)
     names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
     trees.update(zip(names, objects, strict=True))
     resolution = _resolved(trees, call.rules)

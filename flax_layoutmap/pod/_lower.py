@@ -358,7 +358,7 @@ def _lower_jitted(
                 argument, span = placed[slot]
                 value = argument.plain(leaves[span.start : span.stop])
             values.append((slot, value))
-        return call_with(step, signature, values)
+        return call_with(step, values)
 
     flat.__name__ = name = getattr(step, "__name__", "the step")
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
