@@ -147,7 +147,11 @@ class Taken:
     values: Sequence[Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def _is_taken(node: Any) -> bool:
+    return isinstance(node, Taken)
+
+
+@dataclasses.dataclass(frozen=True)
 class Form:
     """The structure of an argument: everything but its arrays.
 
@@ -173,21 +177,20 @@ class Form:
         graphdefs, objects = iter(self.graphdefs), list[Any]()
 
         def merged(node: Any) -> Any:
-            if not isinstance(node, Taken):
+            if not _is_taken(node):
                 return node
             with nnx.merge_context() as merging:
-                objects.append(merging.unflatten(next(graphdefs), node.values))
+                objects.append(merging.unflatten(next(graphdefs), [*node.values]))
             return objects[-1]
 
         tree = self.outer.unflatten(leaves)
         if self.graphdefs:
-            is_taken = lambda node: isinstance(node, Taken)  # noqa: E731
-            tree = jax.tree.map(merged, tree, is_leaf=is_taken)
+            tree = jax.tree.map(merged, tree, is_leaf=_is_taken)
         return tree, objects
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class Argument(Form):
     """One argument, taken apart.
 
     Attributes:
@@ -199,7 +202,6 @@ class Argument:
             of a state are arrays, data is placed.
     """
 
-    form: Form
     value: Any
     objects: Sequence[Any]
     parts: Sequence[Any]
@@ -207,26 +209,19 @@ class Argument:
     leaves: Sequence[Any]
 
     @property
-    def slot(self) -> Slot:
-        return self.form.slot
+    def form(self) -> Form:
+        fields = dataclasses.fields(Form)
+        return Form(*(getattr(self, field.name) for field in fields))
 
     @property
     def name(self) -> str:
-        return self.form.slot.name
-
-    @property
-    def is_state(self) -> bool:
-        return self.form.is_state
-
-    @property
-    def is_donated(self) -> bool:
-        return self.form.is_donated
+        return self.slot.name
 
     @functools.cached_property
     def treedef(self) -> Any:
         """Structure of the plain tree, with an `nnx.State` for each NNX object."""
         if not self.objects:
-            return self.form.outer
+            return self.outer
         return jax.tree.structure(plain_tree(self.value))
 
     @property
@@ -249,15 +244,13 @@ class Argument:
         """The part of a program's cache key."""
         if self.is_state:  # no weak types, and the rules place it
             return self.form, tuple(map(_SHAPE, self.leaves))
-        avals = tuple(map(_aval_key, self.leaves))
-        if self.form.is_given:
-            return self.form, avals
-        return self.form, avals, tuple(map(_placement, self.leaves)), self.pins
+        leaves = [_data_key(leaf, self.is_given) for leaf in self.leaves]
+        return self.form, tuple(leaves), self.pins
 
     def as_state(self) -> "Argument":
         """The same, laid out by the rules."""
-        form = dataclasses.replace(self.form, is_state=True)
-        return dataclasses.replace(self, form=form, leaves=list(map(strong, self.raw)))
+        leaves = list(map(strong, self.raw))
+        return dataclasses.replace(self, is_state=True, leaves=leaves)
 
     def with_leaves(self, leaves: Sequence[Any]) -> "Argument":
         """The same with other leaves for the program."""
@@ -288,7 +281,7 @@ class Argument:
     def owners(self) -> list[nnx.Variable[Any] | None]:
         """Per leaf, the Variable of an NNX object that holds it."""
         held = iter(Graph(self.objects).owners())
-        return [next(held) if inside else None for inside in self.form.in_objects]
+        return [next(held) if inside else None for inside in self.in_objects]
 
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
@@ -407,11 +400,15 @@ def take_apart(
     counts = [len(jax.tree.leaves(node)) for node in taken] if graphs else [len(raw)]
     inside = [at in graphs for at, count in enumerate(counts) for _ in range(count)]
     defs = tuple(graph.graphdefs[0] for graph in graphs.values())
-    form = Form(slot, outer, defs, is_state, is_donated, is_given, tuple(inside))
     leaves = list(map(strong, raw)) if is_state else raw
-    objects = [nodes[at] for at in graphs]
-    parts = [part for graph in graphs.values() for part in graph.parts]
-    argument = Argument(form, value, objects, parts, raw, leaves)
+    argument = Argument(
+        *(slot, outer, defs, is_state, is_donated, is_given, tuple(inside)),
+        value=value,
+        objects=[nodes[at] for at in graphs],
+        parts=[part for graph in graphs.values() for part in graph.parts],
+        raw=raw,
+        leaves=leaves,
+    )
     for at, leaf in enumerate(leaves):
         if not isinstance(leaf, jax.Array) and (problem := no_array(leaf)):
             raise LayoutError(
@@ -455,20 +452,17 @@ def strong(leaf: Any) -> Any:
 _SHAPE = operator.attrgetter("shape", "dtype")
 
 
-def _aval_key(leaf: Any) -> Any:
+def _data_key(leaf: Any, is_given: bool) -> Any:
+    """What a leaf of data is to a program, and where it is unless that is given."""
     if isinstance(leaf, NUMBERS):
         return type(leaf)
-    dtype = leaf.dtype
+    dtype, place = leaf.dtype, getattr(leaf, "sharding", None)
     if isinstance(leaf, np.ndarray | np.generic):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return leaf.shape, dtype, getattr(leaf, "weak_type", False)
-
-
-def _placement(leaf: Any) -> Any:
-    """Where data is; of a tracer its type, which may say so."""
-    if isinstance(leaf, Tracer):
-        return jax.typeof(leaf)
-    return getattr(leaf, "sharding", None)
+    elif isinstance(leaf, Tracer):  # whose type may say so
+        place = jax.typeof(leaf)
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, dtype, weak, None if is_given else place
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

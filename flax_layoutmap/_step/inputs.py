@@ -146,7 +146,7 @@ def warn_of_parameters(call: Call) -> None:
     if rules is None or all(rule.layout.is_replicated for rule in rules.rules):
         return
     for argument in call.arguments:
-        if argument.is_state or argument.form.is_given or not argument.is_container:
+        if argument.is_state or argument.is_given or not argument.is_container:
             continue
         missed = _searched(*_names(argument), rules)[1]
         if missed:
@@ -179,7 +179,7 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
     placed: list[Any] = []
     problems: list[str] = []
     for at, leaf in enumerate(argument.leaves):
-        if _is_put_on(leaf, rules.mesh):
+        if _is_committed(leaf):
             where = _on_mesh(leaf.sharding, rules.mesh, leaf.ndim)
             if where is None:
                 where = leaf.sharding
@@ -197,17 +197,6 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
             "them as NumPy arrays, which are split over the batch axes"
         )
     return placed
-
-
-def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
-    """Whether a leaf is an array that is committed to its devices.
-
-    On a single device, every placement is the same as that of a host array.
-    """
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return False
-    single = mesh.size == 1 and leaf.devices() == set(mesh.devices.flat)
-    return leaf.committed and not single
 
 
 def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
@@ -328,12 +317,15 @@ def is_for(program: Program, call: Call) -> bool:
 
 
 def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
-    return (
-        isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and leaf.committed
-        and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    )
+    if not _is_committed(leaf):
+        return False
+    return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def _is_committed(leaf: Any) -> bool:
+    """Whether a leaf is an array that was put on its devices."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_array and leaf.committed
 
 
 def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutError:
