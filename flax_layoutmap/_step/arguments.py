@@ -25,7 +25,7 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.graph import Graph, update
 from flax_layoutmap._tree.objects import is_object
-from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_state
 
 # Kinds of parameters.
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -283,9 +283,14 @@ class Argument(Form):
         held = iter(Graph(self.objects).owners())
         return [next(held) if inside else None for inside in self.in_objects]
 
+    @functools.cached_property
+    def flat(self) -> Flat:
+        """Its leaves with their paths; raises StructureError if these are none."""
+        return flatten(Roots({self.name: self.value}))
+
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
-        return flatten(Roots({self.name: self.value})).full_paths()[at]
+        return self.flat.full_paths()[at]
 
     def label(self, at: int) -> str:
         """Path and shape of a leaf, for messages."""
@@ -391,13 +396,13 @@ def take_apart(
     try:
         nodes, outer = jax.tree.flatten(value, is_leaf=stops)
         graphs = {at: Graph([x]) for at, x in enumerate(nodes) if is_object(x)}
-        taken = [graphs.get(at, node) for at, node in enumerate(nodes)]
-        taken = [Taken(x.values) if isinstance(x, Graph) else x for x in taken]
-        raw, outer = jax.tree.flatten(outer.unflatten(taken) if graphs else value)
+        taken = {at: Taken(graph.values) for at, graph in graphs.items()}
+        inner = [taken.get(at, node) for at, node in enumerate(nodes)]
+        raw, outer = jax.tree.flatten(outer.unflatten(inner) if graphs else value)
     except (TypeError, ValueError):
         flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
-    counts = [len(jax.tree.leaves(node)) for node in taken] if graphs else [len(raw)]
+    counts = [len(jax.tree.leaves(node)) for node in inner] if graphs else [len(raw)]
     inside = [at in graphs for at, count in enumerate(counts) for _ in range(count)]
     defs = tuple(graph.graphdefs[0] for graph in graphs.values())
     leaves = list(map(strong, raw)) if is_state else raw

@@ -149,27 +149,24 @@ def warn_of_parameters(call: Call) -> None:
         if argument.is_state or argument.is_given or not argument.is_container:
             continue
         missed = _searched(*_names(argument), rules)[1]
-        if missed:
-            near = closest_rule(next(iter(missed)), rules.rules)
-            hint = (
-                f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
-            )
-            text = (
-                f"no rule matches {first_four(list(missed.values()))} in the argument "
-                f"{argument.name!r}{hint}; as no rule shards anything in it, it is "
-                "taken for data, and what is on no mesh is split over the batch axes "
-                f"{rules.batch}"
-            )
-            announce(rules, [Remark(text, "taken for data", frozenset(missed))])
+        if not missed:
+            continue
+        near, rule = closest_rule(next(iter(missed)), rules.rules) or (0, None)
+        hint = f"; the closest is rule {near} {rule.pattern!r}" if rule else ""
+        text = (
+            f"no rule matches {first_four(list(missed.values()))} in the argument "
+            f"{argument.name!r}{hint}; as no rule shards anything in it, it is taken "
+            "for data, and what is on no mesh is split over the batch axes "
+            f"{rules.batch}"
+        )
+        announce(rules, [Remark(text, "taken for data", frozenset(missed))])
 
 
 # ------------------------------------------------------------------------ data
 
 
 def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
-    """Place the leaves of a data argument.
-
-    Host arrays are split over the batch axes. Arrays on the mesh keep their layout.
+    """The leaves of data: host arrays are split, those on the mesh keep their layout.
 
     Raises:
         LayoutError: an array does not divide, or is on other devices.
@@ -324,8 +321,11 @@ def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
 
 def _is_committed(leaf: Any) -> bool:
     """Whether a leaf is an array that was put on its devices."""
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    return is_array and leaf.committed
+    return _is_array(leaf) and leaf.committed
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutError:
@@ -347,17 +347,11 @@ def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutEr
 
 def are_deleted(leaves: Sequence[Any]) -> bool:
     """Whether one of these is a deleted array."""
-    if not leaves:
-        return False
     try:
         # The method of the type is much faster than an attribute of each array.
         return any(map(type(leaves[0]).is_deleted, leaves))
-    except (AttributeError, TypeError):  # other things among them
-        return any(
-            x.is_deleted()
-            for x in leaves
-            if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        )
+    except (AttributeError, IndexError, TypeError):  # none, or other things too
+        return any(x.is_deleted() for x in leaves if _is_array(x))
 
 
 def _check_not_donated_twice(
@@ -384,16 +378,16 @@ def _copy_shared_memory(leaves: list[Any], program: Program) -> None:
     As two arrays do that were put on a mesh from one. Donating them ends the process
     (jax 0.10.2), or hangs (jax 0.12.0).
     """
-    parts = {at: buffers_of(leaves[at]) for at in program.state}
+    parts = {at: _buffers_of(leaves[at]) for at in program.state}
     count = collections.Counter(itertools.chain.from_iterable(parts.values()))
     for at in program.donated:
         if any(count[part] > 1 for part in parts[at]):
             leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
 
 
-def buffers_of(leaf: Any) -> set[Any]:
+def _buffers_of(leaf: Any) -> set[Any]:
     """The memory of an array in this process, to compare; empty if unknown."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
+    if not _is_array(leaf) or not leaf.size:
         return set()
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -411,16 +405,15 @@ def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
 
 def _hint(call: Call, argument: Argument, at: int) -> str:
     """The fix for a leaf that is placed elsewhere."""
-    flat, name = flatten(Roots({argument.name: argument.value})), argument.name
-    rules = call.rules
-    if flat.section(at).role == "optimizer":
+    name, rules = argument.name, call.rules
+    if argument.flat.section(at).role == "optimizer":
         # The state of an optimizer alone does not say which parameters it follows.
         return (
             "make the optimizer with flm.create_optimizer(model, tx, layout_map), or "
             "place the tree that holds both, "
             f"layout_map.place({{'model': model, {name!r}: {name}}})"
         )
-    whole, *within = flat.forms(at)
+    whole, *within = argument.flat.forms(at)
     if rules is not None and within:
         ask = rules.matcher.matching_forms
         if ask((whole, *within)) != ask(within):

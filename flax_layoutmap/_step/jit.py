@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -133,53 +134,37 @@ def jit(
     Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
     split state.
     """
-    static, donated = (
-        (static_argnames, static_argnums),
-        (donate_argnames, donate_argnums),
-    )
-    options = (layout_map, in_shardings, out_shardings, static, donated, explicit)
-    return (lambda f: Jitted(f, *options)) if fun is None else Jitted(fun, *options)
+    if not isinstance(in_shardings, Mapping | None):
+        raise LayoutError(
+            "in_shardings is a mapping from the name of an argument to its sharding, "
+            f"{{'batch': sharding}}; got {in_shardings!r}"
+        )
+    if layout_map is not None:
+        rule_set_of(layout_map, "jit(layout_map=)")
+    given = dict(in_shardings or {})
+
+    def decorated(fun: Callable[..., Any]) -> Jitted:
+        names = functools.partial(names_of, signature := signature_of(fun))
+        static = names(static_argnames, static_argnums, "static_argnames")
+        donated = names(donate_argnames, donate_argnums, "donate_argnames")
+        both = sorted(static & (donated | names(given, (), "in_shardings")))
+        if both:
+            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+        options = (given, out_shardings, static, donated)
+        return Jitted(Job(fun, signature, *options, explicit=explicit), layout_map)
+
+    return decorated if fun is None else decorated(fun)
 
 
 class Jitted:
     """The function that `jit` returns."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        layout_map: Any,
-        in_shardings: Mapping[str, Any] | None,
-        out_shardings: Any,
-        static: tuple[Any, Any],
-        donated: tuple[Any, Any],
-        explicit: bool,
-    ) -> None:
-        signature = signature_of(fun)
-        functools.update_wrapper(self, fun)
-        if not isinstance(in_shardings, Mapping | None):
-            raise LayoutError(
-                "in_shardings is a mapping from the name of an argument to its "
-                f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
-            )
-        given = dict(in_shardings or {})
-        if layout_map is not None:
-            rule_set_of(layout_map, "jit(layout_map=)")
+    def __init__(self, job: Job, layout_map: Any) -> None:
+        functools.update_wrapper(self, job.fun)
         self.layout_map = layout_map
-        self._job = job = Job(
-            fun,
-            signature,
-            given,
-            out_shardings,
-            names_of(signature, *static, "static_argnames"),
-            names_of(signature, *donated, "donate_argnames"),
-            explicit=explicit,
-        )
-        names_of(signature, given, (), "in_shardings")
-        both = sorted(job.static & (job.donated | set(given)))
-        if both:
-            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+        self._job = job
         self._programs: dict[Any, list[Program]] = {}
-        self._known = KnownCalls(signature)
+        self._known = KnownCalls(job.signature)
         self._warned = False
 
     # ----------------------------------------------------------------------- a call
@@ -213,14 +198,12 @@ class Jitted:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
         """Raise LayoutError if donated state was lost with a program that failed."""
-        slots = slots_of(self._job.signature.bind(*args, **kwargs))
-        lost = deleted_paths(
-            {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
-        )
-        if lost:
+        job, slots = self._job, slots_of(self._job.signature.bind(*args, **kwargs))
+        lost = {slot.name: x for slot, x in slots if slot.is_among(job.donated)}
+        if paths := deleted_paths(lost):
             raise LayoutError(
-                f"{self._job.name} failed while it ran, and what was donated is gone "
-                f"({first_four(lost)}): go back to the last checkpoint, "
+                f"{job.name} failed while it ran, and what was donated is gone "
+                f"({first_four(paths)}): go back to the last checkpoint, "
                 "flm.checkpoint.restore(path, target, layout_map=layout_map), or "
                 "donate nothing while you look for the cause"
             ) from error
@@ -269,9 +252,8 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(
-            executables_of(p.jitted) for ps in self._programs.values() for p in ps
-        )
+        every = itertools.chain.from_iterable(self._programs.values())
+        return sum(executables_of(program.jitted) for program in every)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
