@@ -57,17 +57,6 @@ class Slot:
         return self.name in names or self.parameter in names
 
 
-def signature_of(fun: Any) -> inspect.Signature:
-    """The signature of a function; LayoutError if there is none."""
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError) as error:
-        raise LayoutError(
-            f"jit needs a Python function, got {fun!r}; wrap what is callable in one: "
-            "lambda x: …"
-        ) from error
-
-
 def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
     """The arguments one by one, also those in `*args` and `**kwargs`."""
     parameters = bound.signature.parameters
@@ -449,7 +438,7 @@ def strong(leaf: Any) -> Any:
         return np.asarray(leaf, jax.dtypes.result_type(leaf))
     if getattr(leaf, "weak_type", False):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
 

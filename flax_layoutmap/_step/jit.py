@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,6 @@ from flax_layoutmap._step.arguments import (
     first_four,
     named_objects,
     names_of,
-    signature_of,
     slots_of,
 )
 from flax_layoutmap._step.inputs import (
@@ -144,7 +144,7 @@ def jit(
     given = dict(in_shardings or {})
 
     def decorated(fun: Callable[..., Any]) -> Jitted:
-        names = functools.partial(names_of, signature := signature_of(fun))
+        names = functools.partial(names_of, signature := inspect.signature(fun))
         static = names(static_argnames, static_argnums, "static_argnames")
         donated = names(donate_argnames, donate_argnums, "donate_argnames")
         both = sorted(static & (donated | names(given, (), "in_shardings")))
