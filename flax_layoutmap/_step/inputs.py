@@ -102,18 +102,20 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
     Rules that replicate are ignored; otherwise a catch-all rule would turn every batch
     into state.
     """
-    return argument.is_container and _searched(*_names(argument), rules)[0]
+    return _searched(argument, rules)[0]
 
 
-def _names(argument: Argument) -> tuple[str, Any, tuple[Any, ...]]:
-    return argument.name, argument.treedef, shape_key(argument.leaves)
+def _searched(argument: Argument, rules: RuleSet) -> tuple[bool, dict[str, str]]:
+    """Whether a rule shards a leaf; and what looks like parameters that none names."""
+    if not argument.is_container:
+        return False, {}
+    return _search(argument.name, argument.treedef, shape_key(argument.leaves), rules)
 
 
 @functools.lru_cache(maxsize=256)
-def _searched(
+def _search(
     name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet
 ) -> tuple[bool, dict[str, str]]:
-    """Whether a rule shards a leaf; and what looks like parameters that none names."""
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
         flat = flatten(Roots({name: treedef.unflatten(leaves)}))
@@ -146,9 +148,9 @@ def warn_of_parameters(call: Call) -> None:
     if rules is None or all(rule.layout.is_replicated for rule in rules.rules):
         return
     for argument in call.arguments:
-        if argument.is_state or argument.is_given or not argument.is_container:
+        if argument.is_state or argument.is_given:
             continue
-        missed = _searched(*_names(argument), rules)[1]
+        _, missed = _searched(argument, rules)
         if not missed:
             continue
         near, rule = closest_rule(next(iter(missed)), rules.rules) or (0, None)

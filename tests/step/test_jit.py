@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import KINDS, assert_lies, bare, grid, leaves_of
-from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
+from steps import BATCH, COLUMN, DIMS, ROW, X, Y, make, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.scope import current_rules
@@ -175,48 +174,6 @@ def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
     assert_lies(state["step"], (), mesh, np.int32(3))
     assert_lies(state["rate"], (), mesh, np.float32(0.5))
     assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
-
-
-# --------------------------------------------------------------------- kinds of state
-
-
-def make_train_state(mesh: flm.DeviceMesh) -> Any:
-    net = linen.Dense(16, kernel_init=counting)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-
-    def build() -> Any:
-        params = net.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-        return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.1))
-
-    return layout_map, flm.create(build, layout_map)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_train_state(kind: str) -> None:
-    mesh = grid(kind)
-    layout_map, state = make_train_state(mesh)
-
-    def update(state: Any, x: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            return state.apply_fn({"params": params}, x).sum()
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return {"state": state.apply_gradients(grads=grads), "loss": (loss, None)}
-
-    function = counted(update)
-    step = flm.jit(function, layout_map=layout_map)
-    for count in range(1, 4):
-        result = step(state, X)
-        state, (loss, nothing) = result["state"], result["loss"]
-        assert nothing is None and loss.shape == ()
-        adam = state.opt_state[0]
-        for tree in (state.params, adam.mu, adam.nu):
-            assert_lies(tree["kernel"], COLUMN, mesh)
-            assert_lies(tree["bias"], ((),), mesh)
-        assert_lies(state.step, (), mesh, np.int32(count))
-    assert type(state) is TrainState
-    assert function.count == 1 and step._cache_size() == 1
 
 
 # --------------------------------------------------------------------------- data

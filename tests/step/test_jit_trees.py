@@ -184,11 +184,24 @@ def test_new_states_are_laid_out_by_the_rules(kind: str) -> None:
         return TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
 
     key = jax.random.key(0)
-    state = flm.jit(train_state, layout_map=layout_map)(key)
-    for tree in (state.params, state.opt_state[0].mu):
-        assert_lies(tree["kernel"], COLUMN, mesh)
-        assert_lies(tree["bias"], ((),), mesh)
-    assert_lies(state.step, (), mesh)
+
+    def update(state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return state.apply_fn({"params": params}, x).sum()
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return {"state": state.apply_gradients(grads=grads), "loss": (loss, None)}
+
+    first = state = flm.jit(train_state, layout_map=layout_map)(key)
+    step = flm.jit(update, layout_map=layout_map, donate_argnames="state")
+    for count in range(3):
+        for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
+            assert_lies(tree["kernel"], COLUMN, mesh)
+            assert_lies(tree["bias"], ((),), mesh)
+        assert_lies(state.step, (), mesh, np.int32(count))
+        state = step(state, X)["state"]
+    assert type(state) is TrainState and first.params["kernel"].is_deleted()
+    assert step._cache_size() == 1
 
     variables = flm.jit(lambda k: dense.init(k, X), layout_map=layout_map)(key)
     assert_lies(variables["params"]["kernel"], COLUMN, mesh)
