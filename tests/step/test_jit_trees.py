@@ -304,11 +304,3 @@ def test_bad_axes_name_the_argument() -> None:
     step = flm.jit(lambda x: x, in_shardings={"x": ("data", None)})
     with refuses(flm.errors.MeshError, "in_shardings['x']: no mesh for the layout"):
         step(X)
-
-
-def test_what_is_no_layout_map() -> None:
-    for given in ({"w": None}, 3, flm.LayoutMap, nnx.Rngs(0)):
-        with refuses(
-            flm.errors.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"
-        ):
-            flm.jit(lambda x: x, layout_map=given)
