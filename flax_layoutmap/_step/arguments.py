@@ -136,10 +136,6 @@ class Taken:
     values: Sequence[Any]
 
 
-def _is_taken(node: Any) -> bool:
-    return isinstance(node, Taken)
-
-
 @dataclasses.dataclass(frozen=True)
 class Form:
     """The structure of an argument: everything but its arrays.
@@ -166,7 +162,7 @@ class Form:
         graphdefs, objects = iter(self.graphdefs), list[Any]()
 
         def merged(node: Any) -> Any:
-            if not _is_taken(node):
+            if not isinstance(node, Taken):
                 return node
             with nnx.merge_context() as merging:
                 objects.append(merging.unflatten(next(graphdefs), [*node.values]))
@@ -174,7 +170,7 @@ class Form:
 
         tree = self.outer.unflatten(leaves)
         if self.graphdefs:
-            tree = jax.tree.map(merged, tree, is_leaf=_is_taken)
+            tree = jax.tree.map(merged, tree, is_leaf=lambda x: isinstance(x, Taken))
         return tree, objects
 
 
@@ -240,10 +236,6 @@ class Argument(Form):
         """The same, laid out by the rules."""
         leaves = list(map(strong, self.raw))
         return dataclasses.replace(self, is_state=True, leaves=leaves)
-
-    def with_leaves(self, leaves: Sequence[Any]) -> "Argument":
-        """The same with other leaves for the program."""
-        return dataclasses.replace(self, leaves=leaves)
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree with an `nnx.State` for each NNX object."""

@@ -5,6 +5,7 @@ batch axes. Equal placements get one spelling, so that they share a compiled pro
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -74,17 +75,15 @@ def bind(
     for slot, value in slots:
         if slot in static:
             continue
-        donated = slot.is_among(job.donated)
-        given = job.in_sharding(slot) is not None
+        given, donated = job.in_sharding(slot) is not None, slot.is_among(job.donated)
         argument = take_apart(
             slot, value, is_state=donated, is_donated=donated, is_given=given
         )
-        if not argument.is_state:
-            if rules is not None and holds_parameters(argument, rules):
-                argument = argument.as_state()
-            elif not given:
-                leaves = (place or place_data)(argument, rules)
-                argument = argument.with_leaves(leaves)
+        if not argument.is_state and rules and holds_parameters(argument, rules):
+            argument = argument.as_state()
+        elif not argument.is_state and not given:
+            leaves = (place or place_data)(argument, rules)
+            argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
     parts = [part for argument in arguments for part in argument.parts]
     if len(set(map(id, parts))) < len(parts):

@@ -51,7 +51,6 @@ from flax_layoutmap._step.recognise import KnownCalls
 from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
-from flax_layoutmap._tree.paths import join_keys
 from flax_layoutmap._tree.watch import Uncomparable, comparable, is_hashable
 
 # Compiled programs that one function keeps; the oldest is dropped.
@@ -327,10 +326,9 @@ def _data_parts(arguments: Sequence[Argument]) -> Parts:
     """The data that the processes must have in common: shapes and host values."""
     data = [argument for argument in arguments if not argument.is_state]
     shapes = [
-        f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "
-        f"{show_shape(np.shape(leaf))} {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        f"{path} {show_shape(np.shape(x))} {getattr(x, 'dtype', type(x).__name__)}"
         for a in data
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(a.plain())
+        for path, x in zip(a.flat.full_paths(), a.leaves, strict=True)
     ]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
     return {"batch shapes": shapes, "batch values": values}
