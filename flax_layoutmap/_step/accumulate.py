@@ -6,6 +6,7 @@ sums stay on its devices until the loop has ended.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -31,7 +32,6 @@ from flax_layoutmap._step.arguments import (
     call_with,
     first_four,
     names_of,
-    signature_of,
     slots_of,
 )
 from flax_layoutmap._tree.flax_internals import nnx_split
@@ -108,7 +108,7 @@ def accumulate(
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")
     if reduce not in ("once", "each"):
         raise LayoutError(f"accumulate(reduce=…) is 'once' or 'each', got {reduce!r}")
-    signature = signature_of(loss_fn)
+    signature = inspect.signature(loss_fn)
     several = isinstance(argnums, Sequence)
     numbers = tuple(argnums) if several else (argnums,)
     wrt = [names_of(signature, (), getattr(n, "argnum", n), "argnums") for n in numbers]
@@ -130,7 +130,7 @@ def accumulate(
 
         def on_arguments(arguments: Mapping[str, Any]) -> Any:
             pairs = [(slot, arguments[slot.name]) for slot, _ in slots]
-            result, grads = call_with(gradient, signature, pairs)
+            result, grads = call_with(gradient, pairs)
             return *(result if has_aux else (result, ())), grads
 
         loss, grads, aux = _run(

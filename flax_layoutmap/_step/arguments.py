@@ -6,6 +6,7 @@ NNX objects are flattened as by `nnx.split`; everything else is a pytree.
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,92 +20,76 @@ from jax.sharding import NamedSharding
 from flax_layoutmap._core.errors import LayoutError, did_you_mean
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.graph import Graph
+from flax_layoutmap._tree.graph import Graph, update
 from flax_layoutmap._tree.objects import is_object
-from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_state
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_NUMBERS = bool | int | float | complex
+# Kinds of parameters.
+_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, _EITHER)
+_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, _EITHER)
+
+# Numbers of Python, which JAX takes as leaves.
+NUMBERS = bool | int | float | complex
 
 # ------------------------------------------------------------------- signatures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of an argument in a signature.
+    """An argument in a call.
 
     `name` is that of options and messages (`batch`, `args[0]`, or a keyword of
-    `**kwargs`), `parameter` the parameter (`args`), `key` the position or keyword
-    within a variadic one.
+    `**kwargs`), `parameter` the parameter (`args`), `key` the position or the keyword
+    by which it is passed.
     """
 
     name: str
     parameter: str
-    key: int | str | None = None
+    key: int | str
 
     def is_among(self, names: frozenset[str]) -> bool:
         """Whether an option with these names refers to this argument."""
         return self.name in names or self.parameter in names
 
 
-def signature_of(fun: Any) -> inspect.Signature:
-    """The signature of a function; LayoutError if there is none."""
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError) as error:
-        raise LayoutError(
-            f"jit needs a Python function, got {fun!r}; wrap what is callable in one: "
-            "lambda x: …"
-        ) from error
-
-
 def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
     """The arguments one by one, also those in `*args` and `**kwargs`."""
-    found: list[tuple[Slot, Any]] = []
     parameters = bound.signature.parameters
-    for name, value in bound.arguments.items():
-        kind = parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            found.extend(
-                (Slot(f"{name}[{at}]", name, at), part) for at, part in enumerate(value)
-            )
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            for key, part in value.items():
-                taken = key in parameters
-                found.append((Slot(f"{name}/{key}" if taken else key, name, key), part))
-        else:
-            found.append((Slot(name, name), value))
-    return found
+    names = positional_names(bound.signature)
+    slots: list[tuple[Slot, Any]] = []
+    for at, value in enumerate(bound.args):
+        rest, number = _variadic(parameters, _ARGS), at - len(names)
+        name = names[at] if number < 0 else f"{rest}[{number}]"
+        slots.append((Slot(name, name if number < 0 else rest, at), value))
+    for key, value in bound.kwargs.items():
+        name, parameter = key, key
+        if key not in parameters or parameters[key].kind not in _BY_KEYWORD:
+            parameter = _variadic(parameters, _KWARGS)
+            name = f"{parameter}/{key}" if key in parameters else key
+        slots.append((Slot(name, parameter, key), value))
+    return slots
 
 
-def call_with(
-    fun: Any, signature: inspect.Signature, values: Iterable[tuple[Slot, Any]]
-) -> Any:
+def call_with(fun: Any, values: Iterable[tuple[Slot, Any]]) -> Any:
     """Call `fun` with the values in their slots; the inverse of `slots_of`."""
-    arguments: dict[str, Any] = {}
-    for slot, value in values:
-        if slot.key is None:
-            arguments[slot.parameter] = value
-        elif isinstance(slot.key, int):
-            arguments[slot.parameter] = (*arguments.get(slot.parameter, ()), value)
-        else:
-            arguments.setdefault(slot.parameter, {})[slot.key] = value
-    ordered = {
-        name: arguments[name] for name in signature.parameters if name in arguments
-    }
-    bound = inspect.BoundArguments(signature, ordered)  # type: ignore[arg-type]
-    return fun(*bound.args, **bound.kwargs)
+    by_key = {slot.key: value for slot, value in values}
+    args = [value for key, value in by_key.items() if isinstance(key, int)]
+    return fun(*args, **{k: v for k, v in by_key.items() if isinstance(k, str)})
 
 
 def positional_names(signature: inspect.Signature) -> list[str]:
     """The parameters that can be given by position, in order."""
-    return [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind not in (*_VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-    ]
+    return [n for n, p in signature.parameters.items() if p.kind in _BY_POSITION]
+
+
+def _variadic(parameters: Mapping[str, inspect.Parameter], kind: Any) -> str:
+    """The name of `*args` or `**kwargs`; empty if there is none."""
+    return next((name for name, p in parameters.items() if p.kind is kind), "")
 
 
 def names_of(
@@ -120,21 +105,19 @@ def names_of(
     """
     parameters = signature.parameters
     listed = [names] if isinstance(names, str) else list(names)
-    positional = positional_names(signature)
-    rest = [n for n, p in parameters.items() if p.kind is _VARIADIC[0]]
-    open_names = any(p.kind is _VARIADIC[1] for p in parameters.values())
+    positional, rest = positional_names(signature), _variadic(parameters, _ARGS)
     for number in [numbers] if isinstance(numbers, int) else numbers:
         if -len(positional) <= number < len(positional):
             listed.append(positional[number])
         elif rest and number >= 0:
-            listed.append(f"{rest[0]}[{number - len(positional)}]")
+            listed.append(f"{rest}[{number - len(positional)}]")
         else:
             raise LayoutError(
                 f"{option.replace('names', 'nums')} names argument number {number}, "
                 f"but the function has {list(parameters)}"
             )
-    for name in listed:
-        if name.partition("[")[0] not in parameters and not open_names:
+    for name in [] if _variadic(parameters, _KWARGS) else listed:
+        if name.partition("[")[0] not in parameters:
             raise LayoutError(
                 f"{option} names the argument {name!r}, but the function has "
                 f"{list(parameters)}{did_you_mean(name, parameters)}"
@@ -145,72 +128,65 @@ def names_of(
 # -------------------------------------------------------------------- arguments
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The values of the Variables of an NNX object, in its place in an argument."""
+
+    values: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Form:
     """The structure of an argument: everything but its arrays.
 
     Attributes:
-        outer: the structure; where there are NNX objects, these are leaves.
-        nodes: per leaf of `outer`, the GraphDef of an NNX object or None, and the
-            structure of the values in it. Empty if there are no objects.
+        outer: the structure, with a `Taken` for each NNX object.
+        graphdefs: those of the objects.
         is_state: whether the rules lay it out.
         is_donated: whether its buffers may be reused.
         is_given: whether `in_shardings` has its layouts.
+        in_objects: per leaf, whether it is in an NNX object.
     """
 
     slot: Slot
     outer: Any
-    nodes: tuple[tuple[Any, Any], ...]
+    graphdefs: tuple[Any, ...]
     is_state: bool
     is_donated: bool
-    is_given: bool = False
+    is_given: bool
+    in_objects: tuple[bool, ...] = dataclasses.field(compare=False)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The argument with these leaves, and the NNX objects in it."""
-        if not self.nodes:
-            return self.outer.unflatten(leaves), []
-        rest = iter(leaves)
-        nodes: list[Any] = []
-        objects: list[Any] = []
-        for graphdef, treedef in self.nodes:
-            node = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
-            if graphdef is not None:
-                with nnx.merge_context() as merging:
-                    node = merging.unflatten(graphdef, node)
-                objects.append(node)
-            nodes.append(node)
-        return self.outer.unflatten(nodes), objects
+        graphdefs, objects = iter(self.graphdefs), list[Any]()
 
-    def values(self, leaves: Sequence[Any]) -> list[Any]:
-        """The values of all parts of its NNX objects."""
-        rest = iter(leaves)
-        values: list[Any] = []
-        for graphdef, treedef in self.nodes:
-            node = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
-            values += [] if graphdef is None else node
-        return values
+        def merged(node: Any) -> Any:
+            if not isinstance(node, Taken):
+                return node
+            with nnx.merge_context() as merging:
+                objects.append(merging.unflatten(next(graphdefs), [*node.values]))
+            return objects[-1]
 
-    def in_objects(self) -> list[bool]:
-        """Per leaf, whether it is in an NNX object."""
-        if not self.nodes:
-            return [False] * self.outer.num_leaves
-        return [g is not None for g, t in self.nodes for _ in range(t.num_leaves)]
+        tree = self.outer.unflatten(leaves)
+        if self.graphdefs:
+            tree = jax.tree.map(merged, tree, is_leaf=lambda x: isinstance(x, Taken))
+        return tree, objects
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class Argument(Form):
     """One argument, taken apart.
 
     Attributes:
         value: as the caller passed it.
-        objects: the outermost NNX objects in it.
+        objects: the outermost NNX objects in it, which are updated in place.
         parts: the Variables in these, and the arrays in no Variable.
         raw: all leaves as the caller has them.
         leaves: all leaves as they are passed to the compiled function: Python numbers
             of a state are arrays, data is placed.
     """
 
-    form: Form
     value: Any
     objects: Sequence[Any]
     parts: Sequence[Any]
@@ -218,31 +194,19 @@ class Argument:
     leaves: Sequence[Any]
 
     @property
-    def slot(self) -> Slot:
-        return self.form.slot
+    def form(self) -> Form:
+        fields = dataclasses.fields(Form)
+        return Form(*(getattr(self, field.name) for field in fields))
 
     @property
     def name(self) -> str:
-        return self.form.slot.name
-
-    @property
-    def is_state(self) -> bool:
-        return self.form.is_state
-
-    @property
-    def is_donated(self) -> bool:
-        return self.form.is_donated
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether NNX objects are inside, which are updated in place."""
-        return bool(self.objects)
+        return self.slot.name
 
     @functools.cached_property
     def treedef(self) -> Any:
         """Structure of the plain tree, with an `nnx.State` for each NNX object."""
-        if not self.form.nodes:
-            return self.form.outer
+        if not self.objects:
+            return self.outer
         return jax.tree.structure(plain_tree(self.value))
 
     @property
@@ -251,42 +215,31 @@ class Argument:
         return not jax.tree_util.treedef_is_leaf(self.treedef)
 
     @functools.cached_property
-    def pins(self) -> tuple[NamedSharding, ...]:
+    def pins(self) -> tuple[NamedSharding | None, ...]:
         """The shardings of a container of data that the caller put on a mesh.
 
         A result of the same structure keeps them. Empty for other arguments.
         """
-        if self.is_state or not self.raw or not self.is_container:
+        is_pinned = not self.is_state and self.is_container
+        if not is_pinned or not all(map(is_on_mesh, self.raw)):
             return ()
-        if not all(map(is_on_mesh, self.raw)):
-            return ()
-        shardings = map(own_sharding, self.leaves)
-        return tuple(sharding for sharding in shardings if sharding is not None)
+        return tuple(map(own_sharding, self.leaves))
 
     def key(self) -> Any:
         """The part of a program's cache key."""
         if self.is_state:  # no weak types, and the rules place it
             return self.form, tuple(map(_SHAPE, self.leaves))
-        avals = tuple(map(_aval_key, self.leaves))
-        if self.form.is_given:
-            return self.form, avals
-        return self.form, avals, tuple(map(_placement, self.leaves)), self.pins
+        leaves = [_data_key(leaf, self.is_given) for leaf in self.leaves]
+        return self.form, tuple(leaves), self.pins
 
     def as_state(self) -> "Argument":
         """The same, laid out by the rules."""
-        form = dataclasses.replace(self.form, is_state=True)
         leaves = list(map(strong, self.raw))
-        return dataclasses.replace(self, form=form, leaves=leaves)
-
-    def with_leaves(self, leaves: Sequence[Any]) -> "Argument":
-        """The same with other leaves for the program."""
-        return dataclasses.replace(self, leaves=leaves)
+        return dataclasses.replace(self, is_state=True, leaves=leaves)
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree with an `nnx.State` for each NNX object."""
-        return jax.tree.unflatten(
-            self.treedef, self.leaves if leaves is None else leaves
-        )
+        return self.treedef.unflatten(self.leaves if leaves is None else leaves)
 
     def with_objects(self, objects: Iterator[Any]) -> Any:
         """The tree with the next of these NNX objects in place of its own."""
@@ -296,14 +249,33 @@ class Argument:
             is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
         )
 
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Write leaves that were placed for a program into the objects."""
+        if self.objects and not all(map(operator.is_, self.raw, leaves)):
+            jax.tree.map(
+                lambda node, new: update(node, new) if is_object(node) else None,
+                self.value,
+                self.plain(leaves),
+                is_leaf=is_object,
+            )
+
     def owners(self) -> list[nnx.Variable[Any] | None]:
         """Per leaf, the Variable of an NNX object that holds it."""
         held = iter(Graph(self.objects).owners())
-        return [next(held) if inside else None for inside in self.form.in_objects()]
+        return [next(held) if inside else None for inside in self.in_objects]
+
+    @functools.cached_property
+    def flat(self) -> Flat:
+        """Its leaves with their paths; raises StructureError if these are none."""
+        return flatten(Roots({self.name: self.value}))
 
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
-        return flatten(Roots({self.name: self.value})).full_paths()[at]
+        return self.flat.full_paths()[at]
+
+    def label(self, at: int) -> str:
+        """Path and shape of a leaf, for messages."""
+        return f"{self.path(at)} {show_shape(np.shape(self.leaves[at]))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +312,11 @@ class Call:
         """The parts of these."""
         return [part for argument in self.arguments for part in argument.parts]
 
+    def owner(self, at: int) -> tuple[Argument, int]:
+        """The argument that has this one of all leaves, and its position there."""
+        pairs = zip(self.arguments, spans(self.arguments), strict=True)
+        return next((x, at - span.start) for x, span in pairs if at in span)
+
 
 def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
     """The outermost NNX objects in arguments, with names for messages."""
@@ -352,21 +329,8 @@ def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
 
 def spans(arguments: Iterable[Argument]) -> list[range]:
     """Per argument, the positions of its leaves among those of all arguments."""
-    ranges: list[range] = []
-    start = 0
-    for argument in arguments:
-        ranges.append(range(start, start + len(argument.leaves)))
-        start = ranges[-1].stop
-    return ranges
-
-
-def leaves_with_owners(
-    arguments: Iterable[Argument],
-) -> Iterator[tuple[Argument, int, Any]]:
-    """Each leaf of all arguments, with its argument and its position there."""
-    for argument in arguments:
-        for at, leaf in enumerate(argument.leaves):
-            yield argument, at, leaf
+    ends = [0, *itertools.accumulate(len(argument.leaves) for argument in arguments)]
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def rebuilt(
@@ -376,18 +340,14 @@ def rebuilt(
 
     That is, the outermost objects of each, and the positions of the leaves in them.
     """
-    values: dict[Slot, Any] = {}
-    objects: list[list[Any]] = []
-    positions: list[int] = []
-    start = 0
-    for form in forms:
-        in_objects = form.in_objects()
-        end = start + len(in_objects)
-        values[form.slot], nodes = form.rebuild(leaves[start:end])
-        objects.append(nodes)
-        positions += [start + at for at, inside in enumerate(in_objects) if inside]
-        start = end
-    return values, objects, positions
+    rest = iter(leaves)
+    made = [f.rebuild(list(itertools.islice(rest, len(f.in_objects)))) for f in forms]
+    flags = itertools.chain.from_iterable(form.in_objects for form in forms)
+    return (
+        {form.slot: value for form, (value, _) in zip(forms, made, strict=True)},
+        [objects for _, objects in made],
+        [at for at, inside in enumerate(flags) if inside],
+    )
 
 
 def take_apart(
@@ -415,20 +375,26 @@ def take_apart(
         return stop
 
     try:
-        raw, outer = jax.tree.flatten(value, is_leaf=stops)
-        objects = list(filter(is_object, raw))
-        nodes: list[tuple[Any, Any]] = []
-        parts: list[Any] = []
-        if objects:
-            raw, nodes, parts = _split(raw)
-        elif is_state:
-            raw, outer = jax.tree.flatten(value)
+        nodes, outer = jax.tree.flatten(value, is_leaf=stops)
+        graphs = {at: Graph([x]) for at, x in enumerate(nodes) if is_object(x)}
+        taken = {at: Taken(graph.values) for at, graph in graphs.items()}
+        inner = [taken.get(at, node) for at, node in enumerate(nodes)]
+        raw, outer = jax.tree.flatten(outer.unflatten(inner) if graphs else value)
     except (TypeError, ValueError):
         flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
-    form = Form(slot, outer, tuple(nodes), is_state, is_donated, is_given)
+    counts = [len(jax.tree.leaves(node)) for node in inner] if graphs else [len(raw)]
+    inside = [at in graphs for at, count in enumerate(counts) for _ in range(count)]
+    defs = tuple(graph.graphdefs[0] for graph in graphs.values())
     leaves = list(map(strong, raw)) if is_state else raw
-    argument = Argument(form, value, objects, parts, raw, leaves)
+    argument = Argument(
+        *(slot, outer, defs, is_state, is_donated, is_given, tuple(inside)),
+        value=value,
+        objects=[nodes[at] for at in graphs],
+        parts=[part for graph in graphs.values() for part in graph.parts],
+        raw=raw,
+        leaves=leaves,
+    )
     for at, leaf in enumerate(leaves):
         if not isinstance(leaf, jax.Array) and (problem := no_array(leaf)):
             raise LayoutError(
@@ -437,24 +403,6 @@ def take_apart(
                 "argument in static_argnames"
             )
     return argument
-
-
-def _split(nodes: Iterable[Any]) -> tuple[list[Any], list[tuple[Any, Any]], list[Any]]:
-    """The leaves of nodes, their structures, and the parts of the objects there."""
-    leaves: list[Any] = []
-    forms: list[tuple[Any, Any]] = []
-    parts: list[Any] = []
-    for node in nodes:
-        if is_object(node):
-            graph = Graph([node])
-            leaves += graph.leaves
-            parts += graph.parts
-            forms.append((graph.graphdefs[0], graph.treedef))
-        else:
-            below, treedef = jax.tree.flatten(node)
-            leaves += below
-            forms.append((None, treedef))
-    return leaves, forms, parts
 
 
 def is_on_mesh(leaf: Any) -> bool:
@@ -468,7 +416,7 @@ def no_array(leaf: Any) -> str:
     """A description of a leaf that is neither an array nor a number; else ''."""
     if isinstance(leaf, np.ndarray | np.generic):
         return f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
-    if hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS):
+    if hasattr(leaf, "dtype") or isinstance(leaf, NUMBERS):
         return ""
     return f"{type(leaf).__name__} {leaf!r}"
 
@@ -478,11 +426,11 @@ def strong(leaf: Any) -> Any:
 
     Also removes JAX's weak type, which the results of a step would not have.
     """
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, NUMBERS):
         return np.asarray(leaf, jax.dtypes.result_type(leaf))
     if getattr(leaf, "weak_type", False):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
 
@@ -490,39 +438,22 @@ def strong(leaf: Any) -> Any:
 _SHAPE = operator.attrgetter("shape", "dtype")
 
 
-def _aval_key(leaf: Any) -> Any:
-    if isinstance(leaf, _NUMBERS):
+def _data_key(leaf: Any, is_given: bool) -> Any:
+    """What a leaf of data is to a program, and where it is unless that is given."""
+    if isinstance(leaf, NUMBERS):
         return type(leaf)
-    dtype = leaf.dtype
+    dtype, place = leaf.dtype, getattr(leaf, "sharding", None)
     if isinstance(leaf, np.ndarray | np.generic):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return leaf.shape, dtype, getattr(leaf, "weak_type", False)
-
-
-def _placement(leaf: Any) -> Any:
-    """Where data is; of a tracer its type, which may say so."""
-    if isinstance(leaf, Tracer):
-        return jax.typeof(leaf)
-    return getattr(leaf, "sharding", None)
+    elif isinstance(leaf, Tracer):  # whose type may say so
+        place = jax.typeof(leaf)
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, dtype, weak, None if is_given else place
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """The shapes of leaves, to compare."""
     return tuple(tuple(np.shape(leaf)) for leaf in leaves)
-
-
-def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
-    """The static arguments as part of a key; LayoutError if one cannot be hashed."""
-    for slot, value in values.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise LayoutError(
-                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
-                "it a tuple or a frozen dataclass, or take it out of static_argnames"
-            ) from error
-    # 1, 1.0 and True are equal, but give different programs.
-    return tuple((slot, type(value), value) for slot, value in values.items())
 
 
 def first_four(names: Sequence[str]) -> str:

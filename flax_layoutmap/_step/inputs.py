@@ -5,6 +5,7 @@ batch axes. Equal placements get one spelling, so that they share a compiled pro
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +29,14 @@ from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
-from flax_layoutmap._rules.records import show_shape, show_spec
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
+from flax_layoutmap._rules.rules import Remark, RuleSet, announce
 from flax_layoutmap._step.arguments import (
+    NUMBERS,
     Argument,
     Call,
     first_four,
     is_on_mesh,
-    leaves_with_owners,
     named_objects,
     shape_key,
     slots_of,
@@ -47,7 +48,8 @@ from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Roots
 
-_NUMBERS = (bool, int, float, complex)
+# Flax's names of the matrices of layers, which no batch has.
+_OF_LAYERS = ("kernel", "embedding")
 
 # Places the leaves of an argument that is data.
 Placer = Callable[[Argument, RuleSet | None], Sequence[Any]]
@@ -73,28 +75,21 @@ def bind(
     for slot, value in slots:
         if slot in static:
             continue
-        donated = slot.is_among(job.donated)
-        given = job.in_sharding(slot) is not None
+        given, donated = job.in_sharding(slot) is not None, slot.is_among(job.donated)
         argument = take_apart(
             slot, value, is_state=donated, is_donated=donated, is_given=given
         )
-        if not argument.is_state:
-            if rules is not None and holds_parameters(argument, rules):
-                argument = argument.as_state()
-            elif not given:
-                leaves = (place or place_data)(argument, rules)
-                argument = argument.with_leaves(leaves)
+        if not argument.is_state and rules and holds_parameters(argument, rules):
+            argument = argument.as_state()
+        elif not argument.is_state and not given:
+            leaves = (place or place_data)(argument, rules)
+            argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
-    _check_not_shared(arguments)
-    leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    return Call(args, kwargs, rules, slots, static, arguments, leaves)
-
-
-def _check_not_shared(arguments: Sequence[Argument]) -> None:
-    """Raise StructureError where two arguments share a Variable."""
     parts = [part for argument in arguments for part in argument.parts]
     if len(set(map(id, parts))) < len(parts):
         check_apart(named_objects(arguments))
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    return Call(args, kwargs, rules, slots, static, arguments, leaves)
 
 
 # ------------------------------------------------------------- state, or data
@@ -106,88 +101,100 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
     Rules that replicate are ignored; otherwise a catch-all rule would turn every batch
     into state.
     """
+    return _searched(argument, rules)[0]
+
+
+def _searched(argument: Argument, rules: RuleSet) -> tuple[bool, dict[str, str]]:
+    """Whether a rule shards a leaf; and what looks like parameters that none names."""
     if not argument.is_container:
-        return False
-    shapes = shape_key(argument.leaves)
-    return _holds_parameters(argument.name, argument.treedef, shapes, rules)
+        return False, {}
+    return _search(argument.name, argument.treedef, shape_key(argument.leaves), rules)
 
 
 @functools.lru_cache(maxsize=256)
-def _holds_parameters(
-    name: str, treedef: Any, shapes: tuple[tuple[int, ...], ...], rules: RuleSet
-) -> bool:
+def _search(
+    name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet
+) -> tuple[bool, dict[str, str]]:
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
         flat = flatten(Roots({name: treedef.unflatten(leaves)}))
     except StructureError:
-        return False  # without paths no rule can mean it
-    return any(
-        _is_sharded(rules, flat.forms(at), len(leaf.shape))
-        for at, leaf in enumerate(flat.leaves)
-    )
+        return False, {}  # without paths no rule can mean it
+    pairs = list(zip(map(flat.forms, range(len(leaves))), flat.leaves, strict=True))
+    return any(_is_sharded(rules, forms, len(x.shape)) for forms, x in pairs), {
+        path: f"{path} {show_shape(leaf.shape)}"
+        for path, (forms, leaf) in zip(flat.paths, pairs, strict=True)
+        if len(leaf.shape) > 1 and path.split("/")[-1] in _OF_LAYERS
+        if not rules.matcher.matching_forms(forms)
+    }
 
 
-def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:
-    if not ndim:
-        return False
-    found = [rules.rules[at].layout for at in rules.matcher.matching_forms(own)]
-    fitting = [layout for layout in found if fits(layout, ndim)]
+def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
+    layouts = [rules.rules[at].layout for at in rules.matcher.matching_forms(forms)]
+    fitting = [layout for layout in layouts if ndim and fits(layout, ndim)]
     if rules.overlap != "error":
         fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
     return any(not layout.is_replicated for layout in fitting)
+
+
+def warn_of_parameters(call: Call) -> None:
+    """Warn where data looks like parameters that no rule names, as after a renaming.
+
+    Raises:
+        ResolveError: the rule set is strict.
+    """
+    rules = call.rules
+    if rules is None or all(rule.layout.is_replicated for rule in rules.rules):
+        return
+    for argument in call.arguments:
+        if argument.is_state or argument.is_given:
+            continue
+        _, missed = _searched(argument, rules)
+        if not missed:
+            continue
+        near, rule = closest_rule(next(iter(missed)), rules.rules) or (0, None)
+        hint = f"; the closest is rule {near} {rule.pattern!r}" if rule else ""
+        text = (
+            f"no rule matches {first_four(list(missed.values()))} in the argument "
+            f"{argument.name!r}{hint}; as no rule shards anything in it, it is taken "
+            "for data, and what is on no mesh is split over the batch axes "
+            f"{rules.batch}"
+        )
+        announce(rules, [Remark(text, "taken for data", frozenset(missed))])
 
 
 # ------------------------------------------------------------------------ data
 
 
 def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
-    """Place the leaves of a data argument.
-
-    Host arrays are split over the batch axes. Arrays on the mesh keep their layout.
+    """The leaves of data: host arrays are split, those on the mesh keep their layout.
 
     Raises:
         LayoutError: an array does not divide, or is on other devices.
     """
     if rules is None or rules.mesh is None:
         return list(map(_respelled, argument.leaves))
-    mesh = rules.mesh
     placed: list[Any] = []
     problems: list[str] = []
     for at, leaf in enumerate(argument.leaves):
-        if _is_put_on(leaf, mesh):
-            where = _on_mesh(leaf.sharding, mesh, leaf.ndim)
+        if _is_committed(leaf):
+            where = _on_mesh(leaf.sharding, rules.mesh, leaf.ndim)
             if where is None:
-                problems.append(
-                    f"{argument.path(at)} {show_shape(leaf.shape)} is "
-                    f"{show_sharding(leaf.sharding)}"
-                )
-            placed.append(
-                put(leaf, where) if isinstance(where, NamedSharding) else leaf
-            )
-        elif isinstance(leaf, (Tracer, *_NUMBERS)) or (
-            isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+                where = leaf.sharding
+                problems.append(f"{argument.label(at)} is {show_sharding(where)}")
+            leaf = put(leaf, where) if isinstance(where, NamedSharding) else leaf
+        elif not isinstance(leaf, Tracer | NUMBERS) and (
+            not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None
         ):
-            placed.append(leaf)
-        else:
-            placed.append(split_leaf(argument, at, leaf, rules))
+            leaf = split_leaf(argument, at, leaf, rules)
+        placed.append(leaf)
     if problems:
         raise LayoutError(
-            f"{len(problems)} arrays are not on the mesh of the rules, {mesh}:\n"
+            f"{len(problems)} arrays are not on the mesh of the rules, {rules.mesh}:\n"
             f"{bullet_list(problems)}\nplace them with flm.distribute_tensor, or pass "
             "them as NumPy arrays, which are split over the batch axes"
         )
     return placed
-
-
-def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
-    """Whether a leaf is an array that is committed to its devices.
-
-    On a single device, every placement is the same as that of a host array.
-    """
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return False
-    single = mesh.size == 1 and leaf.devices() == set(mesh.devices.flat)
-    return leaf.committed and not single
 
 
 def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
@@ -201,7 +208,7 @@ def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
     if rows and (clash := clash_of_rows(leaf.shape[0], rules)):
         raise LayoutError(
             f"the batch does not divide over the batch axes {rules.batch}:\n"
-            f"  - {argument.path(at)} {show_shape(leaf.shape)}: {clash}\n"
+            f"  - {argument.label(at)}: {clash}\n"
             "pad it, batch, mask = flm.pad_batch(batch, layout_map), drop the rest, or "
             "place it yourself with flm.distribute_tensor"
         )
@@ -229,20 +236,18 @@ def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None
 
 
 def _respelled(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-        normal = own_sharding(leaf)
-        return leaf if normal is None or normal == leaf.sharding else put(leaf, normal)
-    return leaf
+    normal = None if isinstance(leaf, Tracer) else own_sharding(leaf)
+    return leaf if normal is None else put(leaf, normal)
 
 
-def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
+def warn_of_whole_batches(call: Call, name: str) -> bool:
     """Warn if host data is used with a mesh and without rules; say whether it did."""
-    every = list(leaves_with_owners(arguments))
-    found = (own.mesh for *_, leaf in every if (own := own_sharding(leaf)) is not None)
-    mesh = next((mesh for mesh in found if mesh.size > 1), None)
+    meshes = [sharding.mesh for sharding in map(own_sharding, call.leaves) if sharding]
+    mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
     whole = [
-        f"{argument.path(at)} {show_shape(np.shape(leaf))}"
-        for argument, at, leaf in every
+        argument.label(at)
+        for argument in call.arguments
+        for at, leaf in enumerate(argument.leaves)
         if not argument.is_state and np.ndim(leaf) and not is_on_mesh(leaf)
         if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
     ]
@@ -280,19 +285,21 @@ def fit(program: Program, call: Call) -> list[Any]:
     misplaced: list[int] = []
     for at, (leaf, sharding) in enumerate(zip(leaves, program.wanted, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise _abstract(call, at)
+            argument, number = call.owner(at)
+            raise LayoutError(
+                f"{argument.label(number)} is abstract: a call needs arrays; make the "
+                "model with flm.create(make, layout_map), or use .lower or .eval_shape"
+            )
         if sharding is None or getattr(leaf, "sharding", None) == sharding:
-            continue
-        if isinstance(leaf, (Tracer, *_NUMBERS)):
             continue
         if _is_elsewhere(leaf, sharding):
             misplaced.append(at)
-        else:
+        elif not isinstance(leaf, Tracer | NUMBERS):
             leaves[at] = put(leaf, sharding)
     if misplaced:
         raise _misplaced(program, call, misplaced)
     if program.donated:
-        _check_not_donated_twice(call.arguments, leaves, program.donated)
+        _check_not_donated_twice(call, leaves, program.donated)
         if not are_apart([call.leaves[at] for at in program.state]):
             _copy_shared_memory(leaves, program)
     return leaves
@@ -308,32 +315,28 @@ def is_for(program: Program, call: Call) -> bool:
 
 
 def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
-    return (
-        isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and leaf.committed
-        and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    )
+    if not _is_committed(leaf):
+        return False
+    return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def _abstract(call: Call, number: int) -> LayoutError:
-    argument, at, leaf = list(leaves_with_owners(call.arguments))[number]
-    return LayoutError(
-        f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call needs "
-        "arrays; make the model with flm.create(make, layout_map), or use .lower or "
-        ".eval_shape"
-    )
+def _is_committed(leaf: Any) -> bool:
+    """Whether a leaf is an array that was put on its devices."""
+    return _is_array(leaf) and leaf.committed
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutError:
-    every = list(leaves_with_owners(call.arguments))
     problems: list[str] = []
     hints: dict[str, None] = {}
     for number in numbers:
-        argument, at, leaf = every[number]
+        argument, at = call.owner(number)
+        wanted, leaf = program.wanted[number], call.leaves[number]
         problems.append(
-            f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
-            f"{show_sharding(program.wanted[number])}, it is "
+            f"{argument.label(at)}: wanted {show_sharding(wanted)}, it is "
             f"{show_sharding(leaf.sharding)}"
         )
         hints[_hint(call, argument, at)] = None
@@ -345,21 +348,15 @@ def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutEr
 
 def are_deleted(leaves: Sequence[Any]) -> bool:
     """Whether one of these is a deleted array."""
-    if not leaves:
-        return False
     try:
         # The method of the type is much faster than an attribute of each array.
         return any(map(type(leaves[0]).is_deleted, leaves))
-    except (AttributeError, TypeError):  # other things among them
-        return any(
-            x.is_deleted()
-            for x in leaves
-            if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        )
+    except (AttributeError, IndexError, TypeError):  # none, or other things too
+        return any(x.is_deleted() for x in leaves if _is_array(x))
 
 
 def _check_not_donated_twice(
-    arguments: Sequence[Argument], leaves: Sequence[Any], donated: Sequence[int]
+    call: Call, leaves: Sequence[Any], donated: Sequence[int]
 ) -> None:
     """Raise LayoutError where one array is donated and used elsewhere too.
 
@@ -368,15 +365,10 @@ def _check_not_donated_twice(
     count = collections.Counter(id(x) for x in leaves if isinstance(x, jax.Array))
     twice = {id(leaves[at]) for at in donated if count[id(leaves[at])] > 1}
     if twice:
-        paths = [
-            argument.path(at)
-            for (argument, at, _), leaf in zip(
-                leaves_with_owners(arguments), leaves, strict=True
-            )
-            if id(leaf) in twice
-        ]
+        owners = [call.owner(at) for at, x in enumerate(leaves) if id(x) in twice]
+        paths = [argument.path(at) for argument, at in owners[:4]]
         raise LayoutError(
-            f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be "
+            f"{' and '.join(paths)} are one array, which is donated: it cannot be "
             "used twice; copy it first, jax.numpy.copy(x), or do not donate it"
         )
 
@@ -387,16 +379,16 @@ def _copy_shared_memory(leaves: list[Any], program: Program) -> None:
     As two arrays do that were put on a mesh from one. Donating them ends the process
     (jax 0.10.2), or hangs (jax 0.12.0).
     """
-    parts = {at: buffers_of(leaves[at]) for at in program.state}
+    parts = {at: _buffers_of(leaves[at]) for at in program.state}
     count = collections.Counter(itertools.chain.from_iterable(parts.values()))
     for at in program.donated:
         if any(count[part] > 1 for part in parts[at]):
             leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
 
 
-def buffers_of(leaf: Any) -> set[Any]:
+def _buffers_of(leaf: Any) -> set[Any]:
     """The memory of an array in this process, to compare; empty if unknown."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
+    if not _is_array(leaf) or not leaf.size:
         return set()
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -408,27 +400,21 @@ def buffers_of(leaf: Any) -> set[Any]:
 def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
     """Paths of the arrays that are deleted, in arguments by name."""
     flat = flatten(Roots(arguments))
-    return [
-        path
-        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
-        if isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and leaf.is_deleted()
-    ]
+    pairs = zip(flat.full_paths(), flat.leaves, strict=True)
+    return [path for path, leaf in pairs if are_deleted([leaf])]
 
 
 def _hint(call: Call, argument: Argument, at: int) -> str:
     """The fix for a leaf that is placed elsewhere."""
-    flat, name = flatten(Roots({argument.name: argument.value})), argument.name
-    rules = call.rules
-    if flat.section(at).role == "optimizer":
+    name, rules = argument.name, call.rules
+    if argument.flat.section(at).role == "optimizer":
         # The state of an optimizer alone does not say which parameters it follows.
         return (
             "make the optimizer with flm.create_optimizer(model, tx, layout_map), or "
             "place the tree that holds both, "
             f"layout_map.place({{'model': model, {name!r}: {name}}})"
         )
-    whole, *within = flat.forms(at)
+    whole, *within = argument.flat.forms(at)
     if rules is not None and within:
         ask = rules.matcher.matching_forms
         if ask((whole, *within)) != ask(within):

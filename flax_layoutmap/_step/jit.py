@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +29,7 @@ from flax_layoutmap._step.arguments import (
     first_four,
     named_objects,
     names_of,
-    signature_of,
     slots_of,
-    static_key,
 )
 from flax_layoutmap._step.inputs import (
     Placer,
@@ -37,6 +37,7 @@ from flax_layoutmap._step.inputs import (
     deleted_paths,
     fit,
     is_for,
+    warn_of_parameters,
     warn_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
@@ -50,8 +51,7 @@ from flax_layoutmap._step.recognise import KnownCalls
 from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
-from flax_layoutmap._tree.paths import join_keys
-from flax_layoutmap._tree.watch import Uncomparable, comparable
+from flax_layoutmap._tree.watch import Uncomparable, comparable, is_hashable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
@@ -133,66 +133,35 @@ def jit(
     Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
     split state.
     """
-    if fun is None:
-        return functools.partial(
-            jit,
-            layout_map=layout_map,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnames=static_argnames,
-            static_argnums=static_argnums,
-            donate_argnames=donate_argnames,
-            donate_argnums=donate_argnums,
-            explicit=explicit,
+    if not isinstance(in_shardings, Mapping | None):
+        raise LayoutError(
+            "in_shardings is a mapping from the name of an argument to its sharding, "
+            f"{{'batch': sharding}}; got {in_shardings!r}"
         )
-    return Jitted(
-        fun,
-        layout_map,
-        in_shardings,
-        out_shardings,
-        (static_argnames, static_argnums),
-        (donate_argnames, donate_argnums),
-        explicit,
-    )
+    if layout_map is not None:
+        rule_set_of(layout_map, "jit(layout_map=)")
+    given = dict(in_shardings or {})
+
+    def decorated(fun: Callable[..., Any]) -> Jitted:
+        names = functools.partial(names_of, signature := inspect.signature(fun))
+        static = names(static_argnames, static_argnums, "static_argnames")
+        donated = names(donate_argnames, donate_argnums, "donate_argnames")
+        both = sorted(static & (donated | names(given, (), "in_shardings")))
+        if both:
+            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+        options = (given, out_shardings, static, donated)
+        return Jitted(Job(fun, signature, *options, explicit=explicit), layout_map)
+
+    return decorated if fun is None else decorated(fun)
 
 
 class Jitted:
     """The function that `jit` returns."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        layout_map: Any,
-        in_shardings: Mapping[str, Any] | None,
-        out_shardings: Any,
-        static: tuple[Any, Any],
-        donated: tuple[Any, Any],
-        explicit: bool = False,
-    ) -> None:
-        signature = signature_of(fun)
-        functools.update_wrapper(self, fun)
-        if not isinstance(in_shardings, Mapping | None):
-            raise LayoutError(
-                "in_shardings is a mapping from the name of an argument to its "
-                f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
-            )
-        given = dict(in_shardings or {})
-        if layout_map is not None:
-            rule_set_of(layout_map, "jit(layout_map=)")
-        self._layout_map = layout_map
-        self._job = job = Job(
-            fun,
-            signature,
-            given,
-            out_shardings,
-            names_of(signature, *static, "static_argnames"),
-            names_of(signature, *donated, "donate_argnames"),
-            explicit=explicit,
-        )
-        names_of(signature, given, (), "in_shardings")
-        both = sorted(job.static & (job.donated | set(given)))
-        if both:
-            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+    def __init__(self, job: Job, layout_map: Any) -> None:
+        functools.update_wrapper(self, job.fun)
+        self.layout_map = layout_map
+        self._job = job
         self._programs: dict[Any, list[Program]] = {}
         self._known = KnownCalls()
         self._warned = False
@@ -228,14 +197,12 @@ class Jitted:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
         """Raise LayoutError if donated state was lost with a program that failed."""
-        slots = slots_of(self._job.signature.bind(*args, **kwargs))
-        lost = deleted_paths(
-            {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
-        )
-        if lost:
+        job, slots = self._job, slots_of(self._job.signature.bind(*args, **kwargs))
+        lost = {slot.name: x for slot, x in slots if slot.is_among(job.donated)}
+        if paths := deleted_paths(lost):
             raise LayoutError(
-                f"{self._job.name} failed while it ran, and what was donated is gone "
-                f"({first_four(lost)}): go back to the last checkpoint, "
+                f"{job.name} failed while it ran, and what was donated is gone "
+                f"({first_four(paths)}): go back to the last checkpoint, "
                 "flm.checkpoint.restore(path, target, layout_map=layout_map), or "
                 "donate nothing while you look for the cause"
             ) from error
@@ -244,25 +211,23 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""
-        return self._stage("trace", bind(self._job, args, kwargs, self._rules()))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(...).lower`, of the program on leaves."""
-        return self._stage("lower", bind(self._job, args, kwargs, self._rules()))
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
         call = bind(self._job, args, kwargs, self._rules())
-        return abstract_result(self._program(call), call)
-
-    def _stage(self, stage: str, call: Call) -> Any:
         program = self._program(call)
         avals = [
             abstract(leaf, wanted or own_sharding(leaf))
             for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
         ]
         with mesh_context(call.rules, call.leaves):
-            return getattr(program.jitted, stage)(*avals)
+            return program.jitted.trace(*avals)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(...).lower`, of the program on leaves."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
+        call = bind(self._job, args, kwargs, self._rules())
+        return abstract_result(self._program(call), call)
 
     def without_running(
         self,
@@ -284,16 +249,10 @@ class Jitted:
         call = bind(job, args, kwargs, rules, place)
         return job, call.arguments, make_program(job, call)
 
-    @property
-    def layout_map(self) -> Any:
-        """What it was made with."""
-        return self._layout_map
-
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(
-            executables_of(p.jitted) for ps in self._programs.values() for p in ps
-        )
+        every = itertools.chain.from_iterable(self._programs.values())
+        return sum(executables_of(program.jitted) for program in every)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -301,9 +260,9 @@ class Jitted:
     # ------------------------------------------------------------ rules and programs
 
     def _rules(self) -> RuleSet | None:
-        if self._layout_map is None:
+        if self.layout_map is None:
             return None
-        rules = rule_set_of(self._layout_map, "jit(layout_map=)")
+        rules = rule_set_of(self.layout_map, "jit(layout_map=)")
         need_devices(rules, "jit")
         return rules
 
@@ -315,59 +274,49 @@ class Jitted:
         `runs` says whether it will run, for which all processes have to agree; `stale`
         is a cached one that turned out not to be the program of this call.
         """
-        key: Any = _key(call)
-        try:
-            cached = self._programs.get(key, [])
-        except TypeError:  # constants that can change in place
-            key = _comparable(key, call)
-            cached = self._programs.get(key, [])
-        fitting = [p for p in cached if p is not stale and is_for(p, call)]
-        program = fitting[0] if fitting else None
+        key = _key(call)
+        others = [p for p in self._programs.get(key, ()) if p is not stale]
+        program = next((p for p in others if is_for(p, call)), None)
         if program is not None and (program.agreed or not runs):
             return program
-        if stale is not None:  # only one process may have to do this
-            made = dataclasses.replace(make_program(self._job, call), agreed=True)
-        else:
-            made = self._agreed(call, program, runs)
-        others = [p for p in cached if p is not stale and p is not program]
-        self._programs[key] = [made, *others]
+        # Only a run involves all processes; but only one may have a stale program.
+        mesh = call.mesh if runs and stale is None else None
+        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
+            made = program or make_program(self._job, call)
+            agreement.add(lambda: {**made.fingerprints, **_data_parts(call.arguments)})
+            warn_of_parameters(call)
+        if runs:
+            made = dataclasses.replace(made, agreed=True, fingerprints={})
+            if call.rules is None and not self._warned:
+                self._warned = warn_of_whole_batches(call, self._job.name)
+        self._programs[key] = [made, *(p for p in others if p is not program)]
         if len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return made
 
-    def _agreed(self, call: Call, program: Program | None, runs: bool) -> Program:
-        """A new program, or this one, for which all processes agree if it runs."""
-        # Only a run involves all processes; one may lower the function alone.
-        mesh = call.mesh if runs else None
-        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
-            program = program or make_program(self._job, call)
-            lines = program.fingerprints
-            agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
-        if not runs:
-            return program
-        if call.rules is None and not self._warned:
-            self._warned = warn_of_whole_batches(call.arguments, self._job.name)
-        return dataclasses.replace(program, agreed=True, fingerprints={})
 
-
-def _key(call: Call) -> tuple[Any, ...]:
-    """The cache key of programs: rules, constants, contexts, settings, arguments."""
-    places: tuple[Any, ...] = ()
-    if call.rules is None:
-        state = [argument for argument in call.arguments if argument.is_state]
-        places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
-    keys = [argument.key() for argument in call.arguments]
-    return call.rules, static_key(call.static), places, context_key(), *keys
-
-
-def _comparable(key: Any, call: Call) -> Any:
-    """A key that can be hashed.
+def _key(call: Call) -> Any:
+    """The cache key of programs: rules, constants, contexts, settings, arguments.
 
     Raises:
+        LayoutError: a static argument cannot be hashed.
         StructureError: a constant in an NNX object cannot be compared.
     """
+    for slot, value in call.static.items():
+        if not is_hashable(value):
+            raise LayoutError(
+                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
+                "it a tuple or a frozen dataclass, or take it out of static_argnames"
+            )
+    # 1, 1.0 and True are equal, but give different programs.
+    static = [(slot, type(value), value) for slot, value in call.static.items()]
+    places: list[Any] = []
+    if call.rules is None:
+        state = [argument for argument in call.arguments if argument.is_state]
+        places = [own_sharding(leaf) for argument in state for leaf in argument.leaves]
+    keys = [argument.key() for argument in call.arguments]
     try:
-        return comparable(key)
+        return comparable((call.rules, context_key(), *static, *places, *keys))
     except Uncomparable as error:
         refuse_constants(named_objects(call.arguments), error)
         raise
@@ -377,10 +326,9 @@ def _data_parts(arguments: Sequence[Argument]) -> Parts:
     """The data that the processes must have in common: shapes and host values."""
     data = [argument for argument in arguments if not argument.is_state]
     shapes = [
-        f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "
-        f"{show_shape(np.shape(leaf))} {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        f"{path} {show_shape(np.shape(x))} {getattr(x, 'dtype', type(x).__name__)}"
         for a in data
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(a.plain())
+        for path, x in zip(a.flat.full_paths(), a.leaves, strict=True)
     ]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
     return {"batch shapes": shapes, "batch values": values}

@@ -57,7 +57,6 @@ from flax_layoutmap._tree.flax_internals import was_made_elsewhere
 from flax_layoutmap._tree.graph import (
     TAG,
     Graph,
-    update,
     with_objects,
     without_objects,
 )
@@ -256,7 +255,7 @@ def _donated(arguments: Sequence[Argument], outcome: Outcome) -> tuple[int, ...]
     positions: list[int] = []
     for argument, span in zip(arguments, spans(arguments), strict=True):
         if argument.is_donated:
-            inside = zip(span, argument.form.in_objects(), strict=True)
+            inside = zip(span, argument.form.in_objects, strict=True)
             changed = set(outcome.leaves if outcome.structure is None else ())
             positions += [at for at, held in inside if not held or at in changed]
     return tuple(positions)
@@ -473,19 +472,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
 def _keep_placed(arguments: Sequence[Argument], leaves: Sequence[Any]) -> None:
     """Write leaves that were placed for the program into their objects."""
     for argument, span in zip(arguments, spans(arguments), strict=True):
-        placed = leaves[span.start : span.stop]
-        if not argument.objects or all(map(operator.is_, argument.raw, placed)):
-            continue
-        if all(isinstance(part, nnx.Variable) for part in argument.parts):
-            values = argument.form.values(placed)
-            for part, value in zip(argument.parts, values, strict=True):
-                part.set_raw_value(value)
-        else:
-            objects = iter(argument.objects)
-            states = argument.form.outer.flatten_up_to(argument.plain(placed))
-            for state, (graphdef, _) in zip(states, argument.form.nodes, strict=True):
-                if graphdef is not None:
-                    update(next(objects), state)
+        argument.write(leaves[span.start : span.stop])
 
 
 def abstract_result(program: Program, call: Call) -> Any:

@@ -89,7 +89,7 @@ class KnownCalls:
             or outcome.returns_objects
             or count == 1
             or count & (count - 1)
-            or any(slot.key is not None for slot, _ in call.slots)
+            or any(slot.name != slot.parameter for slot, _ in call.slots)
             or any(isinstance(leaf, Tracer) for leaf in leaves)
             # It needs `jax.set_mesh`.
             or (mesh_needed(call.rules) and not any(map(own_sharding, leaves)))

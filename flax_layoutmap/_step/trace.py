@@ -113,7 +113,7 @@ def call_job(
     """
 
     def call() -> Any:
-        result = call_with(job.fun, job.signature, given)
+        result = call_with(job.fun, given)
         for _, node in roots_of(result):
             forget_path(node)
         return result

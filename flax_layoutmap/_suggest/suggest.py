@@ -1,5 +1,6 @@
 """flm.suggest: rules for a step on a mesh."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._step.arguments import signature_of, slots_of
+from flax_layoutmap._step.arguments import slots_of
 from flax_layoutmap._suggest.candidates import Candidate, Layouts
 from flax_layoutmap._suggest.classes import dims_of
 from flax_layoutmap._suggest.rules import rules_of
@@ -182,7 +183,7 @@ def _state_of(
 ) -> dict[str, Any]:
     """The arguments that rules are for, by name: those that are named, and state."""
     named = frozenset([donated] if isinstance(donated, str) else donated)
-    slots = slots_of(signature_of(step).bind(*args, **kwargs))
+    slots = slots_of(inspect.signature(step).bind(*args, **kwargs))
     return {s.name: v for s, v in slots if s.is_among(named) or _is_state(v)}
 
 

@@ -35,9 +35,6 @@ from flax import nnx
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.patches import patched
 
-# The attribute of an NNX object with the level of tracing at which it was made.
-BOOK_KEEPING = "_pytree__state"
-
 # The slots of a Variable, and whether the Flax in use has no others.
 _HELD_BY_VARIABLES = ("_raw_value", "_trace_state", "_var_metadata")
 _VARIABLES_ARE_KNOWN = _HELD_BY_VARIABLES == tuple(
@@ -113,7 +110,7 @@ def _level_of(node: Any) -> Any:
     """The level of tracing that an NNX object or a Variable belongs to."""
     if isinstance(node, nnx.Variable):
         return node._trace_state if _VARIABLES_ARE_KNOWN else None
-    return getattr(vars(node).get(BOOK_KEEPING), "trace_state", None)
+    return getattr(vars(node).get("_pytree__state"), "trace_state", None)
 
 
 def was_made_here(node: Any) -> bool:
@@ -180,13 +177,8 @@ def without_eager_sharding() -> Iterator[None]:
         yield
 
 
-def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
-    """Set the eager-sharding flag of Variables made under `without_eager_sharding`.
-
-    None sets the flag that new Variables get in the current context.
-    """
-    if flag is None:
-        flag = nnx.using_eager_sharding()
+def restore_eager_flag(node: Any, flag: bool) -> None:
+    """Set the eager-sharding flag of Variables made under `without_eager_sharding`."""
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding", flag) != flag:
             variable.set_metadata("eager_sharding", flag)

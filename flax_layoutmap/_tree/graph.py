@@ -26,7 +26,8 @@ class Graph:
     Attributes:
         graphdefs: the structure of each object.
         parts: the Variables, and the arrays in no Variable, in the order of the graphs.
-        leaves: the arrays in all of them; `treedef` is that of the list of values.
+        values: what these hold.
+        leaves: the arrays in all of them; `treedef` is that of `values`.
         nodes: all objects and Variables; their order numbers them in the graphdefs.
     """
 
@@ -38,11 +39,11 @@ class Graph:
         self.nodes = list(self._numbers)
         self.graphdefs = tuple(graphdef for graphdef, _ in flat)
         self.parts: list[Any] = [part for _, state in flat for part in state.leaves]
-        values = [
+        self.values = [
             part.get_raw_value() if isinstance(part, nnx.Variable) else part
             for part in self.parts
         ]
-        self.leaves, self.treedef = jax.tree.flatten(values)
+        self.leaves, self.treedef = jax.tree.flatten(self.values)
 
     def after(self, objects: Iterable[Any]) -> "Graph":
         """These objects now; their graphdefs tell which nodes were here before."""

@@ -45,7 +45,7 @@ def leaves_of(
     """
     named: list[tuple[str, str]] = []
     for argument in arguments:
-        flat = flatten(Roots({argument.name: argument.value}))
+        flat = argument.flat
         paths = flat.full_paths()
         roles = ["data"] * len(paths)
         if argument.is_state:

@@ -358,7 +358,7 @@ def _lower_jitted(
                 argument, span = placed[slot]
                 value = argument.plain(leaves[span.start : span.stop])
             values.append((slot, value))
-        return call_with(step, signature, values)
+        return call_with(step, values)
 
     flat.__name__ = name = getattr(step, "__name__", "the step")
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
@@ -440,10 +440,11 @@ def _sharded(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
         shardings = resolution.sharding_list()
     by_rule = iter(shardings)
     return [
-        argument.with_leaves(
-            [abstract(leaf, next(by_rule)) for leaf in argument.leaves]
+        dataclasses.replace(
+            argument,
+            leaves=[abstract(leaf, next(by_rule)) for leaf in argument.leaves]
             if argument.is_state
-            else split_data(argument, rules)
+            else split_data(argument, rules),
         )
         for argument in arguments
     ]

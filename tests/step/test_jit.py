@@ -1,6 +1,7 @@
 """jit: layouts of state and data, objects in place, caches, donation, and bad input."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import re
@@ -14,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import KINDS, assert_lies, bare, grid, leaves_of
-from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
+from steps import BATCH, COLUMN, DIMS, ROW, X, Y, make, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.scope import current_rules
 
 P = PartitionSpec
-NAMES = ("data", "model")
 
 
 def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -64,18 +63,16 @@ def assert_optimizer_lies(optimizer: Any, mesh: flm.DeviceMesh) -> None:
     assert count == 6
 
 
-class Counted:
-    """A function that counts how often it is traced."""
+def counted(function: Callable[..., Any]) -> Any:
+    """The function, which counts how often it is traced."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.count = 0
-        self.__signature__ = inspect.signature(function)
-        self.__name__ = function.__name__
-        self._function = function
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        call.count += 1  # type: ignore[attr-defined]
+        return function(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return self._function(*args, **kwargs)
+    call.count = 0  # type: ignore[attr-defined]
+    return call
 
 
 @contextlib.contextmanager
@@ -98,39 +95,24 @@ def plain_run() -> tuple[list[float], Any]:
     return [float(step(model, optimizer, X, Y)) for _ in range(3)], model
 
 
-@pytest.mark.parametrize(
-    ("kind", "context"),
-    [
-        ("auto", "bare"),
-        ("auto", "set_mesh"),
-        ("explicit", "bare"),
-        ("explicit", "set_mesh"),
-        ("mixed", "bare"),
-    ],
-)
-def test_training(kind: str, context: str, plain_run: Any) -> None:
+@pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
+def test_training(kind: str, plain_run: Any) -> None:
     mesh = grid(kind)
     layout_map = rules(mesh)
-    function = Counted(train)
+    function = counted(train)
     step = flm.jit(
         function, layout_map=layout_map, donate_argnames=("model", "optimizer")
     )
     losses = []
-    inside = (
-        jax.set_mesh(bare(mesh)) if context == "set_mesh" else contextlib.nullcontext()
-    )
-    with inside:
-        model = flm.create(make, layout_map)
-        optimizer = flm.create_optimizer(
-            model, optax.adam(1e-2), layout_map, wrt=nnx.Param
-        )
-        kernel, statistics = model.up.kernel, model.norm.mean
-        for _ in range(3):
-            losses.append(float(step(model, optimizer, X, Y)))
-            # Nothing drifts, and nothing is traced or compiled again.
-            assert_model_lies(model, mesh)
-            assert_optimizer_lies(optimizer, mesh)
-            assert function.count == 1 and step._cache_size() == 1
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map, wrt=nnx.Param)
+    kernel, statistics = model.up.kernel, model.norm.mean
+    for _ in range(3):
+        losses.append(float(step(model, optimizer, X, Y)))
+        # Nothing drifts, and nothing is traced or compiled again.
+        assert_model_lies(model, mesh)
+        assert_optimizer_lies(optimizer, mesh)
+        assert function.count == 1 and step._cache_size() == 1
     wanted, plain = plain_run
     np.testing.assert_allclose(losses, wanted, rtol=1e-4)
     # In place: the objects are the caller's own.
@@ -146,7 +128,7 @@ def test_training(kind: str, context: str, plain_run: Any) -> None:
 
 def test_a_loop_with_placed_batches_compiles_once(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
-    function = Counted(predict)
+    function = counted(predict)
     step = flm.jit(function, layout_map=layout_map)
     model = flm.create(make, layout_map)
     model.eval()
@@ -183,7 +165,7 @@ def test_a_rule_added_later_takes_effect(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
-    function = Counted(lambda state: {**state, "step": state["step"] + 1})
+    function = counted(lambda state: {**state, "step": state["step"] + 1})
     step = flm.jit(function, layout_map=rules(mesh), donate_argnames="state")
     state = {"step": 0, "rate": 0.5, "up": {"kernel": X}}
     for _ in range(3):
@@ -192,55 +174,6 @@ def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
     assert_lies(state["step"], (), mesh, np.int32(3))
     assert_lies(state["rate"], (), mesh, np.float32(0.5))
     assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
-
-
-# --------------------------------------------------------------------- kinds of state
-
-
-def make_train_state(mesh: flm.DeviceMesh) -> Any:
-    net = linen.Dense(16, kernel_init=counting)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-
-    def build() -> Any:
-        params = net.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-        return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.1))
-
-    return layout_map, flm.create(build, layout_map)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_train_state(kind: str, donate: bool) -> None:
-    mesh = grid(kind)
-    layout_map, state = make_train_state(mesh)
-
-    def update(state: Any, x: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            return state.apply_fn({"params": params}, x).sum()
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return {"state": state.apply_gradients(grads=grads), "loss": (loss, None)}
-
-    function = Counted(update)
-    step = flm.jit(
-        function,
-        layout_map=layout_map,
-        donate_argnames=("state",) if donate else (),
-    )
-    first = state
-    for count in range(1, 4):
-        result = step(state, X)
-        state, (loss, nothing) = result["state"], result["loss"]
-        assert nothing is None and loss.shape == ()
-        adam = state.opt_state[0]
-        for tree in (state.params, adam.mu, adam.nu):
-            assert_lies(tree["kernel"], COLUMN, mesh)
-            assert_lies(tree["bias"], ((),), mesh)
-        assert_lies(state.step, (), mesh, np.int32(count))
-    assert type(state) is TrainState
-    assert function.count == 1 and step._cache_size() == 1
-    assert first.params["kernel"].is_deleted() is donate
 
 
 # --------------------------------------------------------------------------- data
@@ -288,7 +221,7 @@ def test_arrays_on_the_mesh_keep_their_layout(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_batch_that_does_not_divide(mesh: flm.DeviceMesh) -> None:
-    function = Counted(lambda batch: batch)
+    function = counted(lambda batch: batch)
     step = flm.jit(function, layout_map=rules(mesh))
     with refuses(
         flm.LayoutError,
@@ -314,27 +247,18 @@ def test_data_on_other_devices(mesh: flm.DeviceMesh) -> None:
     half = flm.DeviceMesh((4,), ("data",), devices=jax.devices()[:4])
     with pytest.raises(flm.LayoutError, match=re.escape("P(data) on mesh data=4")):
         step(jax.device_put(X, NamedSharding(bare(half), P("data"))))
-    turned = flm.DeviceMesh((2, 4), NAMES, devices=jax.devices()[::-1])
-    with pytest.raises(flm.LayoutError, match="not on the mesh of the rules"):
-        step(jax.device_put(X, NamedSharding(bare(turned), P("data"))))
 
 
 @pytest.mark.parametrize(
     ("leaf", "what"),
     [
         ("text", "the str 'text'"),
-        (np.array(["a", "b"]), "the array of <U1"),
         (np.array([object()]), "the array of object"),
-        ({1, 2}, "the set {1, 2}"),
     ],
 )
 @pytest.mark.parametrize("donate", [(), "batch"])
-@pytest.mark.parametrize("mapped", [True, False])
-def test_leaves_that_are_no_arrays(
-    leaf: Any, what: str, donate: Any, mapped: bool
-) -> None:
-    layout_map = rules() if mapped else None
-    step = flm.jit(lambda batch: 0, layout_map=layout_map, donate_argnames=donate)
+def test_leaves_that_are_no_arrays(leaf: Any, what: str, donate: Any) -> None:
+    step = flm.jit(lambda batch: 0, layout_map=rules(), donate_argnames=donate)
     with refuses(
         flm.LayoutError,
         f"batch/name is neither an array nor a number, but {what}: take it out of the "
@@ -348,7 +272,7 @@ def test_leaves_that_are_no_arrays(
 
 def test_state_that_is_elsewhere(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
-    function = Counted(predict)
+    function = counted(predict)
     step = flm.jit(function, layout_map=layout_map)
     model = make()
     device = jax.devices()[3]
@@ -367,17 +291,6 @@ def test_state_that_is_elsewhere(mesh: flm.DeviceMesh) -> None:
     )
     layout_map.place(model)
     step(model, X)
-    other = rules(mesh)
-    other.replace("up/kernel", ("model", None))
-    other.place(model)
-    with refuses(
-        flm.LayoutError,
-        "1 arrays are not where this jit wants them:\n"
-        "  - model/up/kernel (8,16): wanted P(-, model) on mesh data=2,model=4, it is "
-        "P(model) on mesh data=2,model=4\nmove them first, layout_map.place(model), or "
-        "make the model with flm.create(make, layout_map)",
-    ):
-        step(model, X)
 
 
 def test_state_that_was_never_placed_is_placed_once(mesh: flm.DeviceMesh) -> None:
@@ -463,9 +376,6 @@ def test_what_is_donated_but_not_changed_stays(mesh: flm.DeviceMesh) -> None:
 def test_one_array_donated_twice(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False)
     x = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
-    both = flm.jit(
-        lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=(0, 1)
-    )
     with refuses(
         flm.LayoutError,
         "a/w and b/w are one array, which is donated: it cannot be used twice; copy it "
@@ -477,8 +387,7 @@ def test_one_array_donated_twice(mesh: flm.DeviceMesh) -> None:
     one = flm.jit(lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=0)
     with pytest.raises(flm.LayoutError, match="a and b are one array, which is"):
         one(x, x)
-    assert not x.is_deleted()
-    both(x, jnp.copy(x))
+    one(x, jnp.copy(x))
     assert x.is_deleted()
 
 
@@ -490,21 +399,17 @@ def test_static_arguments(mesh: flm.DeviceMesh) -> None:
         assert isinstance(by, int | float) and isinstance(how, str)
         return x * by if how == "times" else x + by
 
-    function = Counted(scale)
+    function = counted(scale)
     several: list[dict[str, Any]] = [
         {"static_argnames": ("by", "how")},
-        {"static_argnames": "how", "static_argnums": 1},
         {"static_argnames": ["how"], "static_argnums": (-1,)},
     ]
     for options in several:
         step = flm.jit(function, layout_map=rules(mesh), **options)
-        np.testing.assert_array_equal(step(X, 2), X * 2)
-        np.testing.assert_array_equal(step(x=X, by=2), X * 2)
+        for found in (step(X, 2), step(x=X, by=2), step(X, by=2)):
+            np.testing.assert_array_equal(found, X * 2)
         np.testing.assert_array_equal(step(X, 3, how="plus"), X + 3)
-        before = function.count
-        step(X, by=2)
-        step(X, 3, how="plus")
-        assert function.count == before
+        assert len(step._programs) == 2
     # Equal values of other types are other programs.
     step = flm.jit(function, layout_map=rules(mesh), static_argnames=("by", "how"))
     assert step(np.ones(8, np.int32), 1).dtype == jnp.int32
@@ -596,24 +501,14 @@ def test_bad_in_shardings(mesh: flm.DeviceMesh) -> None:
         "{'batch': sharding}; got (None,)",
     ):
         flm.jit(lambda x: x, in_shardings=(None,))  # type: ignore[arg-type]
-    step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": column})
-    with refuses(
-        flm.LayoutError,
-        "in_shardings['x']: (None, 'model', ...): shape (8, 6): dim 1 of size 6 does "
-        "not divide by mesh axis 'model' of size 4",
-    ):
-        step(X[:, :6])
     with pytest.raises(flm.LayoutError, match=r"in_shardings\['x'\] must be one shard"):
         flm.jit(lambda x: x, in_shardings={"x": [column]})({"a": X})
+    step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": column})
+    with pytest.raises(flm.LayoutError, match="'x'.*dim 1 of size 6 does not divide"):
+        step(X[:, :6])
     elsewhere = jax.device_put(X, NamedSharding(bare(mesh), P("data")))
     with pytest.raises(flm.LayoutError, match="x .8,8.: wanted P.-, model. on mesh"):
         step(elsewhere)
-    with refuses(
-        flm.errors.MeshError,
-        "in_shardings['x']: no mesh for the layout ('data', ...); give it one, "
-        "flm.TensorLayout(axes, mesh), or give jit a layout_map with one",
-    ):
-        flm.jit(lambda x: x, in_shardings={"x": P("data")})(X)
 
 
 def test_out_shardings(mesh: flm.DeviceMesh) -> None:
@@ -633,15 +528,13 @@ def test_out_shardings(mesh: flm.DeviceMesh) -> None:
     assert_lies(last, COLUMN, mesh, X)
     every = flm.jit(lambda x: (x, [x]), layout_map=layout_map, out_shardings=row)
     assert_lies(every(X)[1][0], ROW, mesh, X)
-    with pytest.raises(flm.LayoutError, match="out_shardings.*dim 0 of size 6"):
-        flm.jit(lambda x: x, layout_map=layout_map, out_shardings=row)(X[:6])
     with pytest.raises(flm.LayoutError, match="out_shardings must be one sharding"):
         flm.jit(lambda x: x, layout_map=layout_map, out_shardings=(row, row))(X)
 
 
 def test_trace_lower_and_eval_shape(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
-    function = Counted(predict)
+    function = counted(predict)
     step = flm.jit(function, layout_map=layout_map)
     model = flm.create(make, layout_map)
     before = {path: leaf for path, leaf in leaves_of(model).items()}
@@ -694,15 +587,7 @@ def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
 # ------------------------------------------------------------------ inside other things
 
 
-def loss_of(step: Any) -> Any:
-    return lambda w, x: (step(w, x) ** 2).mean()
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_inside_transformations(kind: str) -> None:
-    mesh = grid(kind)
-    layout_map = rules(mesh)
-
+def test_inside_transformations(mesh: flm.DeviceMesh) -> None:
     @jax.custom_vjp
     def cube(x: Any) -> Any:
         return x**3
@@ -712,31 +597,27 @@ def test_inside_transformations(kind: str) -> None:
     def plain(w: Any, x: Any) -> Any:
         return cube(jax.nn.relu(x @ w))
 
-    step = flm.jit(plain, layout_map=layout_map)
+    step = flm.jit(plain, layout_map=rules(mesh))
     replicated = flm.TensorLayout(None, mesh)
     w, x = (flm.distribute_tensor(v, replicated) for v in (X, Y))
+    ways: list[Any] = [
+        lambda f: jax.grad(lambda w, x: (f(w, x) ** 2).mean()),
+        lambda f: jax.grad(jax.checkpoint(lambda w, x: (f(w, x) ** 2).mean())),
+        lambda f: jax.vmap(f, in_axes=(None, 0)),
+        lambda f: (
+            lambda w, x: jax.lax.scan(lambda c, _: (f(c, x), None), w, None, length=2)
+        ),
+    ]
     with jax.set_mesh(bare(mesh)):
-        for wrap in (lambda f: f, jax.jit):
-            found = wrap(jax.grad(loss_of(step)))(w, x)
-            np.testing.assert_allclose(
-                found, jax.grad(loss_of(plain))(X, Y), rtol=1e-4, atol=1e-6
-            )
-            found = wrap(jax.vmap(step, in_axes=(None, 0)))(w, x)
-            np.testing.assert_allclose(found, plain(X, Y), rtol=1e-5, atol=1e-6)
-            found = wrap(
-                lambda w, x: jax.lax.scan(
-                    lambda c, _: (step(c, x), None), w, None, length=2
-                )[0]
-            )(w, x)
-            np.testing.assert_allclose(
-                found, plain(plain(X, Y), Y), rtol=1e-4, atol=1e-6
-            )
-            found = wrap(jax.grad(jax.checkpoint(loss_of(step))))(w, x)
-            np.testing.assert_allclose(
-                found, jax.grad(loss_of(plain))(X, Y), rtol=1e-4, atol=1e-6
-            )
-    shape = jax.eval_shape(step, w, x)
-    assert shape.shape == (8, 8)
+        for way in ways:
+            wanted = way(plain)(X, Y)
+            for found in (way(step)(w, x), jax.jit(way(step))(w, x)):
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6),
+                    found,
+                    wanted,
+                )
+    assert jax.eval_shape(step, w, x).shape == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -749,7 +630,7 @@ def test_inside_transformations(kind: str) -> None:
 def test_settings_of_jax_are_part_of_the_key(
     setting: Callable[[], Any], mesh: flm.DeviceMesh
 ) -> None:
-    function = Counted(lambda x: x @ x + jax.random.normal(jax.random.key(0), ()))
+    function = counted(lambda x: x @ x + jax.random.normal(jax.random.key(0), ()))
     step = flm.jit(function, layout_map=rules(mesh))
     first = step(X)
     with setting():
@@ -776,7 +657,7 @@ def test_another_mesh_in_context(kind: str) -> None:
     mesh = grid(kind)
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)
-    function = Counted(nudge)
+    function = counted(nudge)
     step = flm.jit(function, layout_map=layout_map)
     step(model, X)
     for types in ("explicit", "auto"):
@@ -798,15 +679,10 @@ def test_the_model_can_be_collected(mesh: flm.DeviceMesh) -> None:
     optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map)
     step = flm.jit(train, layout_map=layout_map, donate_argnames=("model", "optimizer"))
     show = flm.jit(predict, layout_map=layout_map)
-    other_map, state = make_train_state(mesh)
-    pure = flm.jit(
-        lambda state, x: state.params["kernel"].sum() + x.sum(), layout_map=other_map
-    )
     x = jnp.asarray(X)
     for _ in range(2):
         step(model, optimizer, x, Y)
         show(model, x)
-        pure(state, x)
     watched = [
         weakref.ref(thing)
         for thing in (
@@ -815,12 +691,10 @@ def test_the_model_can_be_collected(mesh: flm.DeviceMesh) -> None:
             model.up,
             model.up.kernel.get_value(),
             optimizer.opt_state[0].mu["up"]["kernel"].get_value(),
-            state.params["kernel"],
-            state.opt_state[0].mu["kernel"],
             x,
         )
     ]
-    del model, optimizer, state, x
+    del model, optimizer, x
     gc.collect()
     assert [ref() is None for ref in watched] == [True] * len(watched)
     assert len(step._programs) == 1
@@ -854,24 +728,6 @@ def test_abstract_arguments(mesh: flm.DeviceMesh) -> None:
         step(model, X)
     with refuses(flm.LayoutError, f"x (8,8){tail}"):
         step(make(), x)
-
-
-def test_what_was_donated_before(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    state = layout_map.place({"a": {"w": X.copy()}, "b": X.copy(), "step": 0})
-    step = flm.jit(
-        lambda state: jax.tree.map(lambda x: x + 1, state),
-        layout_map=layout_map,
-        donate_argnames="state",
-    )
-    new = step(state)
-    with refuses(
-        flm.LayoutError,
-        "state/a/w, state/b: deleted, as an earlier call donated them; go on with what "
-        "that call returned, or do not donate them",
-    ):
-        step(state)
-    assert_lies(step(new)["b"], ((), ()), mesh, X + 1 + 1)
 
 
 class Odd(nnx.Module):
@@ -924,9 +780,6 @@ def test_shared_variables_are_refused(mesh: flm.DeviceMesh) -> None:
         match=r"p \(object 1\)/up/kernel and p \(object 2\)/up/kernel are one Param",
     ):
         flm.jit(lambda p: 0, layout_map=layout_map)([model, other])
-    # Two Variables that hold one array are not shared.
-    other.up.kernel = nnx.Param(model.up.kernel[...])
-    step(model, other)
 
 
 # -------------------------------------------------------------------------- warnings

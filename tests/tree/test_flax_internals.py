@@ -95,7 +95,7 @@ def test_the_eager_flag_is_restored_and_forgotten() -> None:
         model = Tied()
     flags = [internals.metadata_of(v) for v in internals.variables_of(model)]
     assert [flag["eager_sharding"] for flag in flags] == [False] * 2
-    internals.restore_eager_flag(model)
+    internals.restore_eager_flag(model, nnx.using_eager_sharding())
     assert nnx.split(model)[0] == nnx.split(Tied())[0]
     internals.forget_eager_flag(model)
     flags = [internals.metadata_of(v) for v in internals.variables_of(model)]
