@@ -423,6 +423,13 @@ def _hint(call: Call, argument: Argument, at: int) -> str:
                 "place the model under that name: "
                 f"layout_map.place({{{name!r}: {name}}})"
             )
+    is_ruled = rules is None or rules.matcher.matching_forms(argument.flat.forms(at))
+    if not is_ruled and not argument.leaves[at].sharding.is_fully_replicated:
+        return (
+            f"no rule matches them in the argument {name!r}: if rules name what they "
+            f"were made in, such as 'policy', pass {{'policy': {name}}}, or rename the "
+            f"argument; if not, move them first, layout_map.place({name})"
+        )
     return (
         "move them first, layout_map.place(model), or make the model with "
         "flm.create(make, layout_map)"

@@ -209,23 +209,20 @@ def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
     """The rules for the specs that a checkpoint was saved with."""
     from flax_layoutmap import checkpoint
 
-    infos = {leaf.path: leaf for leaf in checkpoint.inspect(path).leaves}
-    meshes = {tuple(info.mesh.items()) for info in infos.values() if info.mesh}
-    if len(meshes) != 1:
+    info = checkpoint.inspect(path)
+    specs, mesh = {leaf.path: leaf.spec for leaf in info.leaves}, info.mesh
+    if mesh is None:
         raise RuleError(
             f"the checkpoint {os.fspath(path)} does not say how its leaves were "
             "sharded on one mesh: it was saved on one device, on several meshes, or "
             "without layout_map="
         )
-    mesh = DeviceMesh.abstract(dict(*meshes))
 
     def resolved(rules: RuleSet) -> Resolution:
         return checkpoint.resolve(path, layout_map=rules)
 
     leaves = list(resolved(RuleSet(mesh=mesh, strict=False)))
-    wanted = {
-        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in leaves
-    }
+    wanted = {leaf.path: TensorLayout(specs[leaf.path] or (), mesh) for leaf in leaves}
     return rules_for(leaves, wanted, mesh, resolved, batch)
 
 

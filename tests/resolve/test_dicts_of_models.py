@@ -205,10 +205,10 @@ def test_a_model_from_birth_to_a_checkpoint(tmp_path: Path) -> None:
         )
         assert lies(part) == {p: s for p, s in WANTED.items() if first in p}
     within = flm.checkpoint.restore(
-        tmp_path / "ours", layout_map=layout_map, include="^up/"
+        tmp_path / "ours", layout_map=layout_map, include="/up/"
     )
     assert set(lies(within)) == {f"{first}/up/kernel", f"{second}/up/kernel"}
-    dtype = {f"^{first}/up/": "float16", "^up/": "bfloat16"}
+    dtype = {f"^{first}/up/": "float16", "/up/": "bfloat16"}
     for target in (None, models):
         found = flm.checkpoint.restore(
             tmp_path / "ours", target, layout_map=layout_map, dtype=dtype
@@ -369,9 +369,9 @@ def test_a_member_that_is_passed_under_another_name() -> None:
     with pytest.raises(flm.LayoutError) as caught:
         predict(models["policy"], X)
     assert str(caught.value).splitlines()[-1] == (
-        "no rule is for them in the argument 'model': if rules name what they were "
-        "made in, such as 'policy', pass them as that, {'policy': model}, or call the "
-        "argument so; if not, move them first, layout_map.place(model)"
+        "no rule matches them in the argument 'model': if rules name what they were "
+        "made in, such as 'policy', pass {'policy': model}, or rename the argument; if "
+        "not, move them first, layout_map.place(model)"
     )
     as_member = flm.jit(lambda models, x: models["policy"](x), layout_map=layout_map)
     as_member({"policy": models["policy"]}, X)
