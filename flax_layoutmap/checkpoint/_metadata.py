@@ -42,7 +42,15 @@ from flax_layoutmap._rules.serialise import (
 )
 from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf, leaf_of
+from flax_layoutmap.checkpoint._leaves import (
+    TYPES,
+    Kind,
+    Leaf,
+    key_data_shape,
+    key_leaf,
+    leaf_of,
+    nested,
+)
 from flax_layoutmap.checkpoint._options import Rename, checked_options, renamed
 from flax_layoutmap.checkpoint._places import METADATA_FILE, Place, find
 
@@ -139,7 +147,7 @@ def open_checkpoint(
     place: Place, item: str | None = None, rename: Rename = ()
 ) -> Stored:
     """Read the metadata of a checkpoint, or of one of several trees in it."""
-    read = _orbax.read_metadata(place.path, item)
+    read = _orbax.read_metadata(place.path, item, _recorded_tree)
     kind: CheckpointKind = "orbax-v1" if read.is_v1 else "orbax-v0"
     if KEY in read.custom:
         kind, held = "flax_layoutmap", _orbax.leaves_of(read.tree, escaped=True)
@@ -246,6 +254,7 @@ def to_json(
         "rules": None if rules is None else rules_to_json(rules),
         "sections": sections,
         "leaves": {path: entry for path, entry in special.items() if entry},
+        "stored": {x.path: _stored_json(x) for x in leaves if not x.is_empty},
         "random": [paths[at] for at in sorted(flat.fixed)],
         "layouts": {path: entry for path, entry in layouts.items() if entry},
     }
@@ -273,6 +282,16 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
         if leaf.kind == "array":
             entry["dtype"] = leaf.dtype.name
     return entry
+
+
+def _stored_json(leaf: Leaf) -> list[Any] | None:
+    """Shape and dtype of the array that Orbax stores; None for a Python value."""
+    if leaf.kind == "key":
+        data = key_data_shape(leaf.implementation or "")
+        return [[*leaf.shape, *data], "uint32"]
+    if leaf.kind in ("int", "float", "string"):
+        return None
+    return [list(leaf.shape), np.dtype(leaf.dtype or TYPES[leaf.kind]).name]
 
 
 def _mark_json(box: Any) -> dict[str, Any]:
@@ -307,6 +326,25 @@ def check_intact(custom: Mapping[str, Any], where: str) -> None:
 
 
 # ---------------------------------------------------------------- read our record
+
+
+def _recorded_tree(custom: Mapping[str, Any]) -> Any:
+    """The tree as Orbax's metadata have it; None if an older version wrote the record.
+
+    None also for a damaged record, which is compared with Orbax's.
+    """
+    try:
+        record = custom[KEY]
+        return nested(
+            {
+                path: TYPES[record["leaves"][path]["kind"]]()
+                if array is None
+                else jax.ShapeDtypeStruct(tuple(array[0]), np.dtype(array[1]))
+                for path, array in record["stored"].items()
+            }
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,22 @@ class Metadata:
     is_v1: bool
 
 
-def read_metadata(path: str, item: str | None = None) -> Metadata:
-    """Read the metadata of a checkpoint, or of one of several trees in it."""
+def read_metadata(
+    path: str,
+    item: str | None = None,
+    tree_of: Callable[[dict[str, Any]], Any] = lambda custom: None,
+) -> Metadata:
+    """Read the metadata of a checkpoint, or of one of several trees in it.
+
+    `tree_of` returns the tree if the custom metadata describe it. For None, Orbax opens
+    every array for its shape.
+    """
     if not is_url(path):
         check_place(path)
-        _check_readable(path)
+        custom = _read_custom(path)
         item = _item(path, item)
+        if (tree := tree_of(custom)) is not None:
+            return Metadata(tree, custom, item, is_v1=True)
     options = {} if item is None else {"checkpointable_name": item}
     with translated(f"cannot read the metadata of {path}", _ADVICE), v1().Context():
         read = v1().metadata(path, **options)
@@ -191,17 +201,20 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
     )
 
 
-def _check_readable(path: str) -> None:
-    """Raise for a damaged metadata file, which Orbax would treat as an empty one."""
+def _read_custom(path: str) -> dict[str, Any]:
+    """The custom metadata, from a file that Orbax takes for empty if it is damaged."""
     try:
         with open(os.path.join(path, METADATA_FILE), encoding="utf-8") as file:
-            if not isinstance(json.load(file), dict):
-                raise ValueError("it is not a JSON object")
+            read = json.load(file)
+        if not isinstance(read, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint {path} is damaged: its file {METADATA_FILE} cannot be "
             f"read: {error}; restore another one"
         ) from error
+    custom = read.get("custom_metadata")
+    return custom if isinstance(custom, dict) else {}
 
 
 def _item(path: str, item: str | None) -> str | None:
