@@ -148,8 +148,9 @@ def refuse_traced(node: Any) -> None:
     """
     refuse_references(node)
     # Those that were made here become the result themselves.
-    made = {id(part) for part in objects_of(node) if was_made_here(part)}
-    for owner in filter(is_nnx_object, objects_of(node)):
+    objects = objects_of(node)
+    made = {id(part) for part in objects if was_made_here(part)}
+    for owner in filter(is_nnx_object, objects):
         for name, value in constants_of(owner).items():
             parts = _flat([value, *map(_held_by, _flat(value))])
             held = [part for part in parts if id(part) not in made]

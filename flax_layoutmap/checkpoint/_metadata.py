@@ -4,6 +4,7 @@ Our record (schema 1, in Orbax's custom metadata) holds what resolving needs of 
 saved tree (sections, origins of optimizer state, random state, layouts on the variables
 themselves), so that rules apply to a checkpoint exactly as to the live tree; and the
 leaves that Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
+It has shape and dtype of every stored array, for which Orbax would open the array.
 
 In a checkpoint that Orbax wrote without us, paths lose the `value` that NNX Variables
 and Linen boxes add, and sections are known by the names that Flax, optax, T5X and

@@ -718,6 +718,14 @@ def test_orbax_is_not_trusted(
         restore(small)
 
 
+def test_arrays_are_not_opened_for_their_shapes(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `v1.metadata` opens them, before the read opens them once more."""
+    monkeypatch.delattr(v1, "metadata")
+    assert_same(restore(small), small_tree())
+
+
 def test_orbaxs_own_context_does_not_leak_in(small: Path, tmp_path: Path) -> None:
     context = v1.Context()
     context.pytree.loading.partial_load = True
