@@ -46,12 +46,6 @@ def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
     return jaxpr, getattr(value, "consts", ())
 
 
-def with_eqns(value: Any, eqns: Sequence[Any], consts: Sequence[Any]) -> Any:
-    """What `opened` takes apart, with other equations and constants."""
-    jaxpr = getattr(value, "jaxpr", value).replace(eqns=eqns)
-    return ClosedJaxpr(jaxpr, list(consts)) if hasattr(value, "consts") else jaxpr
-
-
 def part_of(
     jaxpr: Jaxpr, inputs: Sequence[Any], eqns: Sequence[Any], outputs: Sequence[Any]
 ) -> Jaxpr:

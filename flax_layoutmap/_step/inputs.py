@@ -363,9 +363,10 @@ def _check_not_donated_twice(
     JAX fails on that only while running, and may hang.
     """
     count = collections.Counter(id(x) for x in leaves if isinstance(x, jax.Array))
-    twice = {id(leaves[at]) for at in donated if count[id(leaves[at])] > 1}
+    twice = [id(leaves[at]) for at in donated if count[id(leaves[at])] > 1]
     if twice:
-        owners = [call.owner(at) for at, x in enumerate(leaves) if id(x) in twice]
+        same = (at for at, x in enumerate(leaves) if id(x) == twice[0])
+        owners = list(map(call.owner, same))
         paths = [argument.path(at) for argument, at in owners[:4]]
         raise LayoutError(
             f"{' and '.join(paths)} are one array, which is donated: it cannot be "

@@ -52,7 +52,13 @@ from flax_layoutmap._step.shardings import (
     pins_of,
     wanted_before,
 )
-from flax_layoutmap._step.trace import Job, call_job, mesh_context, roots_of
+from flax_layoutmap._step.trace import (
+    Job,
+    call_job,
+    mesh_context,
+    mesh_needed,
+    roots_of,
+)
 from flax_layoutmap._tree.flax_internals import was_made_elsewhere
 from flax_layoutmap._tree.graph import (
     TAG,
@@ -213,6 +219,8 @@ def make_program(job: Job, call: Call) -> Program:
     spanned = zip(call.arguments, spans(call.arguments), strict=True)
     places = [*outputs, *results]
     layouts = jax.tree.unflatten(jax.tree.structure((new, result)), places)
+    if mesh_needed(call.rules) is not None and not any(places):
+        options["keep_unused"] = True  # JAX knows the devices by its inputs alone
     return Program(
         jitted=jax.jit(flat, out_shardings=layouts, donate_argnums=donated, **options),
         wanted=before.wanted,

@@ -121,7 +121,9 @@ def refuse_captured(constants: Iterable[Any], named: Named, name: str) -> None:
 
 def _raise_for(used: Iterable[str], name: str) -> None:
     paths = list(dict.fromkeys(used))
-    owners = list(dict.fromkeys(re.split(r"[./[]", path)[0] for path in paths))
+    owners = list(
+        dict.fromkeys(re.split(r"[/[]|(?<!^self)\.", path)[0] for path in paths)
+    )
     if paths:
         raise StructureError(
             f"{name} uses {first_four(paths)}, but not as an argument: the current "

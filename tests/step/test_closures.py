@@ -107,6 +107,8 @@ def test_what_is_used_is_named(case: str) -> None:
             "<lambda> uses REF.kernel, but not as an argument: the current value would "
             "be compiled in as a constant. Pass REF to <lambda>."
         )
+    if case == "method":
+        assert str(caught.value).endswith("Pass self.teacher to step.")
 
 
 def test_the_argument_itself_where_no_name_leads_to_it() -> None:

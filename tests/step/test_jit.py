@@ -384,6 +384,10 @@ def test_one_array_donated_twice(mesh: flm.DeviceMesh) -> None:
         flm.jit(lambda a, b: (a, b), layout_map=layout_map, donate_argnums=(0, 1))(
             {"w": x}, {"w": x}
         )
+    y = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
+    trees = flm.jit(lambda a, b: (a, b), layout_map=layout_map, donate_argnums=(0, 1))
+    with pytest.raises(flm.LayoutError, match="^a/v and b/z are one array, which"):
+        trees({"v": y, "w": x}, {"w": x, "z": y})  # not all four as one
     one = flm.jit(lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=0)
     with pytest.raises(flm.LayoutError, match="a and b are one array, which is"):
         one(x, x)
