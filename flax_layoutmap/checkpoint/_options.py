@@ -239,7 +239,7 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
             )
     names: dict[str, str] = {}  # new name → path
     for path, rule in first.items():
-        new = path if rule is None else rule[0].sub(rule[1], path, count=1)
+        new = path if rule is None else _replaced(path, *rule)
         if new in names:
             raise CheckpointError(
                 f"rename maps both {names[new]} and {path} to {new!r}"
@@ -254,6 +254,16 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
             f"but {new!r} is a leaf"
         )
     return list(names)
+
+
+def _replaced(path: str, pattern: re.Pattern[str], by: str) -> str:
+    try:
+        return pattern.sub(by, path, count=1)
+    except (re.error, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"rename={pattern.pattern!r}: {by!r} cannot replace what it finds in "
+            f"{path}: {error}"
+        ) from error
 
 
 def _closest_paths(pattern: re.Pattern[str], paths: Sequence[str]) -> str:

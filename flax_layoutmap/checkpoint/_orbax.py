@@ -21,6 +21,7 @@ from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     NEW,
     OLD,
+    UNFINISHED,
     cannot_name,
     check_place,
     common_number,
@@ -63,7 +64,7 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
     if is_url(path):
         return cannot_name(path)
     if not os.path.lexists(path):
-        return cannot_name(path) or _no_place(Path(path).parent)
+        return cannot_name(path) or _no_place(Path(path))
     if not overwrite:
         return "the path exists; save to another one, or pass overwrite=True"
     if not os.path.isfile(os.path.join(path, METADATA_FILE)):
@@ -72,19 +73,28 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
             "it; remove it yourself, or save to another path"
         )
     real = os.path.realpath(path)  # see `write`
-    return cannot_name(real) or _no_place(Path(real).parent)
+    return cannot_name(real) or _no_place(Path(f"{real}{NEW}-{0:016x}"))
 
 
-def _no_place(parent: Path) -> str | None:
-    """The reason why no directory can be created in another one, or None.
+def _no_place(path: Path) -> str | None:
+    """The reason why a directory cannot be created, or None.
 
     Process 0 tries it: when Orbax fails, its threads block the program's exit for five
     minutes.
     """
-    while not parent.exists():
+    names, parent = [f"{path.name}{UNFINISHED}"], path.parent
+    while not os.path.lexists(parent):
+        names.append(parent.name)
         parent = parent.parent
     if not parent.is_dir():
-        return f"{parent} is a file, so no directory can be made in it"
+        what = "is a file" if parent.exists() else "is a link to nothing"
+        return f"{parent} {what}, so no directory can be made in it"
+    for name in names:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(parent / name)
+        except (OSError, ValueError) as error:
+            return f"the directory {parent} cannot hold {name!r}: {error}"
     if jax.process_index() == 0:
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".flax_layoutmap-", dir=parent))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # Suffixes beside a checkpoint while it is replaced: the new one, and the old one.
 NEW, OLD = ".replacement", ".replaced"
+# Orbax's own suffix while it writes.
+UNFINISHED = ".orbax-checkpoint-tmp"
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
 # A directory of one step: `1000`, `step_1000`, `checkpoint-00001000`.
 _STEP = re.compile(r"(?:[A-Za-z][A-Za-z_]*[_-])?(\d+)")
 
@@ -63,7 +65,14 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
             f"{path} is a checkpoint, not a directory of steps; leave step={step!r} out"
         )
     numbers = tuple(sorted(steps))
-    wanted = numbers[-1] if step is None or step == "latest" else int(step)
+    try:
+        number = int(step) if isinstance(step, str) and step != "latest" else step
+        is_last = number is None or number == "latest"
+        wanted = numbers[-1] if is_last else operator.index(number)
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f'step={step!r} is not the number of a step, nor "latest"'
+        ) from None
     if wanted not in steps:
         raise CheckpointError(
             f"{path} has no step {wanted}; it has {', '.join(map(str, numbers[-9:]))}"
@@ -109,7 +118,7 @@ def cannot_name(path: str) -> str | None:
 def check_place(path: str) -> None:
     """Raise CheckpointError if there is no finished checkpoint at a path."""
     place = Path(path)
-    is_finished = _UNFINISHED not in place.name
+    is_finished = UNFINISHED not in place.name
     if is_finished and (place / METADATA_FILE).is_file():
         return
     if not place.exists():

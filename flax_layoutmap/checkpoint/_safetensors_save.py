@@ -79,7 +79,8 @@ def save_safetensors(
         max_file_bytes: the maximal size of a file in a directory, unless one tensor is
             larger. Several files have an index, and a random tag in their names.
         overwrite: replace the model in the directory, or the file, when the new one is
-            complete beside it. Files that this function did not write stay.
+            complete beside it. Other files stay; `model….safetensors` with the names
+            that this function or `transformers` gives them are the model.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
             requires, is added.
         progress: whether process 0 shows on stderr how much has been written; None: as
@@ -107,6 +108,9 @@ def save_safetensors(
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
         tensors, problems = _plan(flat, names, selection, wanted)
+        for name, text in (metadata or {}).items():
+            if not (isinstance(name, str) and isinstance(text, str)):
+                problems.append(f"metadata={{{name!r}: {text!r}}}: give texts alone")
         if jax.process_index() == 0:
             problems += cannot_write(place, overwrite)
         if problems:
@@ -178,6 +182,8 @@ def _recipe_problem(
             "cannot be saved in MXFP4; save it by a mapping without "
             "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
         )
+    if recipe.names[0] == "__metadata__":
+        return "'__metadata__' names the texts of the header; give it another name"
     if dtype not in NAMES:
         return f"safetensors cannot hold {dtype}; pass dtype=, or convert it"
     try:

@@ -49,7 +49,7 @@ def save(
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
         layout_map: the rules to write into the metadata, after they have been resolved
             against the tree.
-        overwrite: replace the checkpoint at `path`. The new one is written beside it
+        overwrite: replace the checkpoint at `path`, the whole directory. It is written
             under a name of its own and renamed when it is complete: a failed save
             leaves the old one. At a URL (`gs://…`) Orbax deletes the old one first.
         checksums: whether to record a checksum of each leaf, with which `restore` and

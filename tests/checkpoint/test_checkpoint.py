@@ -743,3 +743,41 @@ def test_nothing_is_said_when_all_is_well(
     restore(small, jax.eval_shape(small_tree))
     said = [str(warning.message) for warning in recwarn]
     assert [text for text in said if re.search("shard|layout|orbax", text, re.I)] == []
+
+
+def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
+    # Where Orbax fails instead, its threads keep the program from ending.
+    tree, link = {"w": jnp.ones(8)}, tmp_path / "link"
+    link.symlink_to(tmp_path / "nothing")
+    with refused("link is a link to nothing, so no directory can be made in it"):
+        flm.checkpoint.save(link / "new", tree)
+    long = tmp_path / ("x" * 240)
+    for path in (long, tmp_path / "missing" / ("y" * 300) / "new"):
+        with refused(f"the directory {tmp_path} cannot hold", "File name too long"):
+            flm.checkpoint.save(path, tree)
+    with refused("cannot hold 'a\\x00b", "null byte"):
+        flm.checkpoint.save(f"{tmp_path}/a\0b", tree)
+    near = tmp_path / ("z" * 225)  # itself short enough, not with the suffixes
+    flm.checkpoint.save(near, tree)
+    with refused("cannot hold", "File name too long"):
+        flm.checkpoint.save(near, tree, overwrite=True)
+    assert sorted(tmp_path.iterdir()) == [link, near]
+
+
+@pytest.mark.parametrize("step", [1.7, "abc", "1.0", "newest"])
+def test_a_step_that_is_not_a_number(tmp_path: Path, step: Any) -> None:
+    flm.checkpoint.save(tmp_path / "1", {"w": jnp.ones(8)})
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    with refused(f"step={step!r} is not the number of a step"):
+        flm.checkpoint.restore(tmp_path, layout_map=layout_map, step=step)
+    assert flm.checkpoint.restore(tmp_path, layout_map=layout_map, step="1")
+
+
+@pytest.mark.parametrize("by", [r"\9", r"\g<name>", 3])
+def test_a_replacement_that_does_not_fit_its_pattern(tmp_path: Path, by: Any) -> None:
+    flm.checkpoint.save(tmp_path / "one", {"w": jnp.ones(8)})
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    with refused(f"rename='^w': {by!r} cannot replace what it finds in w"):
+        flm.checkpoint.restore(
+            tmp_path / "one", layout_map=layout_map, rename={"^w": by}
+        )

@@ -314,3 +314,11 @@ def test_slow_renames_of_two_writers(
         value = value_of(folder)
         assert value in kinds
         assert len(names(folder)) == (1 if value == 1 else 4)
+
+
+def test_names_and_texts_that_a_header_cannot_hold(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(2), "__metadata__": jnp.ones(3)}
+    bad: Any = {"step": 3}
+    with refused("2 problems", "__metadata__ (3,)", "metadata={'step': 3}: give texts"):
+        flm.checkpoint.save_safetensors(tmp_path / "m", tree, metadata=bad)
+    assert not (tmp_path / "m").exists()
