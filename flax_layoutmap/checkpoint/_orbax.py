@@ -120,7 +120,8 @@ def write(
         )
     finally:
         if jax.process_index() == 0:
-            for left in glob.glob(f"{new}*"):
+            replaced = [old] if os.path.lexists(path) else []
+            for left in [*glob.glob(f"{new}*"), *replaced]:
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -139,7 +140,6 @@ def _swap(path: str, new: str, old: str) -> None:
     finally:
         if not os.path.lexists(path):
             os.rename(old, path)
-    shutil.rmtree(old)
 
 
 def saving_context() -> Any:

@@ -66,9 +66,8 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
         )
     numbers = tuple(sorted(steps))
     try:
-        number = int(step) if isinstance(step, str) and step != "latest" else step
-        is_last = number is None or number == "latest"
-        wanted = numbers[-1] if is_last else operator.index(number)
+        number = numbers[-1] if step is None or step == "latest" else step
+        wanted = int(number) if isinstance(number, str) else operator.index(number)
     except (TypeError, ValueError):
         raise CheckpointError(
             f'step={step!r} is not the number of a step, nor "latest"'

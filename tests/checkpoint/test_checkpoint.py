@@ -781,3 +781,22 @@ def test_a_replacement_that_does_not_fit_its_pattern(tmp_path: Path, by: Any) ->
         flm.checkpoint.restore(
             tmp_path / "one", layout_map=layout_map, rename={"^w": by}
         )
+
+
+def test_an_interruption_after_the_swap_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flm.checkpoint.save(tmp_path / "one", {"w": jnp.zeros(8)})
+    rename = os.rename
+
+    def interrupted(source: Any, to: Any) -> None:
+        rename(source, to)
+        if str(to) == str(tmp_path / "one"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flm.checkpoint.save(tmp_path / "one", {"w": jnp.ones(8)}, overwrite=True)
+    assert os.listdir(tmp_path) == ["one"]
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    assert flm.checkpoint.restore(tmp_path / "one", layout_map=layout_map)["w"][0] == 1
