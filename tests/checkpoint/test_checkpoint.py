@@ -755,7 +755,7 @@ def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     for path in (long, tmp_path / "missing" / ("y" * 300) / "new"):
         with refused(f"the directory {tmp_path} cannot hold", "File name too long"):
             flm.checkpoint.save(path, tree)
-    with refused("cannot hold 'a\\x00b", "null byte"):
+    with refused("cannot hold 'a\\x00b", "embedded null"):
         flm.checkpoint.save(f"{tmp_path}/a\0b", tree)
     near = tmp_path / ("z" * 225)  # itself short enough, not with the suffixes
     flm.checkpoint.save(near, tree)
