@@ -375,13 +375,13 @@ def _check_not_donated_twice(
 
 
 def _copy_shared_memory(leaves: list[Any], program: Program) -> None:
-    """Copy donated arrays that share their memory with other state.
+    """Copy donated arrays that share their memory with other arguments.
 
     As two arrays do that were put on a mesh from one. Donating them ends the process
     (jax 0.10.2), or hangs (jax 0.12.0).
     """
-    parts = {at: _buffers_of(leaves[at]) for at in program.state}
-    count = collections.Counter(itertools.chain.from_iterable(parts.values()))
+    parts = list(map(_buffers_of, leaves))
+    count = collections.Counter(itertools.chain.from_iterable(parts))
     for at in program.donated:
         if any(count[part] > 1 for part in parts[at]):
             leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)

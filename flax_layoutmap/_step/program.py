@@ -457,7 +457,10 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     If it fails, nothing of these has changed. If the structure changes, the program has
     donated nothing of the objects.
     """
-    outcome = program.outcome
+    outcome, parts = program.outcome, call.parts
+    if outcome.structure is not None:
+        check_apart(named_objects(call.arguments), nnx.Pytree | nnx.Variable)
+    check_level([parts[at] for at in outcome.changed])
     with mesh_context(call.rules, leaves):
         is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
         new, result = program.run(leaves, is_traced=is_traced)
@@ -468,13 +471,23 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         nodes = outcome.structure.apply(call.objects, after)
         return with_objects(result, nodes) if outcome.returns_objects else result
     note_outputs(program, leaves, new, result)
-    parts = call.parts
     _keep_placed(call.arguments, leaves)
     for at, value in zip(outcome.changed, new, strict=True):
         parts[at].set_raw_value(value)
     if outcome.returns_objects:
-        return with_objects(result, Graph(call.objects).nodes)
+        # Object by object, as they were merged: they may share what holds no Variable.
+        nodes = [node for each in call.objects for node in Graph([each]).nodes]
+        return with_objects(result, nodes)
     return result
+
+
+def check_level(parts: Sequence[Any]) -> None:
+    """Raise Flax's error if Variables are of another level of tracing.
+
+    Before anything runs, as their arrays may be donated.
+    """
+    if parts:
+        parts[0].set_raw_value(parts[0].get_raw_value())
 
 
 def _keep_placed(arguments: Sequence[Argument], leaves: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ from flax_layoutmap._step.program import (
     Program,
     StaleProgramError,
     are_apart,
+    check_level,
     note_outputs,
 )
 from flax_layoutmap._step.trace import context_key, mesh_needed
@@ -65,12 +66,12 @@ class KnownCalls:
         """
         kind = _kind(args, kwargs, rules)
         values = (*args, *kwargs.values())
-        for number, known in enumerate(self._calls):
+        for known in self._calls:
             leaves = known.leaves(values) if known.kind == kind else None
             if leaves is None:
                 continue
-            if number:
-                self._calls.insert(0, self._calls.pop(number))
+            if self._calls[:1] != [known]:  # others may have gone meanwhile
+                self._calls = [known, *(x for x in self._calls if x is not known)]
             try:
                 return True, known.run(leaves)
             except StaleProgramError:  # while JAX traces it
@@ -103,7 +104,9 @@ class KnownCalls:
             known = _KnownCall(call, program, leaves, forget)
         except Uncomparable:
             return
-        self._calls = [known, *self._calls[: _CALLS - 1]]
+        # What a call with other Variables in the same objects holds is not kept alive.
+        others = [x for x in self._calls if not x.is_outdated_by(known)]
+        self._calls = [known, *others[: _CALLS - 1]]
 
 
 def _kind(args: Sequence[Any], kwargs: Mapping[str, Any], rules: Any) -> Any:
@@ -158,6 +161,10 @@ class _KnownCall:
         self._changed = [call.parts[at] for at in program.outcome.changed]
         self._after: list[Any] = []  # references to the state after the last run
 
+    def is_outdated_by(self, other: "_KnownCall") -> bool:
+        """Whether these are calls with the same objects and other Variables."""
+        return self._watch.is_outdated_by(other._watch)
+
     def leaves(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves for the program, if a call with these values equals this one."""
         for at, kind, value in self._static:
@@ -172,7 +179,7 @@ class _KnownCall:
         both = [*data, *held]
         leaves = [both[at] for at in self._order]
         state = [leaves[at] for at in self.program.state]
-        if are_deleted(state):
+        if are_deleted(state) or are_deleted(data):
             return None
         is_written = self._are_written(state)
         if not is_written and _arrays(held) != self._held:
@@ -195,14 +202,13 @@ class _KnownCall:
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the program, and write its changes into the Variables."""
+        check_level(self._changed)
         if self._mesh is None:
             new, result = self.program.run(leaves)
         else:
             with jax.sharding.use_abstract_mesh(self._mesh):
                 new, result = self.program.run(leaves)
         if new:
-            # Raises an error if this is another level of tracing.
-            self._changed[0].set_raw_value(new[0])
             collections.deque(map(write_value, self._changed, new), maxlen=0)
         self._after = note_outputs(self.program, leaves, new, result)
         return result
@@ -251,6 +257,7 @@ class _Watch:
             self._look_below(root, roots)
         for root in roots:
             del self._seen[id(root)]
+        self._types = list(map(type, roots))
         seen = {at for at, x in self._seen.items() if isinstance(x, nnx.Variable)}
         if seen != set(map(id, variables)):
             raise Uncomparable
@@ -263,12 +270,21 @@ class _Watch:
         """Whether these are the objects, and as they were."""
         if not all(ref() is root for ref, root in zip(self._roots, roots, strict=True)):
             return False
+        if list(map(type, roots)) != self._types:
+            return False
         try:
             return self._described() == self._description and all(
                 map(operator.is_, self._all_contents(), self._contents)
             )
         except (TypeError, ValueError):  # not comparable
             return False
+
+    def is_outdated_by(self, other: "_Watch") -> bool:
+        """Whether these are the same objects with other Variables."""
+        roots = [ref() for ref in self._roots]
+        if not roots or [id(x) for x in roots] != [id(ref()) for ref in other._roots]:
+            return False
+        return set(map(id, self._variables)) != set(map(id, other._variables))
 
     def values(self) -> list[Any]:
         """The values of their Variables."""
@@ -282,6 +298,8 @@ class _Watch:
         """What is compared by value: keys, metadata, constants."""
         return [
             *_flat(self._dicts),
+            *map(len, self._dicts),
+            *map(type, self._seen.values()),
             *map(len, self._lists),
             *map(read_metadata, self._variables),
             *(describe(constant) for describe, constant in self._constants),

@@ -208,7 +208,7 @@ class _Repeats:
         for key, child in zip(keys, children, strict=True):
             if key == "params":
                 self.close("")
-                if child.node_data() is None:
+                if child.node_data() is None or not child.num_leaves:
                     raise _Irregular
                 made[key] = self.down(child, "", "")
                 self.close("params/")

@@ -1,0 +1,124 @@
+"""Objects that arguments share, changes between equal calls, and donated state."""
+
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+
+import flax_layoutmap as flm
+
+
+class Part(nnx.Module):
+    """A layer that may share a module without Variables with others."""
+
+    cache: Any
+
+    def __init__(self, shared: Any = None, value: float = 1.0) -> None:
+        self.shared = shared
+        self.w = nnx.Param(jnp.full(8, value))
+        self.count = nnx.Variable(jnp.zeros(()))
+        self.on: dict[str, bool] = {}
+        self.off = {"negative": True}
+
+    def __call__(self) -> jax.Array:
+        return -self.w[...] if self.on.get("negative") else self.w[...]
+
+
+class Negative(Part):
+    def __call__(self) -> jax.Array:
+        return -self.w[...]
+
+
+def three_parts() -> list[Part]:
+    dropout = nnx.Dropout(0.5)
+    return [Part(dropout, value) for value in (1.0, 2.0, 3.0)]
+
+
+def test_results_are_the_callers_own_objects_where_arguments_share_one() -> None:
+    a, b, c = three_parts()
+    result = flm.jit(lambda a, b, c: {"b": b, "w": b.w})(a, b, c)
+    assert result["b"] is b and result["w"] is b.w
+
+
+def test_a_change_of_structure_where_arguments_share_an_object() -> None:
+    """Refused before anything changes."""
+    a, b, c = three_parts()
+
+    def step(a: Part, b: Part, c: Part) -> None:
+        c.cache = nnx.Cache(c.w[...] * 10)
+
+    with pytest.raises(flm.LayoutError, match=r"a\.shared|a/shared"):
+        flm.jit(step)(a, b, c)
+    assert all(hasattr(part, "w") for part in (a, b, c)) and not hasattr(c, "cache")
+
+
+def test_a_key_that_moves_to_another_dict_and_another_class() -> None:
+    part = Part()
+    step = flm.jit(lambda part: part())
+    for _ in range(4):
+        step(part)
+    part.on["negative"] = part.off.pop("negative")
+    np.testing.assert_array_equal(step(part), -np.ones(8))
+    part = Part()
+    for _ in range(4):
+        step(part)
+    part.__class__ = Negative
+    np.testing.assert_array_equal(step(part), -np.ones(8))
+
+
+@pytest.mark.parametrize("calls", [0, 4], ids=["new", "recognised"])
+def test_state_is_kept_where_it_cannot_be_written(calls: int) -> None:
+    """The program would donate it, and then fail to write."""
+
+    def step(part: Part, x: jax.Array) -> jax.Array:
+        part.count[...] += 1
+        return (part.w[...] * x).sum()
+
+    part, x = Part(), jnp.ones(8)
+    jitted = flm.jit(step, donate_argnames="part")
+    for _ in range(calls):
+        jitted(part, x)
+    with pytest.raises(TraceContextError):
+        jax.grad(lambda x: jitted(part, x))(x)
+    assert part.count[...] == calls
+
+
+def test_replaced_variables_are_not_kept_alive() -> None:
+    step = flm.jit(lambda part: part.w[...] + part.cache[...])
+    part, caches = Part(), []
+    for _ in range(20):
+        part.cache = nnx.Cache(jnp.zeros(8))
+        caches.append(weakref.ref(part.cache[...]))
+        for _ in range(3):
+            step(part)
+    gc.collect()
+    assert sum(cache() is not None for cache in caches) <= 2
+
+
+def test_donated_state_that_shares_memory_with_data() -> None:
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    key = jax.random.PRNGKey(0)
+    step = flm.jit(
+        lambda state, key: ({"key": state["key"] + 1}, key * 2),
+        layout_map=layout_map,
+        donate_argnames="state",
+    )
+    state, twice = step(layout_map.place({"key": key}), key)
+    np.testing.assert_array_equal(state["key"], np.asarray(key) + 1)
+    np.testing.assert_array_equal(twice, np.asarray(key) * 2)
+
+
+def test_deleted_data_is_named_in_every_call() -> None:
+    step = flm.jit(lambda part, x: part.w[...] * x)
+    part, x = Part(), jnp.ones(8)
+    for _ in range(4):
+        step(part, x)
+    x.delete()
+    with pytest.raises(flm.LayoutError, match=r"^.*x"):
+        step(part, x)
