@@ -32,9 +32,6 @@ from flax_layoutmap.checkpoint._metadata import Stored, check_intact, open_check
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._places import absolute, find
 
-# A process that cannot read waits this long for the others, which still read.
-_PATIENCE_SECONDS = 1800.0
-
 
 def read_leaves(stored: Stored, plan: Plan, options: Options) -> dict[str, Any]:
     """Read every leaf of a plan; return path → value, in its sharding."""
@@ -73,7 +70,7 @@ def _loaded(
     values: dict[str, Any] = {}
     for axis, wanted in groups.items():
         after = f"using what was read of {stored.where}"
-        with Agreement(after, options.job_mesh, patience=_PATIENCE_SECONDS):
+        with Agreement(after, options.job_mesh):
             values |= stored.read(
                 wanted, replica_axis=axis, host_memory=options.host_memory
             )

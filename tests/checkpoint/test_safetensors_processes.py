@@ -31,7 +31,7 @@ def test_each_process_reads_its_shards_and_process_0_writes(
     for number, process in enumerate(job_part.ended):
         said = process.answer["problems"]
         assert "ProcessError" in said["other rules"]
-        assert "differs in its leaves" in said["other rules"]
+        assert "differs from process 0 in its leaves" in said["other rules"]
         assert "nowhere" in said["another place"]
         text = "No space left on device" if number == 0 else "process 0 failed"
         assert said["full"].startswith("CheckpointError: cannot save to")

@@ -373,13 +373,6 @@ def assert_all_hold(ended: list[launch.Ended], count: int) -> None:
         assert len(checks) == count
 
 
-def first_in(odd: str, usual: str) -> str:
-    return (
-        "global batch shapes; the first difference in the global batch shapes: "
-        f"process 1 has {odd!r}, where process 0 has {usual!r}"
-    )
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("job_part", ["batches-2"], indirect=True)
 def test_two_processes_pass_their_rows(job_part: launch.Part) -> None:
@@ -387,19 +380,16 @@ def test_two_processes_pass_their_rows(job_part: launch.Part) -> None:
     assert_all_hold(ended, 147)
     first, second = (one.answer["cases"] for one in ended)
     for case, difference in {
-        "another_shape": first_in(
-            "the batch (16,2) float64", "the batch (16,3) float64"
-        ),
-        "other_rows": first_in("the batch (32,2) float64", "the batch (16,2) float64"),
-        "another_structure": "batch structure, "
-        + first_in("y (16,2) float64", "x (16,2) float64"),
+        "another_shape": "global batch shapes",
+        "other_rows": "global batch shapes",
+        "another_structure": "batch structure, global batch shapes",
         "another_scalar": "batch values",
         "another_key": "batch values",
         "own_rows_as_global": "batch values",
     }.items():
         message = (
-            "the processes disagree before distributing a batch: process 1 differs in "
-            f"its {difference}{ADVICE}"
+            "the processes disagree before distributing a batch: process 1 differs "
+            f"from process 0 in its {difference}{ADVICE}"
         )
         assert first.pop(case) == second.pop(case) == ["ProcessError", message], case
 
