@@ -26,6 +26,16 @@ def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> s
     return f"dim {dim} of size {size} does not divide by {axes}"
 
 
+def divides(
+    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: dict[str, int]
+) -> str | None:
+    """Describe the first dim that does not divide by its mesh axes; None if all do."""
+    for dim, (size, names) in enumerate(zip(shape, dims, strict=True)):
+        if size % math.prod(sizes[name] for name in names):
+            return clash(dim, size, names, sizes)
+    return None
+
+
 def dim_axes(dim: Dim) -> tuple[str, ...]:
     """The mesh axes of one dim, as a tuple."""
     if dim is None or dim is ...:

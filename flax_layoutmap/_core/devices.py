@@ -10,18 +10,16 @@ from flax_layoutmap._core.errors import MeshError
 
 # "TPU:0", "/device:TPU:0" and "/job:localhost/replica:0/task:0/device:TPU:0".
 _NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*):(\d+)")
+Key = tuple[str, int]
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Return the devices of all processes, as `"platform:id"`.
+    """Return the devices of all processes, as `"platform:id"`: Keras's `list_devices`.
 
-    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
+    `flm.DeviceMesh(..., devices=)` takes these names.
 
     Args:
         device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
-
-    Raises:
-        MeshError: there are no such devices.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -30,19 +28,18 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
     Plain JAX: `jax.devices(device_type)`.
     """
-    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
+    kind = device_type if device_type is None else device_type.lower()
+    try:
+        return [f"{device.platform}:{device.id}" for device in jax.devices(kind)]
+    except RuntimeError as error:
+        raise MeshError(
+            f"there are no devices of type {device_type!r}; by default JAX uses "
+            f"{jax.default_backend()!r} here"
+        ) from error
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Return the number of devices of all processes.
-
-    Keras's `get_device_count`.
-
-    Args:
-        device_type: as for `list_devices`.
-
-    Raises:
-        MeshError: there are no such devices.
+    """Return the number of devices of all processes: Keras's `get_device_count`.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -51,50 +48,24 @@ def get_device_count(device_type: str | None = None) -> int:
 
     Plain JAX: `jax.device_count(device_type)`.
     """
-    return len(_devices(device_type))
+    return len(list_devices(device_type))
 
 
-def _devices(device_type: str | None) -> list[Any]:
-    if not isinstance(device_type, str | None):
-        raise MeshError(
-            'device_type must be a string such as "cpu", "gpu" or "tpu", got '
-            f"{device_type!r}"
-        )
-    kind = device_type if device_type is None else device_type.lower()
-    try:
-        return jax.devices(kind)
-    except RuntimeError as error:
-        raise MeshError(
-            f"there are no devices of type {device_type!r}; by default JAX uses "
-            f"{jax.default_backend()!r} here"
-        ) from error
-
-
-def key_of(device: Any) -> tuple[str, int]:
-    """Platform and id, which identify a device in the job."""
-    return device.platform, device.id
-
-
-def key_in(name: str) -> tuple[str, int]:
-    """Platform and id in a name such as `"cpu:0"`."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise MeshError(
-            f'cannot read the device {name!r}; write its platform and id, "cpu:0"'
-        )
-    return found[1].lower(), int(found[2])
-
-
-def key_given(device: Any) -> tuple[str, int]:
-    """Platform and id of a device, or of its name."""
+def key_of(device: Any) -> Key:
+    """Platform and id of a device, or of its name; they identify it in the job."""
     if isinstance(device, str):
-        return key_in(device)
+        match = _NAME.fullmatch(device)
+        if match is None:
+            raise MeshError(
+                f'cannot read the device {device!r}; write its platform and id, "cpu:0"'
+            )
+        return match[1].lower(), int(match[2])
     if not hasattr(device, "device_kind"):
         raise MeshError(
             "devices must be JAX devices, such as jax.devices()[:4], or names like "
             f'"cpu:0", got {device!r}'
         )
-    return key_of(device)
+    return device.platform, device.id
 
 
 def long_name(device: Any) -> str:
@@ -105,7 +76,7 @@ def long_name(device: Any) -> str:
     )
 
 
-def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
+def devices_here(keys: Sequence[Key]) -> list[Any | None]:
     """The devices with these platforms and ids; None where there is no such device."""
     known = {
         (platform, device.id): device
@@ -115,16 +86,16 @@ def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
     return [known.get(key) for key in keys]
 
 
-def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
+def require_here(keys: Sequence[Key]) -> list[Any]:
     """The devices with these platforms and ids; raises if some are missing."""
-    found = devices_here(keys)
-    missing = [key for key, device in zip(keys, found, strict=True) if device is None]
+    devices = devices_here(keys)
+    missing = [key for key, device in zip(keys, devices, strict=True) if device is None]
     if missing:
         raise MeshError(
             f"there are no devices {_listed(missing)}; this job has "
             f"{_listed(map(key_of, jax.devices()))}"
         )
-    return found
+    return devices
 
 
 def _on_platform(platform: str) -> list[Any]:
@@ -134,22 +105,9 @@ def _on_platform(platform: str) -> list[Any]:
         return []
 
 
-def _listed(keys: Iterable[tuple[str, int]]) -> str:
+def _listed(keys: Iterable[Key]) -> str:
     names = [f"{platform}:{number}" for platform, number in keys]
     return ", ".join(names if len(names) < 9 else [*names[:7], "…", names[-1]])
-
-
-def cpu_devices_beside(devices: Iterable[Any]) -> list[Any] | None:
-    """For each device a CPU device of its process, or None if there are too few."""
-    spare: dict[int, list[Any]] = {}
-    for cpu in reversed(_on_platform("cpu")):
-        spare.setdefault(cpu.process_index, []).append(cpu)
-    beside = []
-    for device in devices:
-        if not spare.get(device.process_index):
-            return None
-        beside.append(spare[device.process_index].pop())
-    return beside
 
 
 def memory_kinds(device: Any) -> list[str]:

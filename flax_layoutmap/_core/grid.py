@@ -1,4 +1,4 @@
-"""Integer arithmetic of grids: coordinates, shards, elements moved between layouts."""
+"""Shards and their offsets in a mesh, and elements moved between two layouts."""
 
 import dataclasses
 import math
@@ -23,49 +23,15 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The distance of neighbours along each axis, row-major.
-
-    >>> strides_of((2, 4, 2))
-    (8, 2, 1)
-    """
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
-
-
-def coords_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinates of the place with this number, row-major."""
-    return tuple(
-        index // stride % size
-        for stride, size in zip(strides_of(shape), shape, strict=True)
-    )
-
-
-def index_of(coords: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of the place with these coordinates, row-major."""
-    return sum(
-        at * stride for at, stride in zip(coords, strides_of(shape), strict=True)
-    )
-
-
-def shard_offsets(
-    shape: Sequence[int], dims: Sequence[Sequence[int]]
-) -> list[tuple[int, ...]]:
+def shard_offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
     """The position in each dim of the shard at each place of a mesh, row-major.
 
     `dims` has, per dim of the array, the positions of the mesh axes that shard it; the
     first of them varies slowest.
 
-    >>> shard_offsets((3, 2), [(0,), ()])
-    [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
+    >>> shard_offsets((3, 2), [(0,), ()]).tolist()
+    [[0, 0], [0, 0], [1, 0], [1, 0], [2, 0], [2, 0]]
     """
-    return [tuple(place) for place in _offsets(shape, dims).tolist()]
-
-
-def _offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
-    """`shard_offsets`, a row for each place of the mesh."""
     coords = np.indices(shape).reshape(len(shape), math.prod(shape))
     offsets = np.zeros((math.prod(shape), len(dims)), np.int64)
     for dim, axes in enumerate(dims):
@@ -80,6 +46,13 @@ class Placement:
 
     mesh_shape: Shape
     dims: tuple[tuple[int, ...], ...]
+
+    def shard(self, shape: Shape) -> np.ndarray:
+        """The shard shape of an array of this shape."""
+        parts = [
+            math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dims
+        ]
+        return np.array(shape, np.int64) // np.array(parts, np.int64)
 
 
 def received(
@@ -98,24 +71,13 @@ def received(
     >>> received((4, 4), rows, columns).tolist()
     [4, 4]
     """
-    old, new = _shard(shape, before), _shard(shape, after)
-    held = _offsets(before.mesh_shape, before.dims) * np.array(old, np.int64)
-    wanted = _offsets(after.mesh_shape, after.dims) * np.array(new, np.int64)
+    old, new = before.shard(shape), after.shard(shape)
+    held = shard_offsets(before.mesh_shape, before.dims) * old
+    wanted = shard_offsets(after.mesh_shape, after.dims) * new
     if same is None:
-        count = len(held)
-        same = [at if at < count else -1 for at in range(len(wanted))]
+        same = [number if number < len(held) else -1 for number in range(len(wanted))]
     where = np.asarray(same)
-    kept = np.ones(len(wanted), np.int64)
-    for dim in range(len(shape)):
-        starts, others = wanted[:, dim], held[where, dim]
-        ends = np.minimum(starts + new[dim], others + old[dim])
-        kept *= np.maximum(ends - np.maximum(starts, others), 0)
+    ends = np.minimum(wanted + new, held[where] + old)
+    kept = np.maximum(ends - np.maximum(wanted, held[where]), 0).prod(axis=1)
     kept[where < 0] = 0
-    return math.prod(new) - kept
-
-
-def _shard(shape: Shape, placed: Placement) -> Shape:
-    return tuple(
-        size // math.prod(placed.mesh_shape[axis] for axis in axes)
-        for size, axes in zip(shape, placed.dims, strict=True)
-    )
+    return new.prod() - kept

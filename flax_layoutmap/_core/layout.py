@@ -1,7 +1,8 @@
 """TensorLayout: how the dims of an array are sharded over the axes of a mesh."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -9,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.axes import (
     Dim,
-    clash,
     dim_axes,
+    divides,
     normal_dims,
     normal_spec,
     not_a_layout,
@@ -20,21 +21,20 @@ from flax_layoutmap._core.axes import (
 from flax_layoutmap._core.dtensor_format import (
     MATCH,
     UNSHARDED,
-    LayoutRecord,
     dim_of,
-    layout_from_proto,
-    layout_from_text,
-    layout_to_proto,
-    layout_to_text,
+    layout_proto,
+    layout_text,
+    read_layout_proto,
+    read_layout_text,
+    words_in,
     words_of,
 )
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
-from flax_layoutmap._core.grid import index_of, shard_offsets, whole
+from flax_layoutmap._core.grid import shard_offsets, whole
 from flax_layoutmap._core.mesh import (
     DeviceMesh,
     as_mesh,
-    mesh_from_record,
-    mesh_to_record,
+    mesh_from_proto,
     same_grid,
 )
 
@@ -46,10 +46,10 @@ class TensorLayout:
     additions: a dim may be sharded over several axes, `(("data", "model"), None)`, and
     one `...` stands for any number of unsharded dims, `(..., None, "model")`.
 
-    It also has the members of DTensor's `Layout`. Those about single dims raise
-    LayoutError if the rank is open, by a `...` or by `()`, which is replicated at any
-    rank (`TensorLayout.replicated(mesh, 0)` has rank 0), and if a dim is `MATCH`. Those
-    that count shards raise MeshError without a mesh.
+    It also has the members of DTensor's `Layout`. Those that need the rank raise
+    LayoutError for a layout with `...`, and for `()`, which is replicated at any rank
+    (`TensorLayout.replicated(mesh, 0)` has rank 0); those that count shards raise
+    MeshError without a mesh.
 
     Args:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
@@ -63,10 +63,6 @@ class TensorLayout:
             `LayoutMap` or a scope set it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
         mesh: DTensor's name for `device_mesh`.
-
-    Raises:
-        RuleError: `axes` is not such a description, or names an axis that the mesh
-            does not have, or one axis twice.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -181,11 +177,7 @@ class TensorLayout:
         return None if ... in self.axes else len(self.axes)
 
     def on(self, device_mesh: Any) -> Self:
-        """Return the same axes on another mesh.
-
-        Raises:
-            RuleError: the mesh lacks an axis.
-        """
+        """Return the same axes on another mesh."""
         bare = as_mesh(device_mesh)
         if bare == self.device_mesh:
             return self
@@ -194,22 +186,12 @@ class TensorLayout:
     def on_host(self) -> Self:
         """Return the same layout in host memory, `memory_kind="pinned_host"`.
 
-        It replaces DTensor's `Mesh.host_mesh`: mesh and shards stay the same.
-
         Plain JAX: `sharding.with_memory_kind("pinned_host")`.
         """
         return self._exactly(self.axes, self.device_mesh, "pinned_host")
 
     def matched(self, dims: Sequence[Sequence[str]]) -> Self:
-        """Return the layout with every `MATCH` replaced by the axes of an array.
-
-        Args:
-            dims: per dim of the array, the names of the axes that shard it.
-
-        Raises:
-            LayoutError: the layout has another rank, or uses an axis of a kept dim for
-                another dim, or its mesh lacks that axis.
-        """
+        """Return the layout with every `MATCH` replaced by these axes of an array."""
         if not self.has_match:
             return self
         axes = self._written_out(len(dims))
@@ -226,11 +208,7 @@ class TensorLayout:
             ) from error
 
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
-        """Return the mesh axes of each of `ndim` dims.
-
-        Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`.
-        """
+        """Return the mesh axes of each of `ndim` dims."""
         self._check_complete()
         return tuple(dim_axes(dim) for dim in self._written_out(ndim))
 
@@ -245,9 +223,8 @@ class TensorLayout:
     def _check_complete(self) -> None:
         if self.has_match:
             raise LayoutError(
-                f"the layout {self} keeps what a dim has (MATCH), which only relayout "
-                "and distribute_tensor of a concrete array know; name the axes, or "
-                "None, here"
+                f"the layout {self} has a MATCH dim, which only relayout and "
+                "distribute_tensor support; name the mesh axes, or None, instead"
             )
 
     def _written_out(self, ndim: int) -> tuple[Dim, ...]:
@@ -271,10 +248,6 @@ class TensorLayout:
 
         Args:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
-
-        Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`, or `ndim` is
-                needed.
         """
         self._check_complete()
         if ndim is not None:
@@ -295,10 +268,6 @@ class TensorLayout:
 
         Args:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
-
-        Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`.
-            MeshError: the layout has no mesh.
         """
         return named_sharding(self._some_mesh(), self.spec(ndim), self.memory_kind)
 
@@ -312,24 +281,11 @@ class TensorLayout:
         return self.sharding()
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shard shape of an array of this global shape.
-
-        Raises:
-            LayoutError: another rank, `MATCH`, or a dim that does not divide.
-            MeshError: the layout has no mesh.
-        """
-        sizes = self._some_mesh().axis_sizes
-        result = []
-        for dim, (size, names) in enumerate(
-            zip(shape, self.dims(len(shape)), strict=True)
-        ):
-            parts = math.prod(sizes[name] for name in names)
-            if size % parts:
-                raise LayoutError(
-                    f"shape {tuple(shape)}: {clash(dim, size, names, sizes)}"
-                )
-            result.append(size // parts)
-        return tuple(result)
+        """Return the shard shape of an array of this global shape."""
+        sizes, dims = self._some_mesh().axis_sizes, self.dims(len(shape))
+        if problem := divides(shape, dims, sizes):
+            raise LayoutError(f"shape {tuple(shape)}: {problem}")
+        return tuple(map(operator.floordiv, shape, _parts(dims, sizes)))
 
     def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
         """Return whether both shard `ndim` dims alike, on meshes with equal axes.
@@ -357,11 +313,8 @@ class TensorLayout:
         """DTensor's word for each dim: an axis, `"unsharded"` or `"match"`.
 
         A dim on several axes, which DTensor does not have, is `"x+y"`.
-
-        Raises:
-            LayoutError: the rank is open, or an axis has a name that DTensor reserves.
         """
-        return list(words_of(self._every_dim(), names_of(self.device_mesh)))
+        return words_of(self._every_dim(), names_of(self.device_mesh))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -370,18 +323,11 @@ class TensorLayout:
         (TensorFlow 2.21 gives the shape of the mesh, which is `mesh.shape` here.)
         """
         self._check_complete()
-        sizes = self._some_mesh().axis_sizes
-        return tuple(
-            math.prod(sizes[name] for name in dim_axes(dim))
-            for dim in self._every_dim()
-        )
+        dims = [dim_axes(dim) for dim in self._every_dim()]
+        return tuple(_parts(dims, self._some_mesh().axis_sizes))
 
     def num_shards(self, idx: int) -> int:
-        """Return the number of shards along a dim; negative `idx` counts from the end.
-
-        Raises:
-            LayoutError: there is no such dim.
-        """
+        """Return the number of shards along a dim, which may count from the end."""
         return self.shape[self._position(idx)]
 
     def is_fully_replicated(self) -> bool:
@@ -392,9 +338,7 @@ class TensorLayout:
         """
         self._check_complete()
         names = self.axis_names
-        return not names or all(
-            self._some_mesh().axis_sizes[name] == 1 for name in names
-        )
+        return not names or all(self._some_mesh().axis_sizes[n] == 1 for n in names)
 
     def is_batch_parallel(self) -> bool:
         """Return whether dim 0, and no other, is sharded."""
@@ -404,9 +348,6 @@ class TensorLayout:
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
         """Return the shard index of each device of the mesh, in row-major order.
-
-        Returns:
-            One tuple per device: the position of its shard in each dim.
 
         Example:
             >>> import flax_layoutmap as flm
@@ -420,88 +361,36 @@ class TensorLayout:
         mesh = self._some_mesh()
         at = mesh.axis_names.index
         dims = [[at(name) for name in dim_axes(dim)] for dim in self._every_dim()]
-        return shard_offsets(mesh.shape, dims)
+        return [tuple(offset) for offset in shard_offsets(mesh.shape, dims).tolist()]
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
-        """Return the number of a shard in row-major order of all shards.
-
-        Args:
-            offset_tuple: its position in each dim, as `offset_to_shard` gives it.
-
-        Raises:
-            LayoutError: there is no such shard.
-        """
+        """Return the number of the shard at these offsets, in row-major order."""
         grid, offset = self.shape, tuple(offset_tuple)
-        numbers = [at for each in offset if (at := whole(each)) is not None]
-        if not len(numbers) == len(offset) == len(grid) or not all(
-            0 <= at < count for at, count in zip(numbers, grid, strict=True)
-        ):
+        try:
+            # NumPy has no index into an array of rank 0.
+            indices = tuple(map(operator.index, offset))
+            return int(np.ravel_multi_index((0, *indices), (1, *grid)))
+        except (TypeError, ValueError) as error:
             raise LayoutError(
                 f"the layout {self} has {grid} shards along its dims, so none at "
                 f"{offset}"
-            )
-        return index_of(numbers, grid)
-
-    def unravel(self, unpacked_tensors: Sequence[Any]) -> np.ndarray:
-        """Arrange the components of an array by their position in it.
-
-        Args:
-            unpacked_tensors: one component per device of the mesh, row by row. Of
-                several devices with one shard the last counts, as in DTensor.
-
-        Returns:
-            An array of objects, in the shape of `shape`.
-
-        Raises:
-            LayoutError: another number of components.
-        """
-        offsets, grid = self.offset_to_shard(), self.shape
-        if len(unpacked_tensors) != len(offsets):
-            raise LayoutError(
-                f"the layout {self} is on {len(offsets)} devices, got "
-                f"{len(unpacked_tensors)} components; pass one per device"
-            )
-        arranged = np.empty(math.prod(grid), dtype=object)
-        for offset, component in zip(offsets, unpacked_tensors, strict=True):
-            arranged[index_of(offset, grid)] = component
-        return arranged.reshape(grid)
+            ) from error
 
     def global_shape_from_local_shape(
         self, local_shape: Sequence[int]
     ) -> tuple[int, ...]:
-        """Return the global shape of an array with this shard shape.
-
-        Raises:
-            LayoutError: the layout has another rank.
-        """
-        dims = self.dims(len(local_shape))
-        sizes = self._some_mesh().axis_sizes
-        return tuple(
-            size * math.prod(sizes[name] for name in names)
-            for size, names in zip(local_shape, dims, strict=True)
-        )
+        """Return the global shape of an array with this shard shape."""
+        sizes, dims = self._some_mesh().axis_sizes, self.dims(len(local_shape))
+        return tuple(map(operator.mul, local_shape, _parts(dims, sizes)))
 
     def local_shape_from_global_shape(
         self, global_shape: Sequence[int]
     ) -> tuple[int, ...]:
-        """DTensor's name for `shard_shape`.
-
-        (TensorFlow 2.21 rounds down where a dim does not divide.)
-
-        Raises:
-            LayoutError: the layout has another rank, or a dim does not divide.
-        """
+        """DTensor's name for `shard_shape`; what does not divide is an error here."""
         return self.shard_shape(global_shape)
 
     def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
-        """Return the layout without some dims, for an array reduced over them.
-
-        Args:
-            dims: a dim, or several; negative ones count from the end.
-
-        Raises:
-            LayoutError: there is no such dim.
-        """
+        """Return the layout without a dim, or without several."""
         several = whole(dims) is None and hasattr(dims, "__iter__")
         given: Any = dims if several else [dims]
         gone = {self._position(dim) for dim in given}
@@ -510,11 +399,7 @@ class TensorLayout:
 
     @classmethod
     def replicated(cls, mesh: Any, rank: int) -> Self:
-        """Make a replicated layout of this rank.
-
-        Raises:
-            LayoutError: the rank is negative, or no whole number.
-        """
+        """Make a replicated layout of this rank."""
         count = whole(rank)
         if count is None or count < 0:
             raise LayoutError(f"the rank must be 0 or more, got {rank!r}")
@@ -524,18 +409,7 @@ class TensorLayout:
     def batch_sharded(
         cls, mesh: Any, batch_dim: str | tuple[str, ...], rank: int, axis: int = 0
     ) -> Self:
-        """Make a layout of this rank with one dim on a mesh axis.
-
-        Args:
-            mesh: anything that `DeviceMesh` accepts.
-            batch_dim: the mesh axis, or several.
-            rank: number of dims.
-            axis: the dim; a negative one counts from the end.
-
-        Raises:
-            LayoutError: there is no such dim.
-            RuleError: there is no such axis.
-        """
+        """Make a layout of this rank with dim number `axis` on the axis `batch_dim`."""
         plain = cls.replicated(mesh, rank)
         at = plain._position(axis)
         return cls((*plain.axes[:at], batch_dim, *plain.axes[at + 1 :]), plain.mesh)
@@ -544,79 +418,42 @@ class TensorLayout:
     def inner_sharded(
         cls, mesh: Any, inner_dim: str | tuple[str, ...], rank: int
     ) -> Self:
-        """Make a layout of this rank with the last dim on a mesh axis.
-
-        Raises:
-            LayoutError: the rank is 0 or less.
-            RuleError: there is no such axis.
-        """
+        """Make a layout of this rank with the last dim on the axis `inner_dim`."""
         return cls.batch_sharded(mesh, inner_dim, rank, axis=-1)
-
-    def to_string(self) -> str:
-        """Return the text of DTensor's `Layout.to_string`.
-
-        A dim on several axes is written `x+y`, which only `from_string` reads.
-
-        Raises:
-            LayoutError: the rank is open, or there is a memory kind, or an axis has a
-                name that DTensor's text cannot hold.
-            MeshError: the layout has no mesh.
-
-        Example:
-            >>> import flax_layoutmap as flm
-            >>> mesh = flm.DeviceMesh.abstract("x=2")
-            >>> flm.TensorLayout(("x", None), mesh).to_string()
-            'sharding_specs:x,unsharded, mesh:|x=2|0,1||'
-        """
-        return layout_to_text(self._record())
-
-    @classmethod
-    def from_string(cls, text: str, *, strict: bool = False) -> Self:
-        """Read the text of `to_string`, from here or TensorFlow.
-
-        (TensorFlow drops the last dim without a word if the comma after it is missing;
-        here that is an error.) The mesh has the devices if all are listed and here; see
-        `DeviceMesh.from_string`. Its axes are Auto; `.on(mesh)` takes another one.
-
-        Args:
-            text: the text of a layout.
-            strict: refuse `x+y`, as DTensor does.
-
-        Raises:
-            LayoutError: the text cannot be read.
-        """
-        return cls._from_record(layout_from_text(text), strict)
 
     def as_proto(self) -> Any:
         """Return a message with the bytes of TensorFlow's `LayoutProto`.
 
-        A dim on several axes is written `x+y`, which only `from_proto` reads.
-
-        Raises:
-            LayoutError: the rank is open, or there is a memory kind.
-            MeshError: the layout has no mesh.
+        A dim on several axes is written `x+y`, which only we read. It needs a mesh and
+        the rank, and has no word for a memory kind.
         """
-        return layout_to_proto(self._record())
+        if self.memory_kind is not None:
+            raise LayoutError(
+                f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
+                f"layout {self._axes_text()}; pickle it, or write it without"
+            )
+        return layout_proto(self.sharding_specs, self.mesh_proto())
 
     @classmethod
     def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
-        """Read a `LayoutProto`: from `as_proto`, or TensorFlow's own.
+        """Read a `LayoutProto`, from here or TensorFlow, or its bytes.
 
         Args:
-            proto: the message, or its bytes.
+            proto: the message. The mesh has devices if all of them are listed and
+                here; its axes are Auto. `.on(mesh)` takes another one.
             strict: refuse `x+y`, as DTensor does.
-
-        Raises:
-            LayoutError: the message cannot be read.
         """
-        return cls._from_record(layout_from_proto(proto), strict)
+        return cls._from_proto(read_layout_proto(proto), strict)
+
+    @classmethod
+    def _from_proto(cls, proto: Any, strict: bool) -> Self:
+        mesh = mesh_from_proto(proto.mesh_config)
+        words = words_in(proto)
+        dims = tuple(dim_of(word, mesh.axis_names, strict) for word in words)
+        return cls._exactly(dims, mesh)
 
     def mesh_proto(self) -> Any:
-        """Return the mesh as a `MeshProto`.
-
-        Raises:
-            MeshError: the layout has no mesh.
-        """
+        """Return the mesh as a `MeshProto`."""
         return self._some_mesh().as_proto()
 
     def serialized_string(self) -> bytes:
@@ -625,12 +462,28 @@ class TensorLayout:
 
     @classmethod
     def from_str(cls, proto_str: bytes, *, strict: bool = False) -> Self:
-        """Read the bytes of `serialized_string`, from here or TensorFlow.
-
-        Raises:
-            LayoutError: the bytes cannot be read.
-        """
+        """Read the bytes of `serialized_string`, from here or TensorFlow."""
         return cls.from_proto(proto_str, strict=strict)
+
+    def to_string(self) -> str:
+        """Return the text of DTensor's `Layout.to_string`; see `as_proto`.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> mesh = flm.DeviceMesh.abstract("x=2")
+            >>> flm.TensorLayout(("x", None), mesh).to_string()
+            'sharding_specs:x,unsharded, mesh:|x=2|0,1||'
+        """
+        return layout_text(self.as_proto())
+
+    @classmethod
+    def from_string(cls, text: str, *, strict: bool = False) -> Self:
+        """Read the text of `to_string`, from here or TensorFlow; see `from_proto`.
+
+        (TensorFlow drops the last dim without a word if the comma after it is missing;
+        here that is an error.)
+        """
+        return cls._from_proto(read_layout_text(text), strict)
 
     def _every_dim(self) -> tuple[Dim, ...]:
         if ... in self.axes:
@@ -647,22 +500,6 @@ class TensorLayout:
             among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
             raise LayoutError(f"the layout {self} has {among}, got dim {dim!r}")
         return at % rank
-
-    def _record(self) -> LayoutRecord:
-        if self.memory_kind is not None:
-            raise LayoutError(
-                f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
-                f"layout {self._axes_text()}; pickle it, or write it without"
-            )
-        return LayoutRecord(
-            tuple(self.sharding_specs), mesh_to_record(self._some_mesh())
-        )
-
-    @classmethod
-    def _from_record(cls, record: LayoutRecord, strict: bool) -> Self:
-        mesh = mesh_from_record(record.mesh)
-        dims = (dim_of(word, mesh.axis_names, strict) for word in record.words)
-        return cls._exactly(tuple(dims), mesh)
 
     # ------------------------------------------------------------ Python's protocols
 
@@ -699,6 +536,11 @@ class TensorLayout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorLayout._exactly, (self.axes, self.device_mesh, self.memory_kind)
+
+
+def _parts(dims: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Iterator[int]:
+    """Number of shards along each dim."""
+    return (math.prod(sizes[name] for name in names) for names in dims)
 
 
 def named_sharding(

@@ -15,32 +15,28 @@ from jax.sharding import (
 )
 
 from flax_layoutmap._core.devices import (
-    cpu_devices_beside,
+    Key,
     devices_here,
-    key_given,
-    key_in,
     key_of,
     long_name,
     require_here,
 )
 from flax_layoutmap._core.dtensor_format import (
-    MeshRecord,
-    mesh_from_proto,
-    mesh_from_text,
-    mesh_to_proto,
-    mesh_to_text,
+    mesh_proto,
+    mesh_text,
+    read_mesh_proto,
+    read_mesh_text,
 )
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
-from flax_layoutmap._core.grid import coords_of, strides_of, whole
+from flax_layoutmap._core.grid import whole
 from flax_layoutmap._core.mesh_shape import (
     Shape,
     axis_types_of,
-    check_one_open,
+    check_count,
     fill,
     hybrid_grid,
     one_slice_grid,
     sizes_and_names,
-    wrong_count,
 )
 
 
@@ -67,13 +63,8 @@ class DeviceMesh:
         axis_types: `"auto"` (the default: the compiler decides what no layout sets),
             `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. An
             existing mesh keeps its own.
-        allow_split_physical_axes: whether a mesh axis may take a part of a physical
-            axis of the slice, if the sizes do not fit otherwise. It does not apply to
-            explicit `devices`.
-
-    Raises:
-        MeshError: sizes, names and devices do not fit together, or not the links of
-            the slice; or the devices are of several slices, which is for `hybrid`.
+        allow_split_physical_axes: allow a mesh axis to use part of a physical TPU axis
+            (`jax.experimental.mesh_utils`); not for explicit `devices`.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -110,11 +101,9 @@ class DeviceMesh:
         given = None if devices is None else _checked_devices(devices)
         available = jax.devices() if given is None else given
         sizes = fill(sizes, names, len(available))
-        if math.prod(sizes) != len(available):
-            raise MeshError(wrong_count(sizes, names, len(available), given is None))
+        check_count(sizes, names, len(available), given is None)
         types = axis_types_of(axis_types, len(sizes))
         if given is None:
-            # As jax.make_mesh does, which does not say what to write instead.
             grid = one_slice_grid(sizes, names, available, allow_split_physical_axes)
         else:
             grid = np.array(given, dtype=object).reshape(sizes)
@@ -131,17 +120,9 @@ class DeviceMesh:
     ) -> "DeviceMesh":
         """Make a mesh without devices, to plan for 4,096 chips on a laptop.
 
-        Args:
-            shape: sizes of the axes, or one line, `"data=256,model=16"`, or a mapping;
-                no `-1`.
-            axis_names: one name per axis, unless `shape` brings them.
-            axis_types: as for `DeviceMesh`.
-
-        Raises:
-            MeshError: sizes and names do not fit together.
+        The arguments are those of `DeviceMesh`; no size may be -1.
         """
         sizes, names = sizes_and_names(shape, axis_names)
-        check_one_open(sizes)
         if -1 in sizes:
             raise MeshError(
                 f"an abstract mesh has no devices to compute -1 from: {sizes}; "
@@ -175,9 +156,6 @@ class DeviceMesh:
             axis_types: as for `DeviceMesh`.
             allow_split_physical_axes: as for `DeviceMesh`.
 
-        Raises:
-            MeshError: the sizes are not those of the slices, which are listed.
-
         Example:
             >>> import flax_layoutmap as flm
             >>> flm.DeviceMesh.hybrid(ici={"fsdp": -1}, dcn={"data": -1}).axis_names
@@ -206,10 +184,6 @@ class DeviceMesh:
             dims: name and size of each axis; one size may be -1.
             axis_types: as for `DeviceMesh`.
 
-        Raises:
-            MeshError: the number of devices is not that of the places, one is given
-                twice, or a name cannot be read.
-
         Example:
             >>> import flax_layoutmap as flm
             >>> devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3", "CPU:4", "CPU:5"]
@@ -220,9 +194,9 @@ class DeviceMesh:
         if mesh.is_abstract:
             listed = ", ".join(map(str, devices))
             warn(
-                f"DeviceMesh.from_dtensor: some of {listed[:200]} are not here, so "
-                f"that the mesh has no devices: {mesh!r}; name devices that are here "
-                "(flm.keras.list_devices()), or plan without a warning on "
+                f"DeviceMesh.from_dtensor: some of these devices are not available in "
+                f"this job, so the mesh is abstract: {listed[:200]}; name devices of "
+                "flm.keras.list_devices(), or plan without a warning on "
                 f"flm.DeviceMesh.abstract({str(mesh)!r})"
             )
         return mesh
@@ -268,12 +242,13 @@ class DeviceMesh:
         return not isinstance(self._mesh, Mesh)
 
     @property
-    def devices(self) -> np.ndarray:
-        """The devices, as an array in the shape of the mesh.
+    def _flat(self) -> list[Any]:
+        """The devices in row-major order; none for an abstract mesh."""
+        return list(self._mesh.devices.flat) if isinstance(self._mesh, Mesh) else []
 
-        Raises:
-            MeshError: the mesh is abstract.
-        """
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices, as an array in the shape of the mesh; see `is_abstract`."""
         if not isinstance(self._mesh, Mesh):
             raise MeshError(
                 f"{self!r} has no devices; use a concrete mesh, "
@@ -289,11 +264,7 @@ class DeviceMesh:
         return list(self.axis_names)
 
     def dim_size(self, name: str) -> int:
-        """Return the number of devices along an axis.
-
-        Raises:
-            MeshError: there is no such axis.
-        """
+        """Return the number of devices along an axis."""
         if name not in self.axis_names:
             raise MeshError(
                 f"the mesh {str(self)!r} has no axis {name!r}"
@@ -310,32 +281,27 @@ class DeviceMesh:
 
     @property
     def strides(self) -> list[int]:
-        """Strides of the axes: the distance between neighbours' numbers along each."""
-        return list(strides_of(self.shape))
+        """Distance between the numbers of neighbours along each axis."""
+        return [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
     def coords(self, device_id: int) -> tuple[int, ...]:
-        """Return the coordinates of a device.
+        """Return the coordinates of the device with this place in the mesh, from 0.
 
-        Args:
-            device_id: its place in the mesh, row by row, from 0. (DTensor starts again
-                at 0 after the last one; here that is an error.)
-
-        Raises:
-            MeshError: there is no such place.
+        (DTensor starts again at 0 after the last one; here that is an error.)
         """
-        at = whole(device_id)
-        if at is None or not 0 <= at < self.size:
+        place = whole(device_id)
+        if place is None or not 0 <= place < self.size:
             raise MeshError(
                 f"the mesh {str(self)!r} has the device ids 0 to {self.size - 1}, got "
                 f"{device_id!r}"
             )
-        return coords_of(at, self.shape)
+        return tuple(map(int, np.unravel_index(place, self.shape)))
 
     def unravel_index(self) -> dict[int, dict[str, int]]:
         """Return device id → axis name → position along that axis."""
+        places = enumerate(np.ndindex(self.shape))
         return {
-            at: dict(zip(self.axis_names, coords_of(at, self.shape), strict=True))
-            for at in range(self.size)
+            at: dict(zip(self.axis_names, place, strict=True)) for at, place in places
         }
 
     def global_device_ids(self) -> np.ndarray:
@@ -344,10 +310,7 @@ class DeviceMesh:
 
     def local_device_ids(self) -> list[int]:
         """Return the ids of this process's devices; none for an abstract mesh."""
-        if not isinstance(self._mesh, Mesh):
-            return []
-        here = jax.process_index()
-        devices = enumerate(self._mesh.devices.flat)
+        here, devices = jax.process_index(), enumerate(self._flat)
         return [at for at, device in devices if device.process_index == here]
 
     def num_local_devices(self) -> int:
@@ -356,9 +319,7 @@ class DeviceMesh:
 
     def local_devices(self) -> list[str]:
         """Return DTensor's names of this process's devices, with JAX's ids."""
-        flat = self._mesh.devices.flat if isinstance(self._mesh, Mesh) else ()
-        names = [long_name(device) for device in flat]
-        return [names[at] for at in self.local_device_ids()]
+        return [long_name(self._flat[at]) for at in self.local_device_ids()]
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Return axis name → position for each device of this process."""
@@ -366,88 +327,46 @@ class DeviceMesh:
         return [places[at] for at in self.local_device_ids()]
 
     def device_type(self) -> str:
-        """Return `"CPU"`, `"GPU"` or `"TPU"`.
-
-        Raises:
-            MeshError: the mesh is abstract.
-        """
+        """Return `"CPU"`, `"GPU"` or `"TPU"`."""
         return self.devices.flat[0].platform.upper()
 
-    def host_mesh(self) -> "DeviceMesh":
-        """Return a mesh of the same axes on the CPU devices of the same processes.
+    def as_proto(self) -> Any:
+        """Return a message with the bytes of TensorFlow's `MeshProto`.
 
-        A mesh on CPU devices, or without devices, is returned as it is. To keep arrays
-        in host memory beside their accelerators, use `TensorLayout.on_host`, which
-        needs no CPU devices.
-
-        Raises:
-            MeshError: there are fewer CPU devices than places.
+        Axis types are not written, nor devices of an abstract mesh.
         """
-        if not isinstance(self._mesh, Mesh) or self.device_type() == "CPU":
-            return self
-        found = cpu_devices_beside(self._mesh.devices.flat)
-        if found is None:
-            raise MeshError(
-                f"{self!r} has {self.size} devices, and there are fewer CPU devices "
-                "beside them; for host memory use layout.on_host(), which needs none, "
-                f'or call jax.config.update("jax_num_cpu_devices", {self.size}) first'
-            )
-        kinds = self.axis_types
-        return DeviceMesh(self.shape, self.axis_names, found, axis_types=kinds)
+        names, local = [long_name(d) for d in self._flat], self.local_device_ids()
+        return mesh_proto(
+            list(self.axis_sizes.items()),
+            global_device_ids=range(self.size),
+            local_device_ids=local,
+            local_devices=[names[at] for at in local],
+            global_devices=names if len(local) < self.size else (),
+        )
+
+    @classmethod
+    def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
+        """Read a `MeshProto`, from here or TensorFlow, or its bytes.
+
+        The mesh has devices if the message lists all of them and they exist here, else
+        it is abstract.
+        """
+        return mesh_from_proto(read_mesh_proto(proto), axis_types)
 
     def to_string(self) -> str:
-        """Return the text of DTensor's `Mesh.to_string`.
-
-        An abstract mesh has no devices in it. Axis types are not written.
-
-        Raises:
-            MeshError: an axis name has one of `|`, `,`, `=` or a space in it.
+        """Return the text of DTensor's `Mesh.to_string`; see `as_proto`.
 
         Example:
             >>> import flax_layoutmap as flm
             >>> flm.DeviceMesh.abstract("x=3,y=2").to_string()
             '|x=3,y=2|0,1,2,3,4,5||'
         """
-        return mesh_to_text(mesh_to_record(self))
+        return mesh_text(self.as_proto())
 
     @classmethod
     def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
-        """Read the text of `to_string`, or of TensorFlow's.
-
-        DTensor's name of the mesh and the start of its device ids are not kept.
-
-        Args:
-            text: the text of a mesh.
-            axis_types: as for `DeviceMesh`.
-
-        Returns:
-            A mesh with devices if the text lists all of them and they exist here,
-            else an abstract one.
-
-        Raises:
-            MeshError: the text cannot be read.
-        """
-        return mesh_from_record(mesh_from_text(text), axis_types)
-
-    def as_proto(self) -> Any:
-        """Return a message with the bytes of TensorFlow's `MeshProto`."""
-        return mesh_to_proto(mesh_to_record(self))
-
-    @classmethod
-    def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
-        """Read a `MeshProto`: from `as_proto`, TensorFlow's own, or its bytes.
-
-        Args:
-            proto: the message or its bytes.
-            axis_types: as for `DeviceMesh`.
-
-        Returns:
-            A mesh with or without devices, as for `from_string`.
-
-        Raises:
-            MeshError: the message cannot be read.
-        """
-        return mesh_from_record(mesh_from_proto(proto), axis_types)
+        """Read the text of `to_string`, or of TensorFlow's; see `from_proto`."""
+        return mesh_from_proto(read_mesh_text(text), axis_types)
 
     # ------------------------------------------------------------ Python's protocols
 
@@ -480,9 +399,7 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         types = tuple(kind.name for kind in self.axis_types)
-        keys = None
-        if isinstance(self._mesh, Mesh):
-            keys = tuple(key_of(device) for device in self._mesh.devices.flat)
+        keys = None if self.is_abstract else tuple(map(key_of, self._flat))
         return _rebuild, (self.shape, self.axis_names, types, keys)
 
 
@@ -535,25 +452,15 @@ def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(auto, PartitionSpec(*spec))
 
 
-def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:
-    """What DTensor writes of a mesh."""
-    ids = tuple(range(mesh.size))
-    local = tuple(mesh.local_device_ids())
-    every: tuple[str, ...] = ()
-    if not mesh.is_abstract and len(local) < mesh.size:
-        every = tuple(long_name(device) for device in mesh.devices.flat)
-    dims = tuple(mesh.axis_sizes.items())
-    return MeshRecord(dims, ids, local, tuple(mesh.local_devices()), every)
-
-
-def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh:
+def mesh_from_proto(proto: Any, axis_types: Any = "auto") -> DeviceMesh:
     """A mesh with devices if all are listed and present, else an abstract one."""
-    local = dict(zip(record.local_ids, record.local_devices, strict=True))
-    devices = record.global_devices or [local.get(at, "") for at in record.global_ids]
+    dims = [(dim.name, dim.size) for dim in proto.mesh_dimensions]
+    local = dict(zip(proto.local_device_ids, proto.local_devices, strict=True))
+    devices = proto.global_devices or [local.get(at) for at in proto.global_device_ids]
     if not all(devices):
-        names, sizes = [name for name, _ in record.dims], [n for _, n in record.dims]
+        names, sizes = [name for name, _ in dims], [size for _, size in dims]
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
-    return _of_devices(devices, record.dims, axis_types)
+    return _of_devices(devices, dims, axis_types)
 
 
 def _of_devices(
@@ -563,25 +470,23 @@ def _of_devices(
 ) -> DeviceMesh:
     """A mesh of devices by name; an abstract one if some of them do not exist here."""
     try:
-        sizes_of = dict(dims)
+        pairs = [
+            (name, size)
+            for name, size in (dims.items() if isinstance(dims, Mapping) else dims)
+        ]
     except (TypeError, ValueError) as error:
         raise MeshError(
             "dims must be pairs of a name and a size, such as "
             f'[("x", 3), ("y", 2)], got {dims!r}'
         ) from error
-    if len(sizes_of) != len(dims):
-        raise MeshError(f"axis names must differ, got {dims!r}")
-    sizes, names = sizes_and_names(sizes_of, None)
-    keys = [key_given(device) for device in devices]
+    sizes, names = sizes_and_names([n for _, n in pairs], [name for name, _ in pairs])
+    keys = _keys_of(devices)
     sizes = fill(sizes, names, len(keys))
-    if math.prod(sizes) != len(keys):
-        raise MeshError(wrong_count(sizes, names, len(keys), False))
-    if len(set(keys)) != len(keys):
-        raise MeshError(f"devices holds one device twice: {list(devices)}")
-    found = devices_here(keys)
-    if None in found:
+    check_count(sizes, names, len(keys), False)
+    here = devices_here(keys)
+    if None in here:
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
-    return DeviceMesh(sizes, names, found, axis_types=axis_types)
+    return DeviceMesh(sizes, names, here, axis_types=axis_types)
 
 
 def _rebuild(
@@ -597,15 +502,18 @@ def _rebuild(
     return DeviceMesh(Mesh(grid, names, axis_types=kinds))
 
 
+def _keys_of(devices: Sequence[Any]) -> list[Key]:
+    """Platform and id of each of these devices or names; each may be there once."""
+    keys = [key_of(device) for device in devices]
+    if len(set(keys)) != len(keys):
+        raise MeshError(f"devices holds one device twice: {list(devices)}")
+    return keys
+
+
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
     devices = list(np.asarray(given, dtype=object).ravel())
-    names = [device for device in devices if isinstance(device, str)]
-    named = iter(require_here(list(map(key_in, names))))
-    devices = [next(named) if isinstance(d, str) else d for d in devices]
-    for device in devices:
-        key_given(device)  # raises for what is not a device
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
-    if len(set(devices)) != len(devices):
-        raise MeshError("DeviceMesh was given the same device twice in devices")
-    return devices
+    pairs = list(zip(_keys_of(devices), devices, strict=True))
+    named = iter(require_here([key for key, d in pairs if isinstance(d, str)]))
+    return [next(named) if isinstance(device, str) else device for device in devices]

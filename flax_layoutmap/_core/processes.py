@@ -107,7 +107,8 @@ def tell_of_others(
 ) -> None:
     """Add a note about the other processes to an error of JAX's runtime."""
     count = jax.process_count()
-    if isinstance(error, jax.errors.JaxRuntimeError) and count > 1:
+    failed = isinstance(error, jax.errors.JaxRuntimeError)
+    if error is not None and failed and count > 1:
         error.add_note(
             f"This is process {jax.process_index()} of {count}. When one of them ends "
             "or cannot be reached, the collectives of the others fail like this: look "

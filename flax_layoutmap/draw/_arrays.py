@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, visible
 from flax_layoutmap._core.fetch import known_layout, unboxed
-from flax_layoutmap._core.grid import index_of, shard_offsets
+from flax_layoutmap._core.grid import shard_offsets
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.records import (
@@ -193,7 +193,9 @@ def _groups(mesh: DeviceMesh, shard: Shape, dims: Dims) -> list[list[Panel]]:
     slices = list(map(_slice, itertools.count(), itertools.product(*labels)))
     if len(slices) == 1:
         slices = [slices[0]._replace(colour=GREY)]
-    numbers = [index_of(offset, parts) for offset in shard_offsets(mesh.shape, axes)]
+    # NumPy has no index into an array of rank 0.
+    offsets = [(0, *offset) for offset in shard_offsets(mesh.shape, axes)]
+    numbers = [int(np.ravel_multi_index(offset, (1, *parts))) for offset in offsets]
     holders: list[list[str]] = [[] for _ in slices]
     for number, device in zip(numbers, _ids(mesh), strict=True):
         holders[number].append(device)

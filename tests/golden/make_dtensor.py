@@ -6,9 +6,8 @@ Run by hand, where TensorFlow is installed; the tests themselves need only the f
 
 Each line of a file is one vector. A result of null: the original raised. Calls that end
 the process in TensorFlow 2.21 (`num_shards` out of range, `batch_sharded` with a
-negative axis or rank 0, a mesh text with an axis without `=`) are not made. `unravel`
-is gone from that version and is not asked; `serialized_string` and `mesh_proto` are
-the bytes of `as_proto`.
+negative axis or rank 0, a mesh text with an axis without `=`) are not made.
+`serialized_string` and `mesh_proto` are the bytes of `as_proto`.
 """
 
 import importlib
@@ -84,7 +83,6 @@ def mesh_vector(dims: Dims, name: str = "") -> Vector:
         "name": name,
         "text": mesh.to_string(),
         "proto": hex_of(mesh.as_proto()),
-        "host": mesh.host_mesh().to_string(),
         "dim_names": list(mesh.dim_names),
         "shape": list(mesh.shape()),
         "size": size,
@@ -152,11 +150,10 @@ def layout_vector(dims: Dims, specs: list[str]) -> Vector:
 def check_together(layout: Any) -> None:
     """Each side reads the other's messages, both in one process."""
     text, proto = layout.to_string(), layout.as_proto()
-    record = ours.layout_from_text(text)
-    assert ours.layout_from_proto(proto) == record
-    written = ours.layout_to_proto(record).SerializeToString()
+    read = ours.read_layout_text(text)
+    assert ours.read_layout_proto(proto) == read and ours.layout_text(read) == text
+    written = read.SerializeToString()
     assert layout_pb2.LayoutProto.FromString(written) == proto
-    assert ours.layout_to_text(record) == text
     again = dtensor.Layout.from_proto(layout_pb2.LayoutProto.FromString(written))
     assert again == layout
 

@@ -27,5 +27,4 @@ def main(folder: Path) -> dict[str, Any]:
             pickle.loads(pickle.dumps(LAYOUT)) == LAYOUT,
             flm.DeviceMesh.from_string(MESH.to_string()) == MESH,
         ],
-        "host": MESH.host_mesh() == MESH,
     }

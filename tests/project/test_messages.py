@@ -18,7 +18,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap._core import errors as _errors
-from flax_layoutmap._core.dtensor_format import layout_from_proto
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._place.batch import split_of
@@ -154,17 +153,6 @@ def single_device() -> flm.DeviceMesh:
     proto = ABSTRACT.as_proto()
     proto.single_device = "TPU:0"
     return flm.DeviceMesh.from_proto(proto)
-
-
-def host_of_tpus() -> flm.DeviceMesh:
-    """The host mesh of what says that it is nine devices of a process with eight."""
-    mesh = flm.DeviceMesh("x=8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flm.DeviceMesh, "device_type", lambda self: "TPU")
-        patch.setattr(
-            "flax_layoutmap._core.mesh.cpu_devices_beside", lambda devices: None
-        )
-        return mesh.host_mesh()
 
 
 def moved(axes: Any, *, kinds: Any = "auto") -> Any:
@@ -322,7 +310,7 @@ CASES: dict[str, Case] = {
     "mesh: a device twice": Case(
         lambda: flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2),
         flm.errors.MeshError,
-        "DeviceMesh was given the same device twice in devices",
+        "devices holds one device twice: [CpuDevice(id=0), CpuDevice(id=0)]",
     ),
     "mesh: two open sizes": Case(
         lambda: flm.DeviceMesh((-1, -1), NAMES),
@@ -377,7 +365,7 @@ CASES: dict[str, Case] = {
     "mesh: DTensor's, equal names": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 1), ("x", 1)]),
         flm.errors.MeshError,
-        "axis names must differ, got [('x', 1), ('x', 1)]",
+        "axis names must differ, got ('x', 'x')",
     ),
     "mesh: DTensor's, a device twice": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0", "TPU:0"], [("x", 2)]),
@@ -405,13 +393,6 @@ CASES: dict[str, Case] = {
         flm.errors.MeshError,
         "the mesh 'data=2,model=4' has the device ids 0 to 7, got 8",
     ),
-    "mesh: too few for a host mesh": Case(
-        host_of_tpus,
-        flm.errors.MeshError,
-        "DeviceMesh('x=8') has 8 devices, and there are fewer CPU devices beside them; "
-        "for host memory use layout.on_host(), which needs none, or call "
-        'jax.config.update("jax_num_cpu_devices", 8) first',
-    ),
     "mesh: a name that DTensor's text cannot hold": Case(
         lambda: flm.DeviceMesh.abstract((2,), ("a b",)).to_string(),
         flm.errors.MeshError,
@@ -427,7 +408,7 @@ CASES: dict[str, Case] = {
     "mesh: number in DTensor's text": Case(
         lambda: flm.DeviceMesh.from_string("|x=two|0,1||"),
         flm.errors.MeshError,
-        "cannot read the mesh '|x=two|0,1||': 'two' is no whole number",
+        "cannot read the mesh '|x=two|0,1||': 'two' is not a whole number",
     ),
     "mesh: DTensor's parts clash": Case(
         lambda: flm.DeviceMesh.from_string("|x=2|0,1,2||"),
@@ -471,11 +452,6 @@ CASES: dict[str, Case] = {
         lambda: TensorLayout(("data",), ABSTRACT).offset_tuple_to_global_index((2,)),
         flm.LayoutError,
         "the layout ('data',) has (2,) shards along its dims, so none at (2,)",
-    ),
-    "layout: components": Case(
-        lambda: TensorLayout(("data",), ABSTRACT).unravel([1, 2]),
-        flm.LayoutError,
-        "the layout ('data',) is on 8 devices, got 2 components; pass one per device",
     ),
     "layout: negative rank": Case(
         lambda: TensorLayout.replicated(ABSTRACT, -1),
@@ -551,9 +527,9 @@ CASES: dict[str, Case] = {
         "the layout's proto is damaged: it has no mesh",
     ),
     "layout: bytes": Case(
-        lambda: layout_from_proto(b"\xff"),
+        lambda: TensorLayout.from_proto(b"\xff"),
         flm.LayoutError,
-        "these 1 bytes are no LayoutProto, or not all of it",
+        "these 1 bytes are not a LayoutProto, or not all of it",
     ),
     "layout: a string": Case(
         lambda: TensorLayout("model"),
@@ -634,9 +610,8 @@ CASES: dict[str, Case] = {
     "layout: match": Case(
         lambda: TensorLayout(("match", "data"), ABSTRACT).spec(),
         flm.LayoutError,
-        "the layout ('match', 'data') keeps what a dim has (MATCH), which only "
-        "relayout and distribute_tensor of a concrete array know; name the axes, or "
-        "None, here",
+        "the layout ('match', 'data') has a MATCH dim, which only relayout and "
+        "distribute_tensor support; name the mesh axes, or None, instead",
     ),
     "layout: match that clashes": Case(
         lambda: TensorLayout(("match", "data"), ABSTRACT).matched([("data",), ()]),

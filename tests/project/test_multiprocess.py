@@ -199,8 +199,8 @@ def assert_that_1_differs(answers: list[dict[str, str]], folder: Path) -> None:
                 f"ProcessError: not all processes .*: process 1 failed: {error}", first
             ), (case, first)
         elif case in disagree.ELSEWHERE:
-            _, *steps = (text for text in disagree.ELSEWHERE[case])
-            here, there = (step.format(folder=folder) for step in steps)
+            _, *steps = disagree.ELSEWHERE[case]
+            here, there = (str(step).format(folder=folder) for step in steps)
             assert f"disagree before {here}: process 1 is at {there}, not" in first
             assert f"before {there}: process 1 is at {there}, not at {here}" in differs
         else:
