@@ -18,10 +18,10 @@ from flax_layoutmap._rules.rules import (
     Overlap,
     RuleSet,
     Unmatched,
+    batch_axes,
     make_rules,
 )
-from flax_layoutmap._rules.rules_file import read_rules
-from flax_layoutmap._rules.rules_toml import write_rules
+from flax_layoutmap._rules.rules_file import read_rules, write_rules
 from flax_layoutmap._rules.scope import Block
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 from flax_layoutmap._show.table import Grid, Line
@@ -172,10 +172,10 @@ class LayoutMap(_Section):
     `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
     raises; `replace` changes it.
 
-    A pattern sees the path of a parameter whole, as it is printed, and also without the
-    names that lead to its model: of `{"policy": model}` both `policy/up/kernel` and
-    `up/kernel`, of Linen's variables `params/up/kernel` and `up/kernel`. It holds if it
-    matches one of them, `^up/` as well as `^policy/`; of exact keys the longest wins.
+    A pattern sees the path of a parameter within its model, `up/kernel`, also where the
+    model is in a dict, `{"policy": model}`, or in Linen's `params`. A pattern whose
+    text names the member (`^policy/`, `params/up`) also sees the whole path,
+    `policy/up/kernel`. Of exact keys the longest wins.
 
     A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
     dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
@@ -227,7 +227,7 @@ class LayoutMap(_Section):
             "strict": strict,
         }
         self._mesh = as_mesh(device_mesh)
-        self._batch = _batch_axes(batch, self._mesh)
+        self._batch = batch_axes(batch, self._mesh)
         self._frozen: RuleSet | None = None
         self._sections = {name: _Section(self) for name in _SECTIONS}
         self.freeze()  # checks the options
@@ -421,30 +421,16 @@ class LayoutMap(_Section):
         return cls.from_rule_set(rules_from_json(data, mesh=mesh))
 
     @classmethod
-    def from_file(
-        cls,
-        path: Any,
-        *,
-        mesh: Any = None,
-        variant: str | None = None,
-        within: Any = None,
-    ) -> "LayoutMap":
+    def from_file(cls, path: Any, *, mesh: Any = None) -> "LayoutMap":
         """Read rules from a TOML or JSON file; `docs/rule_files.md` has the format.
-
-        A file is data: nothing in it is run, and patterns that could take very long to
-        try are refused.
 
         Args:
             path: the file; `.toml`, or `.json` (what `to_json` returned, too).
             mesh: the mesh to put the rules on; None takes that of the file, abstract.
-            variant: which of the file's variants to take.
-            within: the folder that the files it `extends` have to be in, or below;
-                None: the folder of `path`. Links are followed first.
 
         Raises:
-            RuleError: the file is damaged, or too large, or has unknown keys, or values
-                that are no rules; one error lists every problem, with its line. Or it
-                extends a file elsewhere, which is not read.
+            RuleError: the file cannot be read, or has unknown keys or invalid values;
+                the message names the file and the keys.
 
         Example:
             >>> import flax_layoutmap as flm, pathlib, tempfile
@@ -460,22 +446,18 @@ class LayoutMap(_Section):
               '(gate|up)/kernel': (None, 'model'),
             }
         """
-        rules = read_rules(path, mesh=mesh, variant=variant, within=within)
-        return cls.from_rule_set(rules)
+        return cls.from_rule_set(read_rules(path, mesh=mesh))
 
     def to_file(self, path: Any) -> None:
-        """Write the rules and options to a TOML or JSON file.
+        """Write the rules and options to a TOML or JSON file, which is replaced.
 
-        A TOML file that exists is changed only where it says something else, and its
-        comments stay (which needs `pip install 'flax-layoutmap[toml]'`). The devices of
-        the mesh are not written.
+        The devices of the mesh are not written.
 
         Args:
             path: the file; `.toml` or `.json`.
 
         Raises:
-            RuleError: the file cannot be written, or holds more than these rules
-                (`extends`, variants), or `from_file` would refuse a pattern.
+            RuleError: the file cannot be written.
         """
         write_rules(self.freeze(), path)
 
@@ -523,19 +505,3 @@ def _rule(key: str, value: Any) -> Rule:
             "use .add(rule)"
         )
     return value
-
-
-def _batch_axes(
-    batch: str | Iterable[str] | None, mesh: DeviceMesh | None
-) -> tuple[str, ...]:
-    if batch is None:
-        return () if mesh is None else mesh.axis_names[:1]
-    axes = (batch,) if isinstance(batch, str) else tuple(batch)
-    if mesh is not None:
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                raise RuleError(
-                    f"batch names the axis {axis!r}, but the mesh {str(mesh)!r} has no "
-                    f"such axis{did_you_mean(axis, mesh.axis_names)}"
-                )
-    return axes

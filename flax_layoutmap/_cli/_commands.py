@@ -134,7 +134,7 @@ def verify(args: Namespace) -> bool:
 
 def preset(args: Namespace) -> None:
     """Prints the rules of a model family for a mesh; or which family a model is of."""
-    from flax_layoutmap._rules.rules_toml import to_toml
+    from flax_layoutmap._rules.rules_file import to_toml
 
     mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
     options: Any = {"variant": args.variant, "axes": dict(args.axis)}

@@ -150,7 +150,7 @@ _OPTIONS = {
     "--strict": ("", "exit with 1 for warnings too"),
     "--topology": ("NAME", "TPUs, such as v5p:4x4x4"),
     "--traceback": ("", "print the Python traceback of an error"),
-    "--variant": ("NAME", "a variant of the rules"),
+    "--variant": ("NAME", "a variant of the family"),
     "-o|--output": ("FILE", "write the rules to a file, too (.toml, .json)"),
     "checkpoint": ("CHECKPOINT", "its directory, or one of steps: the latest"),
     "family": ("FAMILY", "such as llama; default: that of the model"),
@@ -164,7 +164,7 @@ _OPTIONS |= {
 # Those that several commands share: the title above them → their names.
 _SHARED = {
     "model": "--model --checkpoint --arg --item",
-    "rules": "--rules --mesh --variant",
+    "rules": "--rules --mesh",
     "function": "function --args --arg --topology --slices --engine",
 }
 _MODEL = "--model my_model:make --rules rules.toml --mesh data=2,model=4"

@@ -49,8 +49,6 @@ def after(args: Namespace) -> Namespace:
         for name, value in vars(args).items()
         if name.endswith("_after") and value is not None
     }
-    if "rules" in given:
-        given["variant"] = None
     if "checkpoint" in given:
         given |= {"model": given.get("model"), "arg": []}
     elif "model" in given:
@@ -78,9 +76,7 @@ def rules_of(
 ) -> "flm.LayoutMap | None":
     """The rules of a file or a module, on a mesh; None without --rules."""
     if args.rules is not None and args.rules.endswith((".toml", ".json")):
-        return flm.LayoutMap.from_file(args.rules, mesh=mesh, variant=args.variant)
-    if args.variant is not None:
-        raise UsageError("--variant is for --rules FILE (.toml, .json)")
+        return flm.LayoutMap.from_file(args.rules, mesh=mesh)
     if args.rules is None:
         return None
     rules = named(args.rules, "--rules")

@@ -53,7 +53,7 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     shapes, marks = leaves.shapes, leaves.flat.annotations
     layer = Layer(rules, leaves)
     rows = layer.rows
-    rows += _by_rules(layer, matches)
+    rows += map(layer.by_match, matches.parameters, shapes)
     for at, match in matches.plain.items():
         note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
         rows[at] = dataclasses.replace(layer.by_match(match, shapes[at]), note=note)
@@ -74,21 +74,6 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
         is_array = leaves.dtypes[at] is not None
         reason: Reason = "random state" if is_array else "not an array"
         rows[at] = layer.replicated(reason, shapes[at], rows[at].matched)
-    return rows
-
-
-def _by_rules(layer: Layer, matches: Matches) -> list[Decision]:
-    """The decisions of the parameter rules alone; equal runs are decided once."""
-    shapes = layer.leaves.shapes
-    decided: dict[int, tuple[Sequence[Shape], list[Decision]]] = {}
-    rows: list[Decision] = []
-    for start, found in matches.runs:
-        own = shapes[start : start + len(found)]
-        known = decided.get(id(found))
-        if known is None or known[0] != own:
-            known = own, list(map(layer.by_match, found, own))
-            decided[id(found)] = known
-        rows += known[1]
     return rows
 
 
@@ -213,8 +198,6 @@ def _state(
     shape, owners = layer.leaves.shapes[at], matches.origins.owners
     if not shape:
         return layer.by_match(Match(), shape)
-    if at in matches.alone:
-        return _alone(layer, *matches.alone[at], shape)
     key, why = None, _NO_PARAMETERS
     if owners or origin.owner is not None:
         key, why = _owner(layer, owners, origin, live)
@@ -311,16 +294,3 @@ def _follow(
         more = {"rule": winner, "matched": matched}
     layout = TensorLayout(picked(dims, axes), mesh, memory_kind=memory_kind)
     return layer.lay(layout, shape, name, reason, owner=key, owner_dims=dims, **more)
-
-
-def _alone(
-    layer: Layer, is_optimizer: bool, matched: tuple[int, ...], shape: Shape
-) -> Decision:
-    """Decide state without its parameters, by the endings of its path."""
-    rules = layer.rules.optimizer if is_optimizer else layer.rules.rules
-    winner = layer.rules.winner(rules, matched)
-    assert winner is not None  # the stage before sees to it
-    reason: Reason = "optimizer rule" if is_optimizer else "rule"
-    name = f"{'optimizer ' * is_optimizer}rule {naming(rules, winner)}"
-    layout = rules[winner].layout
-    return layer.lay(layout, shape, name, reason, rule=winner, matched=matched)

@@ -86,12 +86,11 @@ def resolve_tree(
 
     `layouts` has the current layout of each of `params`; None lets the rules decide.
     """
-    fold = rules.matcher.fold_part
-    flat = flatten(tree, fold)
+    flat = flatten(tree)
     if params is None:
         leaves = leaves_of(flat, tree)
     else:
-        own = leaves_of(flatten(params, fold), params)
+        own = leaves_of(flatten(params), params)
         leaves = beside(own, leaves_of(as_one_state(flat), tree), params, layouts)
     origins = find_origins(leaves, tx)
     return resolve_origins(origins, rules)

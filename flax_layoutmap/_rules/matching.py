@@ -3,19 +3,14 @@
 import dataclasses
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._rules.patterns import Folding, View, key_chunks, view_of, words_of
 
 Match = Literal["search", "match", "fullmatch"]
 RankPolicy = Literal["error", "skip"]
-
-# Parts of paths whose candidate rules a Matcher caches.
-_MOST_PARTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -46,8 +41,6 @@ class Rule:
     rank: RankPolicy
     optional: bool
     _compiled: re.Pattern[str] = dataclasses.field(compare=False)
-    # What paths that match must have.
-    view: View = dataclasses.field(compare=False)
 
     def __init__(
         self,
@@ -82,7 +75,7 @@ class Rule:
                 f"rule {pattern!r}: the layout {layout} keeps what a dim has (MATCH), "
                 "which only relayout and distribute_tensor can; name the axes, or None"
             )
-        self._put(pattern, layout, rank, optional, compiled, view_of(pattern))
+        self._put(pattern, layout, rank, optional, compiled)
 
     def _put(
         self,
@@ -91,7 +84,6 @@ class Rule:
         rank: RankPolicy,
         optional: bool,
         compiled: re.Pattern[str],
-        view: View,
     ) -> "Rule":
         put = object.__setattr__
         put(self, "pattern", pattern)
@@ -99,7 +91,6 @@ class Rule:
         put(self, "rank", rank)
         put(self, "optional", optional)
         put(self, "_compiled", compiled)
-        put(self, "view", view)
         return self
 
     def on(self, mesh: Any) -> "Rule":
@@ -115,9 +106,7 @@ class Rule:
     def with_layout(self, layout: TensorLayout) -> "Rule":
         """Return the rule with another layout."""
         rule = object.__new__(Rule)  # without compiling the pattern again
-        return rule._put(
-            self.pattern, layout, self.rank, self.optional, self._compiled, self.view
-        )
+        return rule._put(self.pattern, layout, self.rank, self.optional, self._compiled)
 
     def __repr__(self) -> str:
         more = "" if self.rank == "error" else f", rank={self.rank!r}"
@@ -129,103 +118,112 @@ class Rule:
         return functools.partial(Rule, **options), (self.pattern, self.layout)
 
 
+# Paths whose rules a Matcher remembers.
+_MOST_PATHS = 1 << 16
+
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
 class Matcher:
     """Finds the rules that match a path: the only place where patterns are tried.
 
-    Paths that fold to one (see `Folding`) are matched once; patterns that the parser
-    does not understand are tried path by path. A pattern is tried only where the path
-    has its rarest word, so that of ten thousand rules for single layers, a path tries
-    those of its own layer.
+    Every pattern sees the path within its section (`up/kernel`). A longer form of the
+    path (`policy/up/kernel`, see `paths.forms`) is seen only by the patterns whose text
+    names the section: `policy/up`, `^policy/`. With `to_end` a match must reach the end
+    of the path.
     """
 
-    def __init__(self, rules: Sequence[Rule], match: Match) -> None:
-        # An exact key that may be skipped does not hide the patterns.
-        self._exact = {
-            rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "error"
-        }
-        self._optional = {
-            rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "skip"
-        }
-        self._tests: list[Callable[[str], Any]] = [
-            getattr(rule._compiled, match) for rule in rules
-        ]
-        self._others = tuple(
-            at for at, rule in enumerate(rules) if not rule.view.understood
-        )
-        views = [rule.view for rule in rules]
-        counts = Counter(word for view in views for word in view.words)
-        # A word that a path must have, or "" → positions, with the texts that it must
-        # hold: the longest, and the others.
-        understood: dict[str, list[tuple[int, str, tuple[str, ...]]]] = {}
-        for at, view in enumerate(views):
-            if view.understood:
-                word = min(view.words, key=counts.__getitem__, default="")
-                first, *rest = view.texts or ("",)
-                understood.setdefault(word, []).append((at, first, tuple(rest)))
-        # The same for a part of a path; for "", those that any path may match.
-        self._tried = functools.lru_cache(maxsize=_MOST_PARTS)(
-            lambda part: [
-                test
-                for word in words_of(part) or [""]
-                for test in understood.get(word, ())
-            ]
-        )
-        chunks = {chunk for view in views for chunk in view.chunks}
-        for rule in rules:
-            chunks |= key_chunks(rule.pattern, rule.view.chunks)
-        self.fold_part = Folding(chunks)
+    def __init__(
+        self, rules: Sequence[Rule], match: Match, *, to_end: bool = False
+    ) -> None:
+        self._rules = rules
+        self._tests = [_test_of(rule._compiled, match, to_end) for rule in rules]
+        self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
+        self._naming: dict[str, list[int]] = {}
+        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
         return self.matching_forms((path,))
 
-    # A leaf below a section has its path in several forms (see `paths.forms`). A rule
-    # applies if it matches one of them; of exact keys, the longest wins alone.
-
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
-        """Positions of the rules that match a path in one of its forms."""
-        return self.refine_forms(forms, *self.fold_forms(forms))
+        """Positions of the rules that match a path, given in all its forms.
 
-    def fold_forms(
-        self, folded: Sequence[str]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Match all paths whose forms fold to these.
-
-        Returns positions that match all of them, and positions that may match some,
-        which `refine_forms` decides path by path.
+        The longest form is first. Of exact keys the longest wins, alone, unless it may
+        be skipped (`rank="skip"`).
         """
-        for form in folded:
-            if form in self._exact:
-                return (self._exact[form],), ()
-        tests, others = self._tests, self._others
-        sure = {
-            at
-            for form in folded
-            for part in ("", *form.split("/"))
-            for at, first, rest in self._tried(part)
-            if first in form
-            and (not rest or all(text in form for text in rest))
-            and tests[at](form)
-        }
-        if self._optional:
-            sure.update(self._optional[f] for f in folded if f in self._optional)
-            others = tuple(at for at in others if at not in sure)
-        return tuple(sorted(sure)), others
+        forms = tuple(forms)
+        matched = self._known.get(forms)
+        if matched is None:
+            if len(self._known) >= _MOST_PATHS:
+                self._known.clear()
+            keys = (at for at in self.keys(forms) if self._rules[at].rank == "error")
+            key = next(keys, None)
+            matched = self.matching_patterns(forms) if key is None else (key,)
+            self._known[forms] = matched
+        return matched
 
-    def refine_forms(
-        self, forms: Sequence[str], sure: tuple[int, ...], maybe: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Positions that match this path, after `fold_forms` answered for its kind."""
-        tests = self._tests
-        found = [at for at in maybe if any(tests[at](form) for form in forms)]
-        return tuple(sorted((*sure, *found))) if found else sure
+    def keys(self, forms: Sequence[str]) -> list[int]:
+        """Positions of the rules whose pattern is one of the forms of a path."""
+        return [self._positions[form] for form in forms if form in self._positions]
 
-    def fold_path(self, path: str) -> str:
-        """A path with each of its parts folded."""
-        return "/".join(map(self.fold_part, path.split("/")))
+    def matching_patterns(self, forms: Sequence[str]) -> tuple[int, ...]:
+        """The same as `matching_forms`, if no exact key hid the other rules."""
+        tests, path = self._tests, forms[-1]
+        matched = {at for at, test in enumerate(tests) if test(path)}
+        for form in forms[:-1]:
+            naming = self._naming_of(form.removesuffix(path))
+            matched.update(at for at in naming if tests[at](form))
+        return tuple(sorted(matched.union(self.keys(forms))))
+
+    def _naming_of(self, prefix: str) -> list[int]:
+        """Positions of the rules that name the section with this prefix."""
+        if prefix not in self._naming:
+            self._naming[prefix] = [
+                at
+                for at, rule in enumerate(self._rules)
+                if names_section(rule.pattern, prefix)
+            ]
+        return self._naming[prefix]
+
+
+def _test_of(
+    pattern: re.Pattern[str], match: Match, to_end: bool
+) -> Callable[..., Any]:
+    if not to_end:
+        return getattr(pattern, match)
+    if match != "search":
+        return pattern.fullmatch
+    return lambda path: any(
+        pattern.fullmatch(path, start) for start in range(len(path) + 1)
+    )
+
+
+def names_section(pattern: str, prefix: str) -> bool:
+    r"""Whether the text of a pattern has one of the names that lead to a section.
+
+    Where such a name ends in a number, the pattern may have what stands for several.
+
+    >>> names_section("(policy|value)/up", "policy/"), names_section("up", "policy/")
+    (True, False)
+    >>> names_section("^(?!head).*kernel", "model/")
+    False
+    >>> names_section(r"block_\d+/kernel", "block_7/")
+    True
+    """
+    return any(_in_text(name).search(pattern) for name in prefix.split("/") if name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_text(name: str) -> re.Pattern[str]:
+    """What finds a name, possibly escaped, in the text of a pattern."""
+    stem = name.rstrip("0123456789")
+    text = "".join(rf"\\?{re.escape(letter)}" for letter in stem)
+    if number := name[len(stem) :]:
+        others = r"\\d|[\[(.]" if stem else r"\\d"
+        text += rf"(?:{number}|{others})"
+    start = r"(?:(?<!\w)|(?<=\\[AbBdDsSwW]))"
+    return re.compile(rf"{start}{text}(?!\w)" if not number else rf"{start}{text}")
 
 
 def is_for_outputs(rule: Rule) -> bool:
@@ -243,19 +241,4 @@ def reaching_the_end(
 
     A rule for the output of `mlp` must not apply to that of `mlp/up`.
     """
-    exact = {rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "error"}
-    for form in forms:
-        if form in exact:
-            return (exact[form],)
-    return tuple(
-        at
-        for at, rule in enumerate(rules)
-        if any(_reaches_the_end(rule, match, form) for form in forms)
-    )
-
-
-def _reaches_the_end(rule: Rule, match: Match, path: str) -> bool:
-    starts = range(len(path) + 1) if match == "search" else (0,)
-    return rule.pattern == path or any(
-        rule._compiled.fullmatch(path, start) for start in starts
-    )
+    return Matcher(rules, match, to_end=True).matching_forms(forms)

@@ -194,6 +194,22 @@ def check_options(**options: Any) -> None:
             )
 
 
+def batch_axes(batch: Any, mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """The mesh axes of the first dim of a batch; None: the first axis of the mesh."""
+    if batch is None:
+        return () if mesh is None else mesh.axis_names[:1]
+    axes = (batch,) if isinstance(batch, str) else tuple(batch)
+    for axis in axes:
+        if mesh is not None and axis not in mesh.axis_names:
+            raise RuleError(
+                f"batch names the axis {axis!r}, but the mesh {str(mesh)!r} has no "
+                f"such axis{did_you_mean(str(axis), mesh.axis_names)}"
+            )
+        if not isinstance(axis, str):
+            raise RuleError(f"batch names mesh axes, got {axis!r}")
+    return axes
+
+
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
     """Make Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
 

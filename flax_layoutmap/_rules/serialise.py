@@ -1,20 +1,36 @@
-"""Convert rules to and from plain values, schema 1: JSON and rule files."""
+"""Rule sets as plain values, schema 1: what `to_json` returns and rule files hold."""
 
-import difflib
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from flax_layoutmap._core.errors import LayoutError, RuleError, did_you_mean
+from flax_layoutmap._core.errors import (
+    LayoutError,
+    RuleError,
+    bullet_list,
+    did_you_mean,
+)
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._rules.matching import RankPolicy, Rule
-from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
-from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.rules import (
+    OPTIONS,
+    SECTIONS,
+    RuleSet,
+    batch_axes,
+    check_options,
+)
 
-_KEYS = {"schema", "mesh", "batch", *SECTIONS, *OPTIONS}
+# What stands for None, for any number of dims, and for a layout without axes.
+NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
+
+FILE_KEYS = {"schema", "optional", "mesh", "batch", *OPTIONS, *SECTIONS}
+ENTRY_KEYS = {"axes", "rank", "optional", "memory_kind", "mesh"}
+
+# ---------------------------------------------------------------------- writing
 
 
 def rules_to_json(rules: RuleSet) -> dict[str, Any]:
-    """Write a rule set as JSON values; `rules_from_json` reads them back."""
+    """A rule set as JSON values; `rules_from_json` reads them back."""
     data: dict[str, Any] = {"schema": 1, "mesh": mesh_to_json(rules.mesh)}
     data["batch"] = list(rules.batch)
     for name in OPTIONS:
@@ -22,35 +38,6 @@ def rules_to_json(rules: RuleSet) -> dict[str, Any]:
     for name in SECTIONS:
         data[name] = [rule_to_json(rule, rules.mesh) for rule in getattr(rules, name)]
     return data
-
-
-def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
-    """Read a rule set; without `mesh`, on the recorded one, abstract."""
-    if not isinstance(data, dict) or data.get("schema") != 1:
-        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise RuleError(f"rules of schema {schema!r} cannot be read; this is schema 1")
-    unknown = set(data) - _KEYS
-    missing = _KEYS - set(data)
-    if unknown or missing:
-        raise RuleError(
-            f"the rules have unknown keys {sorted(unknown)} or lack {sorted(missing)}"
-        )
-    try:
-        recorded = mesh_from_json(data["mesh"])
-        sections: dict[str, Any] = {
-            name: tuple(_rule_from_json(entry, recorded) for entry in data[name])
-            for name in SECTIONS
-        }
-        options: dict[str, Any] = {name: data[name] for name in OPTIONS}
-        batch = tuple(data["batch"])
-        if isinstance(data["batch"], str) or not all(isinstance(a, str) for a in batch):
-            raise TypeError(f"batch must be a list of names, got {data['batch']!r}")
-        read = RuleSet(mesh=recorded, batch=batch, **options, **sections)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise RuleError(f"the rules are damaged: {error!r}") from error
-    except LayoutError as error:
-        raise RuleError(f"the rules cannot be read: {error}") from error
-    return read if mesh is None else read.on(as_mesh(mesh))
 
 
 def mesh_to_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
@@ -64,20 +51,11 @@ def mesh_to_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
     }
 
 
-def mesh_from_json(data: dict[str, Any] | None) -> DeviceMesh | None:
-    """Make the recorded mesh, abstract."""
-    if data is None:
-        return None
-    return DeviceMesh.abstract(
-        data["shape"], data["axis_names"], axis_types=data["axis_types"]
-    )
-
-
 def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """A rule of rules on a mesh: pattern, axes, and what else is not usual."""
+    """A rule of rules on a mesh: pattern, axes, and the options that are set."""
     layout = rule.layout
     axes = [
-        "..." if dim is ... else list(dim) if isinstance(dim, tuple) else dim
+        ANY_DIMS if dim is ... else list(dim) if isinstance(dim, tuple) else dim
         for dim in layout.axes
     ]
     entry: dict[str, Any] = {"pattern": rule.pattern, "axes": axes}
@@ -92,114 +70,170 @@ def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
     return entry
 
 
-def _rule_from_json(entry: dict[str, Any], mesh: DeviceMesh | None) -> Rule:
-    axes = [
-        ... if dim == "..." else tuple(dim) if isinstance(dim, list) else dim
-        for dim in entry["axes"]
-    ]
-    own = mesh_from_json(entry["mesh"]) if "mesh" in entry else mesh
-    layout = TensorLayout(axes, own, memory_kind=entry.get("memory_kind"))
-    return Rule(
-        entry["pattern"],
-        layout,
-        rank=entry.get("rank", "error"),
-        optional=entry.get("optional", False),
-    )
+# ---------------------------------------------------------------------- reading
 
 
-# -------------------------------------------------------- values in rule files
-
-# What stands for None, for any number of dims, and for a layout without axes.
-NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
-
-_ENTRY_KEYS = {"axes", "rank", "optional", "memory_kind", "mesh"}
+def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
+    """Read a rule set; without `mesh`, on the recorded one, abstract."""
+    return rules_from_tables([("the rules", data)], mesh)
 
 
-def mesh_of(value: Any) -> DeviceMesh | None:
-    """The mesh of a file: `"data=2,model=4"`, or what `mesh_to_json` returns."""
+def rules_from_tables(tables: Sequence[tuple[str, Any]], mesh: Any = None) -> RuleSet:
+    """Merge tables, each with the name of its file, into one rule set.
+
+    Values of later tables win. A pattern that exists keeps its place; a new one goes
+    where it wins: in front with `overlap="first"`, else behind.
+    """
+    options: dict[str, tuple[str, Any]] = {}
+    sections: dict[str, dict[str, tuple[str, Any]]] = {name: {} for name in SECTIONS}
+    for file, table in tables:
+        _check_table(file, table)
+        for name in ("mesh", "batch", *OPTIONS):
+            if name in table:
+                options[name] = file, table[name]
+        in_front = "overlap" in options and options["overlap"][1] == "first"
+        for name in SECTIONS:
+            old, new = sections[name], dict[str, tuple[str, Any]]()
+            for pattern, value in _entries(f"{file}: {name}", table, name):
+                if value is not False:
+                    (old if pattern in old else new)[pattern] = file, value
+                elif old.pop(pattern, None) is None:
+                    near = did_you_mean(pattern, old)
+                    raise RuleError(f"{file}: no rule {pattern!r} to drop{near}")
+            sections[name] = {**new, **old} if in_front else {**old, **new}
+    rules = _rule_set(tables[-1][0], options, sections)
+    try:
+        return rules if mesh is None else rules.on(mesh)
+    except RuleError as error:
+        raise RuleError(f"{tables[-1][0]}: {error}") from error
+
+
+def _check_table(file: str, table: Any) -> None:
+    if not isinstance(table, dict):
+        raise RuleError(f"{file}: expected a table, got {_short(table)}")
+    schema = table.get("schema")
+    if schema != 1 or schema is True:
+        fix = "; write schema = 1 in the first line" if schema is None else ""
+        raise RuleError(f"{file}: schema must be 1, got {schema!r}{fix}")
+    for key in table:
+        if key not in FILE_KEYS:
+            near = did_you_mean(key, sorted(FILE_KEYS))
+            raise RuleError(f"{file}: unknown key {key!r}{near}")
+
+
+def _entries(
+    where: str, table: Mapping[str, Any], section: str
+) -> Iterator[tuple[str, Any]]:
+    """Pattern and value of each rule: of a table, or of a list as `to_json` has it."""
+    given, patterns = table.get(section, {}), set[str]()
+    if not isinstance(given, dict | list):
+        raise RuleError(f"{where}: expected a table of patterns, got {_short(given)}")
+    for entry in given.items() if isinstance(given, dict) else given:
+        pattern, value = entry if isinstance(entry, tuple) else (None, None)
+        if isinstance(entry, dict):
+            value = {**entry}
+            pattern = value.pop("pattern", None)
+        if not isinstance(pattern, str):
+            raise RuleError(f"{where}: an entry has no pattern: {_short(entry)}")
+        if pattern in patterns:
+            raise RuleError(f"{where}: the pattern {pattern!r} is there twice")
+        patterns.add(pattern)
+        if value is not False:
+            value = value if isinstance(value, dict) else {"axes": value}
+            value = {"optional": table.get("optional", False), **value}
+        yield pattern, value
+
+
+def _rule_set(
+    file: str,
+    options: Mapping[str, tuple[str, Any]],
+    sections: Mapping[str, Mapping[str, tuple[str, Any]]],
+) -> RuleSet:
+    """The rule set; one error lists every value that is wrong."""
+    problems: list[str] = []
+
+    def made(where: str, make: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return make(*args)
+        except (LayoutError, TypeError) as error:
+            problems.append(f"{where}: {error}")
+
+    given, mesh, batch = {**options}, None, None
+    if "mesh" in given:
+        where, value = given.pop("mesh")
+        mesh = made(f"{where}: mesh", mesh_from_json, value)
+    if "batch" in given:
+        where, value = given.pop("batch")
+        batch = made(f"{where}: batch", batch_axes, value, mesh)
+    values = {name: value for name, (_, value) in given.items()}
+    for name, (where, value) in given.items():
+        made(where, lambda name=name, value=value: check_options(**{name: value}))
+    rules: dict[str, Any] = {
+        name: tuple(
+            made(f"{where}: {name}, {pattern!r}", _rule, pattern, value, mesh)
+            for pattern, (where, value) in section.items()
+        )
+        for name, section in sections.items()
+    }
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise RuleError(f"{count} in {file}:\n{bullet_list(problems)}")
+    batch = batch_axes(None, mesh) if batch is None else batch
+    return RuleSet(mesh=mesh, batch=batch, **values, **rules)
+
+
+def mesh_from_json(value: Any) -> DeviceMesh | None:
+    """The abstract mesh of `"data=2,model=4"`, or of what `mesh_to_json` returns."""
     if value is None or isinstance(value, str):
         return None if value is None else DeviceMesh.abstract(value)
-    if not isinstance(value, dict) or set(value) - {
-        "axis_names",
-        "shape",
-        "axis_types",
-    }:
-        raise RuleError(f'write it as "data=2,model=4", got {short(value)}')
-    if not {"axis_names", "shape"} <= set(value):
-        raise RuleError(f"it needs axis_names and shape, got {short(value)}")
-    return mesh_from_json({"axis_types": "auto", **value})
-
-
-def rule_of(
-    pattern: str,
-    value: Any,
-    mesh: DeviceMesh | None,
-    moved: bool,
-    optional: bool = False,
-) -> Rule:
-    """The rule of a pattern and its value in a file: axes, or a table with options.
-
-    `mesh` is the mesh of the rules, `moved` whether it replaces the file's, `optional`
-    what the file says of its rules. Raises RuleError for an invalid rule, and a pattern
-    that may take very long.
-    """
-    given = value if isinstance(value, dict) else {"axes": value}
-    for key in given:
-        if key not in _ENTRY_KEYS:
-            near = difflib.get_close_matches(key, sorted(_ENTRY_KEYS), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else _QUOTES
-            raise RuleError(f"unknown key {key!r}{hint}")
-    if "axes" not in given:
-        raise RuleError('it has no axes; write axes = ["-", "model"]')
-    rank = given.get("rank", "error")
-    if rank not in get_args(RankPolicy):
+    if not isinstance(value, dict) or not {"axis_names", "shape"} <= {*value}:
         raise RuleError(
-            f'rank must be "error" or "skip", got {short(rank)}'
-            f"{did_you_mean(str(rank), get_args(RankPolicy))}"
+            'write it as "data=2,model=4", or with axis_names, shape and axis_types; '
+            f"got {_short(value)}"
         )
-    kind = given.get("memory_kind")
-    if not isinstance(kind, str | None):
-        raise RuleError(f"memory_kind must be a name, got {short(kind)}")
-    own = mesh_of(given["mesh"]) if "mesh" in given and not moved else mesh
-    layout = TensorLayout(axes_of(given["axes"]), own, memory_kind=kind)
-    optional = given.get("optional", optional)
-    rule = Rule(pattern, layout, rank=rank, optional=optional)
-    slow = slow_because(pattern)
-    if slow is not None:
-        raise RuleError(f"the pattern may take very long to try: {slow}; {QUICKER}")
-    return rule
+    types = value.get("axis_types", "auto")
+    return DeviceMesh.abstract(value["shape"], value["axis_names"], axis_types=types)
 
 
-# `up.kernel = …` is a table `up` to TOML.
-_QUOTES = "; a pattern with a '.' in it needs quotes"
+def _rule(pattern: str, value: Mapping[str, Any], mesh: DeviceMesh | None) -> Rule:
+    for key in value:
+        if key not in ENTRY_KEYS:  # to TOML, `up.kernel = …` is a table `up`
+            near = did_you_mean(key, sorted(ENTRY_KEYS))
+            near = near or "; a pattern with a '.' in it needs quotes"
+            raise RuleError(f"unknown key {key!r}{near}")
+    if "axes" not in value:
+        raise RuleError('it has no axes; write axes = ["-", "model"]')
+    memory_kind = value.get("memory_kind")
+    if not isinstance(memory_kind, str | None):
+        raise RuleError(f"memory_kind must be a name, got {_short(memory_kind)}")
+    axes, own_mesh = _axes(value["axes"]), mesh_from_json(value.get("mesh"))
+    layout = TensorLayout(axes, own_mesh or mesh, memory_kind=memory_kind)
+    rank = value.get("rank", "error")
+    return Rule(pattern, layout, rank=rank, optional=value["optional"])
 
 
-def axes_of(value: Any) -> Any:
-    """The axes of a layout: `"-"` is None, `"..."` any number of dims."""
+def _axes(value: Any) -> tuple[Any, ...] | None:
     if value == REPLICATED:
         return None
     if not isinstance(value, list):
-        raise RuleError(
-            f'axes must be a list such as ["-", "model"], or "replicated", got '
-            f"{short(value)}"
-        )
-    dims: list[Any] = []
-    for dim in value:
-        if isinstance(dim, list) and all(isinstance(axis, str) for axis in dim):
-            dims.append(tuple(dim))
-        elif dim is None or dim == NOTHING:
-            dims.append(None)
-        elif isinstance(dim, str):
-            dims.append(... if dim == ANY_DIMS else dim)
-        else:
-            raise RuleError(
-                f"a dim is an axis, a list of axes, {NOTHING!r} (not sharded) or "
-                f"{ANY_DIMS!r} (any number of dims), got {short(dim)}"
-            )
-    return tuple(dims)
+        wanted = f'a list such as ["-", "model"], or "{REPLICATED}"'
+        raise RuleError(f"axes must be {wanted}, got {_short(value)}")
+    return tuple(map(_dim, value))
 
 
-def short(value: Any) -> str:
-    """A value as it is shown in a message."""
+def _dim(value: Any) -> Any:
+    if isinstance(value, list) and all(isinstance(axis, str) for axis in value):
+        return tuple(value)
+    if value is None or value == NOTHING:
+        return None
+    if isinstance(value, str):
+        return ... if value == ANY_DIMS else value
+    raise RuleError(
+        f"a dim is an axis, a list of axes, {NOTHING!r} (not sharded) or {ANY_DIMS!r} "
+        f"(any number of dims), got {_short(value)}"
+    )
+
+
+def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]} …"

@@ -19,7 +19,6 @@ from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
@@ -91,12 +90,12 @@ class Target:
         return settle_metadata(result, resolution)
 
 
-def opened(target: Any, rules: RuleSet | None = None) -> Target:
-    """Flatten a tree, or trace a function that makes one; for these rules, if any."""
+def opened(target: Any) -> Target:
+    """Flatten a tree, or trace a function that makes one."""
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
-    flat = flatten(tree) if rules is None else flatten(tree, rules.matcher.fold_part)
+    flat = flatten(tree)
     if flat.treedef is None:
         flat.treedef = jax.tree.structure(plain_tree(tree))
     return Target(tree, flat, traced)

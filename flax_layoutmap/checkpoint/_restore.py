@@ -247,7 +247,7 @@ def _plan(stored: Stored, options: Options) -> Plan:
             )
     options = dataclasses.replace(options, rules=rules)
     if options.target is not None:
-        return _with_target(stored, opened(options.target, rules), options)
+        return _with_target(stored, opened(options.target), options)
     if rules is None:
         ways = "pass layout_map="
         if stored.rules is not None:

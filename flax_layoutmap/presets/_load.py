@@ -37,7 +37,7 @@ def families() -> dict[str, dict[str, Any]]:
 def names() -> tuple[str, ...]:
     """Return the names of the families, sorted."""
     files = (path.stem for path in _FOLDER.glob("[a-z]*.toml"))
-    return tuple(sorted([*files, *families()["aliases"]]))
+    return tuple(sorted([*(f for f in files if "." not in f), *families()["aliases"]]))
 
 
 def load(
@@ -87,8 +87,17 @@ def load(
 
 @functools.cache
 def _table(name: str, variant: str | None) -> RuleSet:
-    """The rules without a mesh; kept, as reading judges the cost of each pattern."""
-    return read_rules(_FOLDER / f"{name}.toml", variant=variant)
+    """The rules without a mesh."""
+    if variant is None:
+        return read_rules(_FOLDER / f"{name}.toml")
+    file = _FOLDER / f"{name}.{variant}.toml"
+    if not file.exists():
+        known = [path.stem.split(".")[1] for path in _FOLDER.glob(f"{name}.*.toml")]
+        raise RuleError(
+            f"the preset {name!r} has no variant {variant!r}"
+            f"{did_you_mean(variant, known)}; it has {', '.join(known) or 'none'}"
+        )
+    return read_rules(file)
 
 
 def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str]:

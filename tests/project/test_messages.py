@@ -23,7 +23,6 @@ from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._place.batch import split_of
 from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
 from flax_layoutmap._tree.trace import trace
 
@@ -125,10 +124,6 @@ class Broken:
 
 def same_path() -> Any:
     return collections.OrderedDict([(0, struct(1)), ("0", struct(1))])
-
-
-def damaged(**entries: Any) -> Any:
-    return rules_from_json({**mapped().to_json(), **entries})
 
 
 def overlapping() -> flm.LayoutMap:
@@ -958,33 +953,6 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "the layouts are damaged: "
         "ValueError(\"'w' of shape (8,) has a spec of 0 dims\")",
-    ),
-    # --------------------------------------------------------------- JSON
-    "json: schema": Case(
-        lambda: rules_from_json({"schema": 2}),
-        flm.errors.RuleError,
-        "rules of schema 2 cannot be read; this is schema 1",
-    ),
-    "json: keys": Case(
-        lambda: damaged(extra=1),
-        flm.errors.RuleError,
-        "the rules have unknown keys ['extra'] or lack []",
-    ),
-    "json: batch": Case(
-        lambda: damaged(batch="data"),
-        flm.errors.RuleError,
-        "the rules are damaged: "
-        "TypeError(\"batch must be a list of names, got 'data'\")",
-    ),
-    "json: entry": Case(
-        lambda: damaged(rules=[{"pattern": "a"}]),
-        flm.errors.RuleError,
-        "the rules are damaged: KeyError('axes')",
-    ),
-    "json: values": Case(
-        lambda: damaged(strict=3),
-        flm.errors.RuleError,
-        "the rules cannot be read: strict must be one of (None, True, False), got 3",
     ),
     # -------------------------------------------------------------- tracing
     "trace: an object from outside": Case(

@@ -17,22 +17,25 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
 from flax.training.train_state import TrainState
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from patterns import PARTS, PATHS, PATTERNS, compiles
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.matching import Matcher
-from flax_layoutmap._rules.patterns import Folding
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 from flax_layoutmap._tree import flatten as _flatten
 from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.paths import Flat, escape, forms, unescape
+from flax_layoutmap._tree.paths import Flat, escape, unescape
 from flax_layoutmap._tree.structure import structure_of
 from flax_layoutmap._tree.walk import Walk
 
 MATCHES = ["search", "match", "fullmatch"]
+# Few characters, so that patterns meet paths often.
+PARTS = st.text(st.sampled_from("ab01."), min_size=1, max_size=3)
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map("/".join)
+PIECES = ["a", "b", "0", "/", ".*", "[^/]+", r"\d+", "(a|b0)", "b?", "(?!a)", "^", "$"]
+PATTERNS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 
 # ----------------------------------------------------- patterns against paths
 
@@ -47,94 +50,43 @@ def by_the_plain_loop(patterns: list[str], match: str, path: str) -> tuple[int, 
         )
 
 
-OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
-
-
-def akin(pattern: str) -> list[str]:
-    """Paths that a pattern nearly matches: its own text (a key is one), its plain text,
-    each with other digits, a character more or less, or a part more."""
-    plain = re.sub(r"[^ab0-9_./-]", "", pattern)
-    near = [plain, plain.translate(OTHER_DIGITS), plain[:-1], plain[1:], f"{plain}7"]
-    cut = re.sub(r"\w[*?]|\w\{[^}]*\}", "", pattern)  # what may be absent is
-    near.append(re.sub(r"[^ab0-9_./-]", "", cut))
-    near += [pattern, pattern.translate(OTHER_DIGITS)]
-    return [*near, *(f"a/{path}" for path in near), f"{plain}/1"]
-
-
-def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
-    """Asks as resolving does: once for all paths that fold to one."""
-    folded = "/".join(map(matcher.fold_part, path.split("/")))
-    sure, maybe = matcher.fold_forms((folded,))
-    return matcher.refine_forms((path,), sure, maybe)
-
-
-@pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
-    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
-    st.lists(st.one_of(PATHS, PATTERNS), min_size=1, max_size=6),
+    st.lists(PATTERNS, min_size=1, max_size=4, unique=True),
+    st.lists(PATHS, min_size=1, max_size=6),
     st.sampled_from(MATCHES),
 )
-@example(["[!-5]a"], ["1a", "7a"], "search")
-@example(["layers/1", "w"], ["layers/1/w", "layers/11/w", "layers/2/w"], "search")
-@example(["a1", "a1.*"], ["a1", "a2"], "search")
-@example(["0/?1"], ["0/1", "01", "0/2"], "search")
-@example(["00", "11", "22"], ["12", "01", "00"], "search")
-@example(["1*2"], ["2", "1", "112", "3"], "search")
-@example(["a{2}1"], ["aa1", "aa2", "a1"], "fullmatch")
-@example(["a|1b"], ["1b", "2b", "a"], "search")
-@example(["(?:7|b)a"], ["7a", "8a"], "search")
-@example(["7+"], ["77", "78", "8"], "fullmatch")
-@example([r"(\d)\1", r"(?P<n>\d)(?P=n)"], ["11", "12"], "search")
-@example([r"\x31", r"[\x32]", r"\063", "\\u0034"], ["1", "2", "3", "4"], "search")
-@example(["a7??9"], ["a9", "a79", "a19"], "search")
-@example(["a/b/a"], ["a/b/a", "aa/b/ab", "a/bb/a", "a/b_/a"], "search")
-@example(["a7_b/1", "7_b"], ["a7_b/1", "ba7_b/12", "a77_b/1", "7_b"], "search")
-@example(["/7/", "_é1b_"], ["a/7/b", "a/77/b", "a_é1b_", "é_é1b_é"], "search")
-def test_folded_matching_is_the_plain_loop(
-    patterns: list[str], paths: list[str], match: str
+def test_matching_is_the_plain_loop(
+    patterns: list[str], paths: list[str], match: Any
 ) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
-        for path in [*paths, *(path for text in patterns for path in akin(text))]:
-            expected = by_the_plain_loop(patterns, match, path)
-            assert matcher.matching(path) == expected
-            assert by_the_matcher(matcher, path) == expected
+    matcher = Matcher([flm.Rule(text, None) for text in patterns], match)
+    for path in [*paths, *patterns, *paths]:
+        assert matcher.matching(path) == by_the_plain_loop(patterns, match, path)
 
 
 @settings(max_examples=200)
 @given(
-    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
-    st.lists(PATHS, max_size=2),
+    st.lists(PATTERNS, min_size=1, max_size=4, unique=True),
     PATHS,
     st.sampled_from(MATCHES),
 )
-@example(["b"], ["a"], "b", "fullmatch")
-@example(["^a/b", "b"], ["a"], "b", "search")
-@example([r"(\d)\1", "1"], ["11"], "2", "search")
-def test_a_rule_holds_for_any_form_of_a_path(
-    patterns: list[str], above: list[str], path: str, match: str
+def test_the_whole_path_is_for_patterns_that_name_the_section(
+    patterns: list[str], path: str, match: Any
 ) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
-        prefix = "".join(f"{part}/" for part in above)
-        every = forms(prefix, path)
-        parts = [*"/".join(above).split("/"), path] if above else [path]
-        assert every == tuple("/".join(parts[at:]) for at in range(len(parts)))
-        exact = [patterns.index(form) for form in every if form in patterns]
-        each = {at for f in every for at in by_the_plain_loop(patterns, match, f)}
-        expected = tuple(exact[:1] or sorted(each))
-        assert matcher.matching_forms(every) == expected
-        folded = forms(matcher.fold_path(prefix), matcher.fold_path(path))
-        sure, maybe = matcher.fold_forms(folded)
-        assert matcher.refine_forms(every, sure, maybe) == expected
+    forms = f"agents/net/{path}", f"net/{path}", path
+    assume(path not in patterns)
+    within = by_the_plain_loop(patterns, match, path)
+    matcher = Matcher([flm.Rule(text, None) for text in patterns], match)
+    assert matcher.matching_forms(forms) == within
+    naming = [f"net/{text}|{text}" for text in patterns]
+    each = {at for form in forms for at in by_the_plain_loop(naming, match, form)}
+    matcher = Matcher([flm.Rule(text, None) for text in naming], match)
+    assert matcher.matching_forms(forms) == tuple(sorted(each))
 
 
 @settings(max_examples=200)
 @given(
-    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=3, unique=True),
+    st.lists(PATTERNS, min_size=1, max_size=3, unique=True),
     st.lists(st.lists(PARTS, min_size=1, max_size=3), min_size=1, max_size=8),
     st.sampled_from(MATCHES),
 )
@@ -270,7 +222,7 @@ def test_the_short_way_is_the_long_way(
     block_leaves: int, odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_flatten, "_BLOCK_LEAVES", block_leaves)
-    fold = Folding(["b1"])
+    fold = str
     ways = {"short": 0, "long": 0}
 
     @settings(max_examples=400 if odd else 150)  # few of the odd ones go the short way
@@ -345,9 +297,7 @@ def boxed(struct: Any) -> Any:
 
 
 @settings(max_examples=60)
-@given(
-    st.dictionaries(NAMES, MODELS, min_size=1, max_size=3), PATTERNS.filter(compiles)
-)
+@given(st.dictionaries(NAMES, MODELS, min_size=1, max_size=3), PATTERNS)
 def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
     module = module_of(model)
     state = nnx.state(module)
@@ -376,16 +326,12 @@ def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
 
         tables = [table(form) for form in forms]
         assert all(found == tables[0] for found in tables)
-        # Within a section its rules hold as they do alone; whole paths count, too.
+        # No pattern names the section, so that rules hold as they do alone.
         for prefix, tree in wrapped.items():
             found = table(tree)
-            assert found.keys() == {f"{prefix}{path}" for path in tables[0]}
-            for path, alone in tables[0].items():
-                whole = f"{prefix}{path}"
-                if alone[2] is not None or not re.match(pattern, whole):
-                    assert found[whole] == alone
-                else:
-                    assert found[whole][2] == (1 if alone[0] else None)
+            assert {path.removeprefix(prefix): found[path] for path in found} == {
+                path: tables[0][path] for path in tables[0]
+            }
 
 
 # ------------------------------------------------------ trees of every kind
@@ -538,7 +484,7 @@ def test_equal_layouts_have_equal_hashes_and_specs(
 
 @st.composite
 def rule_lists(draw: st.DrawFn) -> tuple[flm.Rule, ...]:
-    patterns = draw(st.lists(PATTERNS.filter(compiles), max_size=3, unique=True))
+    patterns = draw(st.lists(PATTERNS, max_size=3, unique=True))
     made = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
