@@ -1,1 +1,1 @@
-"""Errors, meshes, layouts, processes, TPU topologies."""
+"""Errors, meshes, layouts, processes."""

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_layoutmap._core.topologies import Generation
 from flax_layoutmap._suggest.classes import ALONE, ROWS, Arrays, StepDims
+from flax_layoutmap.pod._topologies import Generation
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]  # the axes of each dim of an array

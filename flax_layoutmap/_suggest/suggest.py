@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 
 from flax_layoutmap import pod
 from flax_layoutmap._core.errors import LayoutError, LayoutWarning, MeshError
-from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
@@ -24,6 +23,7 @@ from flax_layoutmap._suggest.rules import rules_of
 from flax_layoutmap._suggest.suggestion import ASSUMED, GIVEN, Choice, Suggestion
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
+from flax_layoutmap.pod._topologies import topology as topology_of
 
 _ASKED = 6  # the layouts asked about beside full sharding and the rules given
 _EQUAL = 1e-3  # times that differ by a smaller share count as equal

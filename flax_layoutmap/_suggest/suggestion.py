@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._lint.issue import numbered, quoted
 from flax_layoutmap._show.table import Grid, Line, human_bytes
 from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
 from flax_layoutmap.pod import PodReport
 from flax_layoutmap.pod._report_text import seconds_text
+from flax_layoutmap.pod._topologies import GENERATIONS
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -22,7 +22,7 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh_shape import over_slices
-from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap.pod._topologies import Topology
 
 # Most devices of the CPU client of jaxlib; it rejects 4,096.
 MOST_DEVICES = 2048

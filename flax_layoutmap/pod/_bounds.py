@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from flax_layoutmap._core.mesh_shape import over_slices
-from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._hlo_text import Array
 from flax_layoutmap.pod._leaves import Leaf
 from flax_layoutmap.pod._records import Collective, Memory, axes_text
+from flax_layoutmap.pod._topologies import Topology
 
 _ROLES = ("parameter", "optimizer", "data", "other")
 

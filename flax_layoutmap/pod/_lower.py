@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
-from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
@@ -40,6 +39,7 @@ from flax_layoutmap.pod._leaves import (
     same_trees,
     split_data,
 )
+from flax_layoutmap.pod._topologies import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

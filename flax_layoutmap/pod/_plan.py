@@ -8,8 +8,6 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.topologies import Topology
-from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
@@ -30,6 +28,8 @@ from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._records import Drift, Engine, Memory
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._rewrite import code_of, code_to_partition
+from flax_layoutmap.pod._topologies import Topology
+from flax_layoutmap.pod._topologies import topology as topology_of
 
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 _ENGINES = ("libtpu", "partitioner")
@@ -171,8 +171,8 @@ def compile(
         >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
         >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
         Traceback (most recent call last):
-        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices of two dims
-        come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices have two
+        dims, and come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
         see: docs/errors.md#mesherror
 
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of

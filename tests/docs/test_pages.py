@@ -29,9 +29,9 @@ from helpers import ROOT, run_python
 
 import flax_layoutmap as flm
 from flax_layoutmap._core import errors
-from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._lint.lint import CODES, LintIssue
 from flax_layoutmap._rules import serialise as _serialise
+from flax_layoutmap.pod._topologies import GENERATIONS
 
 DOCS = ROOT / "docs"
 FILES = {"README": ROOT / "README.md"} | {

@@ -101,6 +101,7 @@ NAMESPACES = {
         "Topology",
         "compile",
         "plan",
+        "topology",
     ],
     "presets": [
         "detect",

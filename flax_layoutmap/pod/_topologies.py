@@ -1,13 +1,10 @@
-"""TPU generations as plain data, each figure with its source, and their slices.
+"""TPU generations as plain data, and their slices by name.
 
 The figures are what the compiler does not report: memory, links, available sizes.
-A slice is named as `"v5p:4x4x4"` (chips along each dim) or by its accelerator type,
-`"v5p-128"`.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ Shape = tuple[int, ...]
 _HOST: Shape = (2, 2, 1)
 _NAME = re.compile(
     r"(?P<generation>[a-z0-9 ]+?)\s*"
-    r"(?:[:=_](?P<shape>\d+(?:x\d+)*)(?P<twisted>_twisted)?|-(?P<count>\d+))"
+    r"(?:[:=_](?P<shape>\d+(?:x\d+)*)|-(?P<count>\d+))"
 )
 
 
@@ -110,33 +107,14 @@ GENERATIONS = {
     for row in _TABLE
 }
 
-# Field of a Generation → where its figures are from, and when they were read.
-SOURCES = {
-    "devices_per_chip": "measured with libtpu 0.0.42, 2026-11",
-    "hbm_limit_bytes": "measured with libtpu 0.0.42 (the limit in its error), 2026-11",
-    "max_chips": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
-    "small_shapes": "Google Cloud TPU documentation, MaxText's table, 2026-11",
-    "hbm_bytes": (
-        "Google Cloud TPU documentation, 2026-11; v5e and v6e say GB there; v5p: "
-        "jax-ml/scaling-book, 2025-02, as the documentation has 95 GiB, which are "
-        "less than the compiler lets a program use"
-    ),
-    "hbm_bytes_per_second": (
-        "TpuInfo.mem_bw_bytes_per_second of jax.experimental.pallas.tpu, 2026-11; "
-        "v2, v3 and tpu7x: half of the chip's"
-    ),
-    "flops": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
-    "wrap": "MaxText's table of slices, 2026-11; v2 and v3 inferred from their pods",
-    "link_bytes_per_second": (
-        "jax-ml/scaling-book, 2025-02; tpu7x: 1200 GB/s both ways over 6 links, from "
-        "the Google Cloud TPU documentation, 2026-11"
-    ),
-    "dcn_bytes_per_second": (
-        "Google Cloud TPU documentation, 2026-11; v4: 25 GB/s for each host of 4 "
-        "chips, from jax-ml/scaling-book, 2025-02"
-    ),
-}
-
+# Sources: devices_per_chip and hbm_limit_bytes were measured with libtpu 0.0.42 (the
+# limit is in its error), 2026-11. max_chips, small_shapes, hbm_bytes, flops and
+# dcn_bytes_per_second: Google Cloud TPU documentation and MaxText's table of slices,
+# 2026-11, but the memory of v5p (there 95 GiB, less than the compiler allows) and v4's
+# network: jax-ml/scaling-book, 2025-02. hbm_bytes_per_second: TpuInfo of
+# jax.experimental.pallas.tpu, 2026-11. link_bytes_per_second: jax-ml/scaling-book,
+# 2025-02; tpu7x from the Google Cloud TPU documentation. Rings: MaxText's table; v2 and
+# v3 inferred from their pods.
 ALIASES = {
     "v5": "v5p",
     "v5litepod": "v5e",
@@ -144,9 +122,7 @@ ALIASES = {
     "v5 lite": "v5e",
     "v6 lite": "v6e",
     "trillium": "v6e",
-    "7x": "tpu7x",
     "v7x": "tpu7x",
-    "tpu7": "tpu7x",
     "ironwood": "tpu7x",
 }
 
@@ -159,39 +135,29 @@ class Topology:
         generation: the generation's figures.
         shape: chips along each dim of one slice.
         slices: how many slices, joined by the network of the data center.
-        chips_per_host: chips of one host along each dim, as one process has them.
-        twisted: whether the ring of the slice is twisted.
     """
 
     __module__ = "flax_layoutmap.pod"
     generation: Generation
     shape: Shape
     slices: int
-    chips_per_host: Shape
-    twisted: bool
 
     @property
     def name(self) -> str:
         """Name such as `"v5p:4x4x4"`, without the number of slices."""
-        twisted = "_twisted" if self.twisted else ""
-        return f"{self.generation.name}:{_by_x(self.shape)}{twisted}"
+        return f"{self.generation.name}:{_by_x(self.shape)}"
 
     @property
-    def accelerator_type(self) -> str:
-        """Type such as `"v5p-128"`, which counts TensorCores, or chips (v5e, v6e)."""
-        name = "v5litepod" if self.generation.name == "v5e" else self.generation.name
-        each = 2 if self.generation.counts_cores else 1
-        return f"{name}-{self.chips_per_slice * each}"
+    def chips_per_host(self) -> Shape:
+        """Chips of one host along each dim, as one process has them."""
+        if self.generation.dims == 2 and self.chips_per_slice <= 8:
+            return self.shape  # eight chips of v5e and v6e are on one host
+        return tuple(map(min, _HOST, self.shape))
 
     @property
     def chips_per_slice(self) -> int:
         """Chips of one slice."""
         return math.prod(self.shape)
-
-    @property
-    def chips(self) -> int:
-        """Chips of all slices."""
-        return self.chips_per_slice * self.slices
 
     @property
     def devices_per_slice(self) -> int:
@@ -223,8 +189,7 @@ class Topology:
     def compiler_arguments(self) -> tuple[str, dict[str, Any]]:
         """Return the arguments of `jax.experimental.topologies.get_topology_desc`.
 
-        Without them the compiler takes a slice that has no rings, the two cores of a
-        v4 chip as two devices, and hosts of four chips everywhere.
+        Its defaults are no rings, and each core of v4 as a device.
         """
         wrap, host = self.wrap, self.chips_per_host
         options: dict[str, Any] = {
@@ -241,21 +206,14 @@ class Topology:
         return f"{self.slices} × {self.name}" if self.slices > 1 else self.name
 
 
-def topology(
-    name: "str | Topology", *, slices: int | None = None, chips_per_host: Any = None
-) -> Topology:
+def topology(name: "str | Topology", *, slices: int | None = None) -> Topology:
     """Return the topology of a TPU slice from its name.
 
     Args:
         name: `"v5p:4x4x4"`, chips along each dim, or an accelerator type,
-            `"v5p-128"`, `"v5litepod-16"`, which takes the shape closest to a cube. In
-            3 dims, `_twisted` may follow the shape. A Topology is taken as it is.
+            `"v5p-128"`, `"v5litepod-16"`, which takes the shape closest to a cube. A
+            Topology is taken as it is.
         slices: how many such slices; 1 where it is left out.
-        chips_per_host: chips of one host along each dim, where it is not the usual:
-            `(2, 2)` for a `v5e:2x4` on two hosts.
-
-    Raises:
-        MeshError: there is no such generation or slice; the nearest are named.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -266,33 +224,24 @@ def topology(
     Plain JAX: `jax.experimental.topologies.get_topology_desc`, which needs libtpu,
     and takes shapes that do not exist.
     """
+    if slices is not None and (not isinstance(slices, int) or slices < 1):
+        raise MeshError(f"slices must be a whole number, 1 or more, got {slices!r}")
     if isinstance(name, Topology):
-        kept = name.slices if slices is None else _checked_slices(slices)
-        host = name.chips_per_host
-        if chips_per_host is not None:
-            host = _checked_host(name.generation, name.shape, chips_per_host)
-        return dataclasses.replace(name, slices=kept, chips_per_host=host)
-    found = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
-    if found is None:
+        return dataclasses.replace(name, slices=slices or name.slices)
+    parts = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
+    if parts is None:
         raise MeshError(
             f'not a topology: {name!r}; write "v5p:4x4x4" (chips along each dim) or an '
             'accelerator type, "v5p-128"'
         )
-    generation = _generation(found["generation"])
-    if found["count"] is not None:
-        shape = _shape_of_count(generation, int(found["count"]))
+    generation = _generation(parts["generation"])
+    if parts["count"] is not None:
+        shape = _shape_of_count(generation, int(parts["count"]))
     else:
-        shape = tuple(map(int, found["shape"].split("x")))
-        _require_shape(generation, shape)
-    twisted = found["twisted"] is not None
-    if twisted and not _twistable(shape):
-        raise MeshError(
-            f"{generation.name}:{_by_x(shape)} cannot be twisted: only n x n x 2n and "
-            "n x 2n x 2n with n a multiple of 4 can, such as 4x4x8; leave out _twisted"
-        )
-    count = 1 if slices is None else _checked_slices(slices)
-    host = _checked_host(generation, shape, chips_per_host)
-    return Topology(generation, shape, count, host, twisted)
+        shape = tuple(map(int, parts["shape"].split("x")))
+        if shape not in shapes_of(generation):
+            raise _no_slice(generation, f":{_by_x(shape)}", math.prod(shape))
+    return Topology(generation, shape, slices or 1)
 
 
 @functools.cache
@@ -324,93 +273,37 @@ def _generation(written: str) -> Generation:
     return found
 
 
-def _require_shape(generation: Generation, shape: Shape) -> None:
-    if shape in shapes_of(generation):
-        return
-    name = f"{generation.name}:{_by_x(shape)}"
-    chips = math.prod(shape)
-    if len(shape) != generation.dims:
-        why = f"{generation.name} has {generation.dims} dims, not {len(shape)}"
-    elif chips > generation.max_chips:
-        why = _too_many(generation, chips)
-    elif tuple(sorted(shape)) in shapes_of(generation):
-        why = "the short dims come first"
-    elif generation.dims == 3:
-        why = "each dim is a multiple of 4, unless the slice is smaller than 4x4x4"
-    else:
-        why = "slices of two dims come in few shapes"
-    nearest = (f"{generation.name}:{_by_x(s)}" for s in _nearest(generation, shape))
-    raise MeshError(
-        f"there is no slice {name}: {why}. The nearest: {', '.join(nearest)}"
-    )
-
-
-def _nearest(generation: Generation, shape: Shape) -> list[Shape]:
-    wanted = tuple(sorted(max(size, 1) for size in shape))
-    padded = (1,) * max(0, generation.dims - len(wanted)) + wanted
-
-    def distance(other: Shape) -> tuple[float, int]:
-        sizes = math.log(math.prod(other)) - math.log(math.prod(wanted))
-        pairs = itertools.zip_longest(sorted(other), padded, fillvalue=1)
-        return abs(sizes), sum(abs(mine - its) for mine, its in pairs)
-
-    return sorted(shapes_of(generation), key=distance)[:3]
-
-
 def _shape_of_count(generation: Generation, count: int) -> Shape:
-    each = 2 if generation.counts_cores else 1
-    sizes = sorted({math.prod(shape) for shape in shapes_of(generation)})
-    if count % each == 0 and count // each in sizes:
-        same = [s for s in shapes_of(generation) if math.prod(s) * each == count]
-        return min(same, key=lambda shape: (sum(shape), shape))
-    if count > generation.max_chips * each:
-        why = _too_many(generation, count // each)
+    """The most compact shape of an accelerator type."""
+    chips = count / 2 if generation.counts_cores else count
+    fitting = [s for s in shapes_of(generation) if math.prod(s) == chips]
+    if not fitting:
+        raise _no_slice(generation, f"-{count}", chips)
+    return min(fitting, key=lambda shape: (sum(shape), shape))
+
+
+def _no_slice(generation: Generation, asked: str, chips: float) -> MeshError:
+    """The error for a shape or number that no slice has."""
+    if chips > generation.max_chips:
+        why = f"the largest slice has {generation.max_chips:,} chips; pass slices="
+    elif asked.startswith("-"):
+        unit = "TensorCores, two to a chip" if generation.counts_cores else "chips"
+        why = f"the number counts {unit}"
+    elif generation.dims == 3:
+        why = (
+            "slices have three dims, short ones first, which are multiples of 4 unless "
+            "the slice is smaller than 4x4x4"
+        )
     else:
-        why = "the number counts "
-        why += "TensorCores, two to a chip" if each == 2 else "chips"
-    nearest = sorted(sizes, key=lambda size: abs(size * each - count))[:3]
-    written = ", ".join(f"{generation.name}-{n * each}" for n in sorted(nearest))
-    raise MeshError(
-        f"there is no slice {generation.name}-{count}: {why}. The nearest: {written}"
-    )
+        why = "slices have two dims, and come in few shapes"
 
+    def distance(shape: Shape) -> tuple[float, Shape]:
+        return abs(math.log(math.prod(shape) / max(chips, 1))), shape
 
-def _too_many(generation: Generation, chips: int) -> str:
-    return (
-        f"{chips:,} chips are more than the {generation.max_chips:,} of the largest "
-        "slice; take several, slices=…"
-    )
-
-
-def _twistable(shape: Shape) -> bool:
-    if len(shape) != 3 or any(size % 4 for size in shape):
-        return False
-    first, second, third = shape
-    return third == 2 * first and second in (first, third)
-
-
-def _checked_slices(slices: int) -> int:
-    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
-        raise MeshError(f"slices must be a whole number, 1 or more, got {slices!r}")
-    return slices
-
-
-def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
-    if given is None:
-        if generation.max_dim is not None and math.prod(shape) <= 8:
-            # Slices of v5e and v6e with eight chips are on one host.
-            return shape
-        usual = _HOST[: len(shape)]
-        return tuple(map(min, usual, shape))
-    host = tuple(given) if isinstance(given, tuple | list) else ()
-    if len(host) == len(shape) and all(
-        isinstance(part, int) and part > 0 and size % part == 0
-        for part, size in zip(host, shape, strict=True)
-    ):
-        return host
-    raise MeshError(
-        f"chips_per_host must divide the slice {_by_x(shape)} dim by dim, got "
-        f"{given!r}; for example {tuple(map(min, _HOST[: len(shape)], shape))}"
+    nearest = sorted(shapes_of(generation), key=distance)[:3]
+    listed = ", ".join(f"{generation.name}:{_by_x(shape)}" for shape in nearest)
+    return MeshError(
+        f"there is no slice {generation.name}{asked}: {why}. The nearest: {listed}"
     )
 
 
