@@ -1,6 +1,7 @@
-"""Split the arguments of a function into arrays, and merge them again.
+"""Take the arguments of a call apart into arrays, and put them together again.
 
-NNX objects are flattened as by `nnx.split`; everything else is a pytree.
+NNX objects are flattened as by `nnx.split`, all of a call at once, so that they may
+share modules; everything else is a pytree.
 """
 
 import dataclasses
@@ -8,14 +9,14 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError, did_you_mean
 from flax_layoutmap._core.fetch import own_sharding
@@ -23,7 +24,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.graph import Graph, update
+from flax_layoutmap._tree.graph import Graph
 from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_state
 
@@ -35,6 +36,8 @@ _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, _EITHER)
 
 # Numbers of Python, which JAX takes as leaves.
 NUMBERS = bool | int | float | complex
+
+_EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 # ------------------------------------------------------------------- signatures
 
@@ -136,49 +139,20 @@ class Taken:
     values: Sequence[Any]
 
 
+def _is_taken(node: Any) -> bool:
+    return isinstance(node, Taken)
+
+
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """The structure of an argument: everything but its arrays.
+class Argument:
+    """An argument, taken apart.
 
     Attributes:
-        outer: the structure, with a `Taken` for each NNX object.
-        graphdefs: those of the objects.
+        outer: its structure, with a `Taken` for each NNX object.
+        graphdefs: the structures of these.
         is_state: whether the rules lay it out.
         is_donated: whether its buffers may be reused.
-        is_given: whether `in_shardings` has its layouts.
-        in_objects: per leaf, whether it is in an NNX object.
-    """
-
-    slot: Slot
-    outer: Any
-    graphdefs: tuple[Any, ...]
-    is_state: bool
-    is_donated: bool
-    is_given: bool
-    in_objects: tuple[bool, ...] = dataclasses.field(compare=False)
-
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument with these leaves, and the NNX objects in it."""
-        graphdefs, objects = iter(self.graphdefs), list[Any]()
-
-        def merged(node: Any) -> Any:
-            if not isinstance(node, Taken):
-                return node
-            with nnx.merge_context() as merging:
-                objects.append(merging.unflatten(next(graphdefs), [*node.values]))
-            return objects[-1]
-
-        tree = self.outer.unflatten(leaves)
-        if self.graphdefs:
-            tree = jax.tree.map(merged, tree, is_leaf=lambda x: isinstance(x, Taken))
-        return tree, objects
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument(Form):
-    """One argument, taken apart.
-
-    Attributes:
+        given: its layouts, if the user gives them: the entry of `in_shardings`.
         value: as the caller passed it.
         objects: the outermost NNX objects in it, which are updated in place.
         parts: the Variables in these, and the arrays in no Variable.
@@ -187,20 +161,33 @@ class Argument(Form):
             of a state are arrays, data is placed.
     """
 
-    value: Any
-    objects: Sequence[Any]
-    parts: Sequence[Any]
-    raw: Sequence[Any]
-    leaves: Sequence[Any]
+    slot: Slot
+    outer: Any
+    graphdefs: Sequence[Any]
+    is_state: bool
+    is_donated: bool
+    given: Any
+    value: Any = None
+    objects: Sequence[Any] = ()
+    parts: Sequence[Any] = ()
+    raw: Sequence[Any] = ()
+    leaves: Sequence[Any] = ()
 
-    @property
-    def form(self) -> Form:
-        fields = dataclasses.fields(Form)
-        return Form(*(getattr(self, field.name) for field in fields))
+    def structure(self) -> "Argument":
+        """What a program may keep of it: no values."""
+        empty: Any = dict.fromkeys(("objects", "parts", "raw", "leaves"), ())
+        return dataclasses.replace(self, value=None, **empty)
 
     @property
     def name(self) -> str:
         return self.slot.name
+
+    @functools.cached_property
+    def in_objects(self) -> list[bool]:
+        """Per leaf, whether it is in an NNX object."""
+        numbers = self.outer.unflatten(range(self.outer.num_leaves))
+        nodes = jax.tree.leaves(numbers, is_leaf=_is_taken)
+        return [_is_taken(node) for node in nodes for _ in jax.tree.leaves(node)]
 
     @functools.cached_property
     def treedef(self) -> Any:
@@ -214,23 +201,17 @@ class Argument(Form):
         """Whether it is a tree, not a single array."""
         return not jax.tree_util.treedef_is_leaf(self.treedef)
 
-    @functools.cached_property
-    def pins(self) -> tuple[NamedSharding | None, ...]:
-        """The shardings of a container of data that the caller put on a mesh.
+    def key(self, rules: RuleSet | None) -> Any:
+        """What a program depends on: structure, and shapes and places of leaves.
 
-        A result of the same structure keeps them. Empty for other arguments.
+        The rules place state, which has no weak types.
         """
-        is_pinned = not self.is_state and self.is_container
-        if not is_pinned or not all(map(is_on_mesh, self.raw)):
-            return ()
-        return tuple(map(own_sharding, self.leaves))
-
-    def key(self) -> Any:
-        """The part of a program's cache key."""
-        if self.is_state:  # no weak types, and the rules place it
-            return self.form, tuple(map(_SHAPE, self.leaves))
-        leaves = [_data_key(leaf, self.is_given) for leaf in self.leaves]
-        return self.form, tuple(leaves), self.pins
+        structure = self.slot, self.outer, *self.graphdefs
+        if self.is_state and rules is None:
+            return *structure, *((*_SHAPE(x), own_sharding(x)) for x in self.leaves)
+        if self.is_state:
+            return *structure, *map(_SHAPE, self.leaves)
+        return *structure, *(_data_key(x, self.given is None) for x in self.leaves)
 
     def as_state(self) -> "Argument":
         """The same, laid out by the rules."""
@@ -241,28 +222,24 @@ class Argument(Form):
         """The tree with an `nnx.State` for each NNX object."""
         return self.treedef.unflatten(self.leaves if leaves is None else leaves)
 
-    def with_objects(self, objects: Iterator[Any]) -> Any:
-        """The tree with the next of these NNX objects in place of its own."""
-        return jax.tree.map(
-            lambda node: next(objects) if is_object(node) else node,
-            self.value,
-            is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
-        )
-
-    def write(self, leaves: Sequence[Any]) -> None:
-        """Write leaves that were placed for a program into the objects."""
-        if self.objects and not all(map(operator.is_, self.raw, leaves)):
-            jax.tree.map(
-                lambda node, new: update(node, new) if is_object(node) else None,
-                self.value,
-                self.plain(leaves),
-                is_leaf=is_object,
-            )
-
     def owners(self) -> list[nnx.Variable[Any] | None]:
         """Per leaf, the Variable of an NNX object that holds it."""
-        held = iter(Graph(self.objects).owners())
+        held = iter(
+            part if isinstance(part, nnx.Variable) else None
+            for part in self.parts
+            for _ in jax.tree.leaves(value_of(part))
+        )
         return [next(held) if inside else None for inside in self.in_objects]
+
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Write leaves that were placed for a program into the Variables."""
+        if not self.objects or all(map(operator.is_, self.raw, leaves)):
+            return
+        nodes = jax.tree.leaves(self.outer.unflatten(leaves), is_leaf=_is_taken)
+        values = [x for node in nodes if _is_taken(node) for x in node.values]
+        for part, value in zip(self.parts, values, strict=True):
+            if isinstance(part, nnx.Variable):
+                part.set_raw_value(value)
 
     @functools.cached_property
     def flat(self) -> Flat:
@@ -276,6 +253,11 @@ class Argument(Form):
     def label(self, at: int) -> str:
         """Path and shape of a leaf, for messages."""
         return f"{self.path(at)} {show_shape(np.shape(self.leaves[at]))}"
+
+
+def value_of(part: Any) -> Any:
+    """What a Variable holds; an array as it is."""
+    return part.get_raw_value() if isinstance(part, nnx.Variable) else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,15 +289,15 @@ class Call:
         """The outermost NNX objects in the arguments."""
         return [node for argument in self.arguments for node in argument.objects]
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[Any]:
         """The parts of these."""
         return [part for argument in self.arguments for part in argument.parts]
 
-    def owner(self, at: int) -> tuple[Argument, int]:
-        """The argument that has this one of all leaves, and its position there."""
-        pairs = zip(self.arguments, spans(self.arguments), strict=True)
-        return next((x, at - span.start) for x, span in pairs if at in span)
+    @functools.cached_property
+    def table(self) -> list[tuple[Argument, int]]:
+        """Per leaf, the argument that has it, and its position there."""
+        return [(a, at) for a in self.arguments for at in range(len(a.leaves))]
 
 
 def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
@@ -333,40 +315,84 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
-def rebuilt(
-    forms: Sequence[Form], leaves: Sequence[Any]
-) -> tuple[dict[Slot, Any], list[list[Any]], list[int]]:
-    """Arguments of these structures, and what of them is in NNX objects.
+def put_together(
+    arguments: Sequence[Argument], leaves: Sequence[Any]
+) -> tuple[dict[Slot, Any], list[Any]]:
+    """Arguments of these structures, and the outermost NNX objects in them."""
+    rest, objects = iter(leaves), list[Any]()
+    graphdefs = iter([each for a in arguments for each in a.graphdefs])
+    trees = [
+        a.outer.unflatten(itertools.islice(rest, a.outer.num_leaves)) for a in arguments
+    ]
+    with nnx.merge_context() as merging:
 
-    That is, the outermost objects of each, and the positions of the leaves in them.
-    """
-    rest = iter(leaves)
-    made = [f.rebuild(list(itertools.islice(rest, len(f.in_objects)))) for f in forms]
-    flags = itertools.chain.from_iterable(form.in_objects for form in forms)
-    return (
-        {form.slot: value for form, (value, _) in zip(forms, made, strict=True)},
-        [objects for _, objects in made],
-        [at for at, inside in enumerate(flags) if inside],
-    )
+        def merged(node: Any) -> Any:
+            if _is_taken(node):
+                node = merging.unflatten(next(graphdefs), [*node.values])
+                objects.append(node)
+            return node
+
+        values = [
+            jax.tree.map(merged, tree, is_leaf=_is_taken) if a.graphdefs else tree
+            for a, tree in zip(arguments, trees, strict=True)
+        ]
+    slots = [argument.slot for argument in arguments]
+    return dict(zip(slots, values, strict=True)), objects
 
 
 def take_apart(
-    slot: Slot,
-    value: Any,
-    *,
-    is_state: bool,
-    is_donated: bool,
-    is_given: bool = False,
-) -> Argument:
-    """Take an argument apart.
+    slots: Iterable[tuple[Slot, Any]],
+    state: frozenset[str] = frozenset(),
+    donated: frozenset[str] = frozenset(),
+    in_shardings: Mapping[str, Any] = _EMPTY,
+) -> list[Argument]:
+    """Take arguments apart; the options are names of arguments.
 
-    It is state if `is_state`, or if it holds an NNX object, an `nnx.State`, a
-    TrainState or an optax state.
+    An argument is state if an option says so, or if it holds an NNX object, an
+    `nnx.State`, a TrainState or an optax state.
 
     Raises:
         LayoutError: a leaf is neither an array nor a number.
-        StructureError: JAX cannot flatten the argument.
+        StructureError: JAX cannot flatten an argument.
     """
+    flat = [(slot, value, *_nodes_of(slot, value)) for slot, value in slots]
+    graph = Graph([node for *_, nodes in flat for node in nodes if is_object(node)])
+    graphdefs, values, parts = map(iter, (graph.graphdefs, graph.values, graph.parts))
+    arguments = []
+    for slot, value, outer, is_state, nodes in flat:
+        objects = list(filter(is_object, nodes)) if is_state else []
+        defs = [next(graphdefs) for _ in objects]
+        counts = iter([each.num_leaves for each in defs])
+        tree = value
+        if objects:
+            taken = [
+                Taken([*itertools.islice(values, next(counts))]) if is_object(x) else x
+                for x in nodes
+            ]
+            tree = outer.unflatten(taken)
+        raw, outer = jax.tree.flatten(tree)
+        is_donated = slot.is_among(donated)
+        by_parameter = in_shardings.get(slot.parameter)
+        argument = Argument(
+            slot,
+            outer,
+            defs,
+            is_state or is_donated or slot.is_among(state),
+            is_donated,
+            in_shardings.get(slot.name, by_parameter),
+            value,
+            objects,
+            [*itertools.islice(parts, sum(each.num_leaves for each in defs))],
+            raw,
+            raw,
+        )
+        arguments.append(_checked(argument))
+    return arguments
+
+
+def _nodes_of(slot: Slot, value: Any) -> tuple[Any, bool, list[Any]]:
+    """Structure above NNX objects and States, whether it is state, and the nodes."""
+    is_state = False
 
     def stops(node: Any) -> bool:
         nonlocal is_state
@@ -376,40 +402,45 @@ def take_apart(
 
     try:
         nodes, outer = jax.tree.flatten(value, is_leaf=stops)
-        graphs = {at: Graph([x]) for at, x in enumerate(nodes) if is_object(x)}
-        taken = {at: Taken(graph.values) for at, graph in graphs.items()}
-        inner = [taken.get(at, node) for at, node in enumerate(nodes)]
-        raw, outer = jax.tree.flatten(outer.unflatten(inner) if graphs else value)
+        return outer, is_state, nodes
     except (TypeError, ValueError):
         flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
-    counts = [len(jax.tree.leaves(node)) for node in inner] if graphs else [len(raw)]
-    inside = [at in graphs for at, count in enumerate(counts) for _ in range(count)]
-    defs = tuple(graph.graphdefs[0] for graph in graphs.values())
-    leaves = list(map(strong, raw)) if is_state else raw
-    argument = Argument(
-        *(slot, outer, defs, is_state, is_donated, is_given, tuple(inside)),
-        value=value,
-        objects=[nodes[at] for at in graphs],
-        parts=[part for graph in graphs.values() for part in graph.parts],
-        raw=raw,
-        leaves=leaves,
-    )
-    for at, leaf in enumerate(leaves):
+
+
+def _checked(argument: Argument) -> Argument:
+    """The argument, whose leaves are arrays or numbers; in a state, without numbers."""
+    raw = argument.raw
+    try:
+        if not any(map(_WEAK, raw)):
+            return argument
+    except AttributeError:
+        pass  # not only arrays of JAX
+    for at, leaf in enumerate(raw):
         if not isinstance(leaf, jax.Array) and (problem := no_array(leaf)):
             raise LayoutError(
                 f"{argument.path(at)} is neither an array nor a number, but the "
                 f"{problem}: take it out of the argument, or name a whole (hashable) "
                 "argument in static_argnames"
             )
-    return argument
+    return argument.as_state() if argument.is_state else argument
 
 
-def is_on_mesh(leaf: Any) -> bool:
-    """Whether a leaf is an array that was put on a mesh."""
-    if own_sharding(leaf) is None or isinstance(leaf, Tracer):
-        return False
-    return bool(getattr(leaf, "committed", True))
+_WEAK = operator.attrgetter("weak_type")
+_SHAPE = operator.attrgetter("shape", "dtype")
+
+
+def _data_key(leaf: Any, is_placed: bool) -> Any:
+    """What a leaf of data is to a program, and where it is if nothing else says so."""
+    if isinstance(leaf, NUMBERS):
+        return type(leaf)
+    dtype, place = leaf.dtype, getattr(leaf, "sharding", None)
+    if isinstance(leaf, np.ndarray | np.generic):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    elif isinstance(leaf, Tracer):  # whose type may say so
+        place = jax.typeof(leaf)
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, dtype, weak, place if is_placed else None
 
 
 def no_array(leaf: Any) -> str:
@@ -433,22 +464,6 @@ def strong(leaf: Any) -> Any:
             return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
-
-
-_SHAPE = operator.attrgetter("shape", "dtype")
-
-
-def _data_key(leaf: Any, is_given: bool) -> Any:
-    """What a leaf of data is to a program, and where it is unless that is given."""
-    if isinstance(leaf, NUMBERS):
-        return type(leaf)
-    dtype, place = leaf.dtype, getattr(leaf, "sharding", None)
-    if isinstance(leaf, np.ndarray | np.generic):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    elif isinstance(leaf, Tracer):  # whose type may say so
-        place = jax.typeof(leaf)
-    weak = getattr(leaf, "weak_type", False)
-    return leaf.shape, dtype, weak, None if is_given else place
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

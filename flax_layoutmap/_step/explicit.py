@@ -1,12 +1,12 @@
 """Steps on Explicit axes, traced as on Auto axes.
 
 As by `jax.sharding.auto_axes`, what enters the step loses the Explicit axes of its
-type, which is no operation. The shardings that `jax.jit` gets for inputs and outputs
-are on the mesh itself, so that state keeps its types between steps.
+type, which is no operation. What comes out gets the types of the mesh: state by the
+`out_shardings` of `jax.jit`, scalars in the trace, other results after the program.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.fetch import is_eager
-from flax_layoutmap._place.place import distribute_tensor, explicit_axes
+from flax_layoutmap._place.place import explicit_axes
 
 
 def has_explicit_axes(mesh: Any) -> bool:
@@ -23,11 +23,7 @@ def has_explicit_axes(mesh: Any) -> bool:
 
 
 def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A function of arrays, traced as if all axes of a `DeviceMesh` were Auto.
-
-    Scalars that it returns have the types of the mesh. Other arrays get them from the
-    `out_shardings` of `jax.jit`, or by `typed_as_mesh` after the program has run.
-    """
+    """A function of arrays, traced as if all axes of a `DeviceMesh` were Auto."""
     if not has_explicit_axes(mesh):
         return fun
     types: Any = mesh.jax_mesh.abstract_mesh
@@ -47,20 +43,22 @@ def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return on_auto
 
 
-def typed_as_mesh(x: Any, mesh: Any, sharding: Any = None) -> Any:
-    """An output of such a program with the types of the mesh, in the same buffers.
+def typed(outputs: Any, places: Sequence[Any], mesh: Any) -> Any:
+    """The outputs of such a program with the types of the mesh, in the same buffers.
 
-    In an outer trace it gets the type of `sharding`, or is replicated.
+    In an outer trace an output without a place is replicated, and in `grad` or `vmap`
+    all are.
     """
-    own = getattr(x, "sharding", None)
-    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
-    if isinstance(x, Tracer):
-        if is_eager():  # in `grad` or `vmap`
-            return jax.device_put(x, whole)
-        with jax.sharding.use_abstract_mesh(mesh.jax_mesh.abstract_mesh):
-            return distribute_tensor(x, sharding or whole)
-    if not isinstance(own, NamedSharding) or own.mesh == mesh.jax_mesh:
-        return x
-    wanted = NamedSharding(mesh.jax_mesh, own.spec, memory_kind=own.memory_kind)
-    shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, wanted, shards)
+    jax_mesh = mesh.jax_mesh
+    whole = NamedSharding(jax_mesh, PartitionSpec())
+
+    def label(x: Any, place: Any) -> Any:
+        if isinstance(x, Tracer):
+            return jax.device_put(x, whole if place is None or is_eager() else place)
+        if place is not None or not isinstance(own := x.sharding, NamedSharding):
+            return x
+        kind = own.memory_kind
+        return jax.device_put(x, NamedSharding(jax_mesh, own.spec, memory_kind=kind))
+
+    flat, treedef = jax.tree.flatten(outputs)
+    return treedef.unflatten(map(label, flat, places))

@@ -4,17 +4,15 @@ State must have the sharding of its rules, or is an error; host data is split ov
 batch axes. Equal placements get one spelling, so that they share a compiled program.
 """
 
-import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import (
     LayoutError,
@@ -23,38 +21,35 @@ from flax_layoutmap._core.errors import (
     warn,
 )
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
-from flax_layoutmap._core.jax_internals import memory_of
 from flax_layoutmap._core.layout import own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
-from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
-from flax_layoutmap._rules.rules import Remark, RuleSet, announce
+from flax_layoutmap._rules.records import show_spec
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
     NUMBERS,
     Argument,
     Call,
     first_four,
-    is_on_mesh,
-    named_objects,
     shape_key,
     slots_of,
     take_apart,
 )
-from flax_layoutmap._step.program import Program, are_apart
-from flax_layoutmap._step.refusals import check_apart
+from flax_layoutmap._step.donation import (
+    are_deleted,
+    deleted_paths,
+    is_array,
+    separate,
+)
+from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Roots
 
-# Flax's names of the matrices of layers, which no batch has.
-_OF_LAYERS = ("kernel", "embedding")
-
 # Places the leaves of an argument that is data.
 Placer = Callable[[Argument, RuleSet | None], Sequence[Any]]
-
-# ----------------------------------------------------------------------- a call
 
 
 def bind(
@@ -72,27 +67,19 @@ def bind(
     slots = slots_of(job.signature.bind(*args, **kwargs))
     static = {slot: value for slot, value in slots if slot.is_among(job.static)}
     arguments: list[Argument] = []
-    for slot, value in slots:
-        if slot in static:
-            continue
-        given, donated = job.in_sharding(slot) is not None, slot.is_among(job.donated)
-        argument = take_apart(
-            slot, value, is_state=donated, is_donated=donated, is_given=given
-        )
+    for argument in take_apart(
+        [pair for pair in slots if pair[0] not in static],
+        donated=job.donated,
+        in_shardings=job.in_shardings,
+    ):
         if not argument.is_state and rules and holds_parameters(argument, rules):
             argument = argument.as_state()
-        elif not argument.is_state and not given:
+        elif not argument.is_state and argument.given is None:
             leaves = (place or place_data)(argument, rules)
             argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
-    parts = [part for argument in arguments for part in argument.parts]
-    if len(set(map(id, parts))) < len(parts):
-        check_apart(named_objects(arguments))
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
     return Call(args, kwargs, rules, slots, static, arguments, leaves)
-
-
-# ------------------------------------------------------------- state, or data
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
@@ -101,32 +88,21 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
     Rules that replicate are ignored; otherwise a catch-all rule would turn every batch
     into state.
     """
-    return _searched(argument, rules)[0]
-
-
-def _searched(argument: Argument, rules: RuleSet) -> tuple[bool, dict[str, str]]:
-    """Whether a rule shards a leaf; and what looks like parameters that none names."""
     if not argument.is_container:
-        return False, {}
-    return _search(argument.name, argument.treedef, shape_key(argument.leaves), rules)
+        return False
+    shapes = shape_key(argument.leaves)
+    return _is_ruled(argument.name, argument.treedef, shapes, rules)
 
 
 @functools.lru_cache(maxsize=256)
-def _search(
-    name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet
-) -> tuple[bool, dict[str, str]]:
+def _is_ruled(name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet) -> bool:
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
         flat = flatten(Roots({name: treedef.unflatten(leaves)}))
     except StructureError:
-        return False, {}  # without paths no rule can mean it
-    pairs = list(zip(map(flat.forms, range(len(leaves))), flat.leaves, strict=True))
-    return any(_is_sharded(rules, forms, len(x.shape)) for forms, x in pairs), {
-        path: f"{path} {show_shape(leaf.shape)}"
-        for path, (forms, leaf) in zip(flat.paths, pairs, strict=True)
-        if len(leaf.shape) > 1 and path.split("/")[-1] in _OF_LAYERS
-        if not rules.matcher.matching_forms(forms)
-    }
+        return False  # without paths no rule can mean it
+    forms = map(flat.forms, range(len(leaves)))
+    return any(map(functools.partial(_is_sharded, rules), forms, map(len, shapes)))
 
 
 def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
@@ -135,32 +111,6 @@ def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
     if rules.overlap != "error":
         fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
     return any(not layout.is_replicated for layout in fitting)
-
-
-def warn_of_parameters(call: Call) -> None:
-    """Warn where data looks like parameters that no rule names, as after a renaming.
-
-    Raises:
-        ResolveError: the rule set is strict.
-    """
-    rules = call.rules
-    if rules is None or all(rule.layout.is_replicated for rule in rules.rules):
-        return
-    for argument in call.arguments:
-        if argument.is_state or argument.is_given:
-            continue
-        _, missed = _searched(argument, rules)
-        if not missed:
-            continue
-        near, rule = closest_rule(next(iter(missed)), rules.rules) or (0, None)
-        hint = f"; the closest is rule {near} {rule.pattern!r}" if rule else ""
-        text = (
-            f"no rule matches {first_four(list(missed.values()))} in the argument "
-            f"{argument.name!r}{hint}; as no rule shards anything in it, it is taken "
-            "for data, and what is on no mesh is split over the batch axes "
-            f"{rules.batch}"
-        )
-        announce(rules, [Remark(text, "taken for data", frozenset(missed))])
 
 
 # ------------------------------------------------------------------------ data
@@ -172,32 +122,33 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
     Raises:
         LayoutError: an array does not divide, or is on other devices.
     """
-    if rules is None or rules.mesh is None:
-        return list(map(_respelled, argument.leaves))
+    mesh: Any = None if rules is None else rules.mesh
     placed: list[Any] = []
     problems: list[str] = []
     for at, leaf in enumerate(argument.leaves):
-        if _is_committed(leaf):
-            where = _on_mesh(leaf.sharding, rules.mesh, leaf.ndim)
+        sharding: Any = getattr(leaf, "sharding", None)
+        if isinstance(leaf, Tracer | NUMBERS):
+            pass
+        elif mesh is None:
+            leaf = leaf if (own := own_sharding(leaf)) is None else put(leaf, own)
+        elif _is_committed(leaf):
+            where = _on_mesh(leaf, mesh)
             if where is None:
-                where = leaf.sharding
-                problems.append(f"{argument.label(at)} is {show_sharding(where)}")
-            leaf = put(leaf, where) if isinstance(where, NamedSharding) else leaf
-        elif not isinstance(leaf, Tracer | NUMBERS) and (
-            not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None
-        ):
+                problems.append(f"{argument.label(at)} is {show_sharding(sharding)}")
+            leaf = put(leaf, where or sharding)
+        elif sharding is None or is_array(leaf):
             leaf = split_leaf(argument, at, leaf, rules)
         placed.append(leaf)
     if problems:
         raise LayoutError(
-            f"{len(problems)} arrays are not on the mesh of the rules, {rules.mesh}:\n"
+            f"{len(problems)} arrays are not on the mesh of the rules, {mesh}:\n"
             f"{bullet_list(problems)}\nplace them with flm.distribute_tensor, or pass "
             "them as NumPy arrays, which are split over the batch axes"
         )
     return placed
 
 
-def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
+def split_leaf(argument: Argument, at: int, leaf: Any, rules: Any) -> Any:
     """Split a host array over the batch axes; scalars and PRNG keys are replicated.
 
     Also old-style keys, a plain array of two or four uint32 (`jax.random.PRNGKey`). A
@@ -218,26 +169,21 @@ def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
     return put(leaf, sharding)
 
 
-def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None:
-    """The same placement in normal form; None if it is on other devices."""
-    if isinstance(sharding, NamedSharding):
-        normal = normal_sharding(sharding)
-        if sharding.mesh == mesh.jax_mesh:
-            return normal
-        grid = DeviceMesh(sharding.mesh)
-        if list(grid.devices.flat) != list(mesh.devices.flat):
-            return None
-        own = mesh.jax_mesh if same_grid(grid, mesh) else sharding.mesh
-        return NamedSharding(own, normal.spec, memory_kind=sharding.memory_kind)  # type: ignore[arg-type]
-    if sharding.device_set != set(mesh.devices.flat):
+def _on_mesh(leaf: Any, mesh: DeviceMesh) -> NamedSharding | None:
+    """The placement of an array in normal form; None if it is on other devices."""
+    sharding, jax_mesh = leaf.sharding, mesh.jax_mesh
+    if not isinstance(sharding, NamedSharding):
+        whole = NamedSharding(jax_mesh, PartitionSpec())  # type: ignore[arg-type]
+        return whole if sharding.is_equivalent_to(whole, leaf.ndim) else None
+    normal = normal_sharding(sharding)
+    if sharding.mesh == jax_mesh:
+        return normal
+    grid = DeviceMesh(sharding.mesh)
+    if list(grid.devices.flat) != list(mesh.devices.flat):
         return None
-    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())  # type: ignore[arg-type]
-    return replicated if sharding.is_equivalent_to(replicated, ndim) else sharding
-
-
-def _respelled(leaf: Any) -> Any:
-    normal = None if isinstance(leaf, Tracer) else own_sharding(leaf)
-    return leaf if normal is None else put(leaf, normal)
+    if not same_grid(grid, mesh):  # the same devices under other names
+        return normal
+    return NamedSharding(jax_mesh, normal.spec, memory_kind=normal.memory_kind)  # type: ignore[arg-type]
 
 
 def warn_of_whole_batches(call: Call, name: str) -> bool:
@@ -246,10 +192,9 @@ def warn_of_whole_batches(call: Call, name: str) -> bool:
     mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
     whole = [
         argument.label(at)
-        for argument in call.arguments
-        for at, leaf in enumerate(argument.leaves)
-        if not argument.is_state and np.ndim(leaf) and not is_on_mesh(leaf)
-        if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
+        for argument, at in call.table
+        if not argument.is_state and np.ndim(leaf := argument.leaves[at])
+        if not _is_committed(leaf) and not isinstance(leaf, Tracer)
     ]
     if mesh is None or not whole:
         return False
@@ -282,10 +227,10 @@ def fit(program: Program, call: Call) -> list[Any]:
             "them; go on with what that call returned, or do not donate them"
         )
     leaves = list(call.leaves)
-    misplaced: list[int] = []
+    misplaced: list[str] = []
     for at, (leaf, sharding) in enumerate(zip(leaves, program.wanted, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            argument, number = call.owner(at)
+            argument, number = call.table[at]
             raise LayoutError(
                 f"{argument.label(number)} is abstract: a call needs arrays; make the "
                 "model with flm.create(make, layout_map), or use .lower or .eval_shape"
@@ -293,15 +238,24 @@ def fit(program: Program, call: Call) -> list[Any]:
         if sharding is None or getattr(leaf, "sharding", None) == sharding:
             continue
         if _is_elsewhere(leaf, sharding):
-            misplaced.append(at)
+            argument, number = call.table[at]
+            misplaced.append(
+                f"{argument.label(number)}: wanted {show_sharding(sharding)}, it is "
+                f"{show_sharding(leaf.sharding)}"
+            )
         elif not isinstance(leaf, Tracer | NUMBERS):
             leaves[at] = put(leaf, sharding)
     if misplaced:
-        raise _misplaced(program, call, misplaced)
+        names = [a.name for a in call.arguments if a.is_state or a.given is not None]
+        tree = ", ".join(f"{name!r}: {name}" for name in names)
+        raise LayoutError(
+            f"{len(misplaced)} arrays are not where this jit wants them:\n"
+            f"{bullet_list(misplaced)}\nmake state with flm.create and "
+            "flm.create_optimizer, or place all of it first, under these names: "
+            f"layout_map.place({{{tree}}})"
+        )
     if program.donated:
-        _check_not_donated_twice(call, leaves, program.donated)
-        if not are_apart([call.leaves[at] for at in program.state]):
-            _copy_shared_memory(leaves, program)
+        separate(program, call, leaves)
     return leaves
 
 
@@ -322,119 +276,7 @@ def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
 
 def _is_committed(leaf: Any) -> bool:
     """Whether a leaf is an array that was put on its devices."""
-    return _is_array(leaf) and leaf.committed
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-
-
-def _misplaced(program: Program, call: Call, numbers: Sequence[int]) -> LayoutError:
-    problems: list[str] = []
-    hints: dict[str, None] = {}
-    for number in numbers:
-        argument, at = call.owner(number)
-        wanted, leaf = program.wanted[number], call.leaves[number]
-        problems.append(
-            f"{argument.label(at)}: wanted {show_sharding(wanted)}, it is "
-            f"{show_sharding(leaf.sharding)}"
-        )
-        hints[_hint(call, argument, at)] = None
-    return LayoutError(
-        f"{len(problems)} arrays are not where this jit wants them:\n"
-        f"{bullet_list(problems)}\n{'; '.join(hints)}"
-    )
-
-
-def are_deleted(leaves: Sequence[Any]) -> bool:
-    """Whether one of these is a deleted array."""
-    try:
-        # The method of the type is much faster than an attribute of each array.
-        return any(map(type(leaves[0]).is_deleted, leaves))
-    except (AttributeError, IndexError, TypeError):  # none, or other things too
-        return any(x.is_deleted() for x in leaves if _is_array(x))
-
-
-def _check_not_donated_twice(
-    call: Call, leaves: Sequence[Any], donated: Sequence[int]
-) -> None:
-    """Raise LayoutError where one array is donated and used elsewhere too.
-
-    JAX fails on that only while running, and may hang.
-    """
-    count = collections.Counter(id(x) for x in leaves if isinstance(x, jax.Array))
-    twice = [id(leaves[at]) for at in donated if count[id(leaves[at])] > 1]
-    if twice:
-        same = (at for at, x in enumerate(leaves) if id(x) == twice[0])
-        owners = list(map(call.owner, same))
-        paths = [argument.path(at) for argument, at in owners[:4]]
-        raise LayoutError(
-            f"{' and '.join(paths)} are one array, which is donated: it cannot be "
-            "used twice; copy it first, jax.numpy.copy(x), or do not donate it"
-        )
-
-
-def _copy_shared_memory(leaves: list[Any], program: Program) -> None:
-    """Copy donated arrays that share their memory with other arguments.
-
-    As two arrays do that were put on a mesh from one. Donating them ends the process
-    (jax 0.10.2), or hangs (jax 0.12.0).
-    """
-    parts = list(map(_buffers_of, leaves))
-    count = collections.Counter(itertools.chain.from_iterable(parts))
-    for at in program.donated:
-        if any(count[part] > 1 for part in parts[at]):
-            leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
-
-
-def _buffers_of(leaf: Any) -> set[Any]:
-    """The memory of an array in this process, to compare; empty if unknown."""
-    if not _is_array(leaf) or not leaf.size:
-        return set()
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    count = len(leaf.sharding.addressable_devices)
-    parts = [leaf.addressable_data(at) for at in range(count)]
-    return set(map(memory_of, parts)) - {None} or {id(leaf)}
-
-
-def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
-    """Paths of the arrays that are deleted, in arguments by name."""
-    flat = flatten(Roots(arguments))
-    pairs = zip(flat.full_paths(), flat.leaves, strict=True)
-    return [path for path, leaf in pairs if are_deleted([leaf])]
-
-
-def _hint(call: Call, argument: Argument, at: int) -> str:
-    """The fix for a leaf that is placed elsewhere."""
-    name, rules = argument.name, call.rules
-    if argument.flat.section(at).role == "optimizer":
-        # The state of an optimizer alone does not say which parameters it follows.
-        return (
-            "make the optimizer with flm.create_optimizer(model, tx, layout_map), or "
-            "place the tree that holds both, "
-            f"layout_map.place({{'model': model, {name!r}: {name}}})"
-        )
-    whole, *within = argument.flat.forms(at)
-    if rules is not None and within:
-        ask = rules.matcher.matching_forms
-        if ask((whole, *within)) != ask(within):
-            return (
-                f"these rules match paths that start with {name!r}, so create and "
-                "place the model under that name: "
-                f"layout_map.place({{{name!r}: {name}}})"
-            )
-    is_ruled = rules is None or rules.matcher.matching_forms(argument.flat.forms(at))
-    if not is_ruled and not argument.leaves[at].sharding.is_fully_replicated:
-        return (
-            f"no rule matches them in the argument {name!r}: if rules name what they "
-            f"were made in, such as 'policy', pass {{'policy': {name}}}, or rename the "
-            f"argument; if not, move them first, layout_map.place({name})"
-        )
-    return (
-        "move them first, layout_map.place(model), or make the model with "
-        "flm.create(make, layout_map)"
-    )
+    return is_array(leaf) and leaf.committed
 
 
 def show_sharding(sharding: Any) -> str:

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.jax_internals import executables_of
 from flax_layoutmap._core.processes import (
     Agreement,
@@ -21,7 +19,6 @@ from flax_layoutmap._core.processes import (
 )
 from flax_layoutmap._place.place import need_devices
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
     Argument,
@@ -31,27 +28,25 @@ from flax_layoutmap._step.arguments import (
     names_of,
     slots_of,
 )
+from flax_layoutmap._step.donation import deleted_paths
 from flax_layoutmap._step.inputs import (
     Placer,
     bind,
-    deleted_paths,
     fit,
     is_for,
-    warn_of_parameters,
     warn_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
     Program,
-    StaleProgramError,
     abstract_result,
     make_program,
     run_program,
 )
 from flax_layoutmap._step.recognise import KnownCalls
 from flax_layoutmap._step.refusals import refuse_constants
-from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.shardings import avals_of
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
-from flax_layoutmap._tree.watch import Uncomparable, comparable, is_hashable
+from flax_layoutmap._tree.watch import Uncomparable, contents, is_hashable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
@@ -71,22 +66,15 @@ def jit(
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
-    Arguments that hold an NNX object, an `nnx.State`, a TrainState or an optax state,
-    containers in which a rule shards a leaf, and donated arguments are state: they come
-    in and go out in the layouts of the rules. Other arguments are data: arrays on the
-    mesh stay as they are, those on the host are split over the map's `batch` axes
-    (scalars and PRNG keys are replicated).
+    NNX objects, States, TrainStates and optax states, containers in which a rule shards
+    a leaf, and donated arguments are state: they come in and go out in the layouts of
+    the rules. Other arguments are data: arrays on the mesh stay as they are, those on
+    the host are split over the map's `batch` axes. Objects are updated in place, as by
+    `nnx.jit`, and may be modified inside. A part of the result with the structure of an
+    argument gets its layouts; other states in it those of the rules.
 
-    NNX objects are updated in place, as by `nnx.jit`; modules may be modified inside,
-    and new Variables are sharded by the rules, or left to XLA where no rule names them.
-    A call that changes the structure donates nothing of the objects. Changing a static
-    attribute of a module retraces the function; docs/jit.md says what is compared.
-
-    A part of the result with the structure of an argument gets its layouts; any other
-    TrainState, optax state, `nnx.State` or mapping with the key "params" those of the
-    rules. Inside, `flm.distribute_tensor(x, "hidden")` finds
-    `layout_map.names["hidden"]`, and `layout_map.activations` constrain the outputs of
-    modules. On an Explicit mesh the function is traced as on Auto axes.
+    docs/jit.md says what is compared, when the function is traced again, and what
+    Explicit axes and host memory mean.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
@@ -95,11 +83,9 @@ def jit(
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
             as `("data", None)` (or a prefix tree of them), which overrides the rules.
         out_shardings: the same for the function's result.
-        static_argnames: arguments that are compile-time constants (hashable).
-        static_argnums: the same by position.
-        donate_argnames: arguments whose buffers may be reused for the results. Of an
-            NNX object only what the function changes is donated.
-        donate_argnums: the same by position.
+        static_argnames, static_argnums: arguments that are compile-time constants.
+        donate_argnames, donate_argnums: arguments whose buffers may be reused for the
+            results. Of an NNX object only what the function changes is donated.
         explicit: on an Explicit mesh, trace the function with its types of layouts,
             for code that gives them (`out_sharding=`, `jax.sharding.reshard`).
 
@@ -108,12 +94,8 @@ def jit(
         which take the same arguments.
 
     Raises:
-        LayoutError: an option names no argument; or, when called: state is not where
-            the rules say, a batch does not divide, two NNX arguments share a Variable,
-            a Variable has `ref` or `hijax`, or the function uses an NNX object that is
-            not an argument. Nothing was run.
-        RuleError: `layout_map` is not one, or a sharding names an unknown axis.
-        ResolveError: state, or a state in the result, does not fit the rules.
+        LayoutError: an option names no argument; or, when called, and before anything
+            has run: state or a batch does not fit, or docs/jit.md lists it as an error.
         ProcessError: at the first call, when the processes were given different
             rules, meshes, states or host batches: each of them passes the whole batch.
 
@@ -166,8 +148,6 @@ class Jitted:
         self._known = KnownCalls()
         self._warned = False
 
-    # ----------------------------------------------------------------------- a call
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
         try:
@@ -175,7 +155,11 @@ class Jitted:
             if ran:
                 return result
             call = bind(self._job, args, kwargs, rules)
-            return self._run(call, self._program(call, runs=True))
+            program = self._program(call, runs=True)
+            leaves = fit(program, call)
+            result = run_program(program, call, leaves)
+            self._known.remember(call, program, leaves)
+            return result
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -183,15 +167,6 @@ class Jitted:
             tell_of_others(error)
             self._raise_if_lost(args, kwargs, error)
             raise
-
-    def _run(self, call: Call, program: Program) -> Any:
-        leaves = fit(program, call)
-        try:
-            result = run_program(program, call, leaves)
-        except StaleProgramError:  # while JAX traces it: nothing has run
-            return self._run(call, self._program(call, runs=True, stale=program))
-        self._known.remember(call, program, leaves)
-        return result
 
     def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
@@ -213,11 +188,8 @@ class Jitted:
         """As `jax.jit(...).trace`, of the program on leaves."""
         call = bind(self._job, args, kwargs, self._rules())
         program = self._program(call)
-        avals = [
-            abstract(leaf, wanted or own_sharding(leaf))
-            for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
-        ]
-        with mesh_context(call.rules, call.leaves):
+        avals = avals_of(call.leaves, program.wanted)
+        with mesh_context(call.rules, avals):
             return program.jitted.trace(*avals)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,42 +238,49 @@ class Jitted:
         need_devices(rules, "jit")
         return rules
 
-    def _program(
-        self, call: Call, *, runs: bool = False, stale: Program | None = None
-    ) -> Program:
+    def _program(self, call: Call, *, runs: bool = False) -> Program:
         """The program of a call: a cached one, or a new one.
 
-        `runs` says whether it will run, for which all processes have to agree; `stale`
-        is a cached one that turned out not to be the program of this call.
+        `runs` says whether it will run, for which all processes have to agree.
+        """
+        programs = self._programs_like(call)
+        known = next((each for each in programs if is_for(each, call)), None)
+        if known is not None and (known.agreed or not runs):
+            return known
+        mesh = call.mesh if runs else None
+        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
+            program = known or make_program(self._job, call)
+            agreement.add(lambda: {**program.fingerprints, **_data_parts(call)})
+        program.agreed = runs
+        if known is None:
+            programs.insert(0, program)
+        if runs and call.rules is None and not self._warned:
+            self._warned = warn_of_whole_batches(call, self._job.name)
+        return program
+
+    def _programs_like(self, call: Call) -> list[Program]:
+        """The programs for calls of this structure.
+
+        Raises:
+            LayoutError: a static argument cannot be hashed.
+            StructureError: a constant in an NNX object cannot be compared.
         """
         key = _key(call)
-        others = [p for p in self._programs.get(key, ()) if p is not stale]
-        program = next((p for p in others if is_for(p, call)), None)
-        if program is not None and (program.agreed or not runs):
-            return program
-        # Only a run involves all processes; but only one may have a stale program.
-        mesh = call.mesh if runs and stale is None else None
-        with Agreement(f"the first call of {self._job.name}", mesh) as agreement:
-            made = program or make_program(self._job, call)
-            agreement.add(lambda: {**made.fingerprints, **_data_parts(call.arguments)})
-            warn_of_parameters(call)
-        if runs:
-            made = dataclasses.replace(made, agreed=True, fingerprints={})
-            if call.rules is None and not self._warned:
-                self._warned = warn_of_whole_batches(call, self._job.name)
-        self._programs[key] = [made, *(p for p in others if p is not program)]
+        try:
+            programs = self._programs.setdefault(key, [])
+        except TypeError:  # a constant that cannot be hashed
+            try:
+                programs = self._programs.setdefault(contents(key), [])
+            except Uncomparable as error:
+                refuse_constants(named_objects(call.arguments), error)
+                raise
         if len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        return made
+        return programs
 
 
-def _key(call: Call) -> Any:
-    """The cache key of programs: rules, constants, contexts, settings, arguments.
-
-    Raises:
-        LayoutError: a static argument cannot be hashed.
-        StructureError: a constant in an NNX object cannot be compared.
-    """
+def _key(call: Call) -> tuple[Any, ...]:
+    """What a program depends on: rules, constants, contexts, settings, arguments."""
     for slot, value in call.static.items():
         if not is_hashable(value):
             raise LayoutError(
@@ -310,25 +289,17 @@ def _key(call: Call) -> Any:
             )
     # 1, 1.0 and True are equal, but give different programs.
     static = [(slot, type(value), value) for slot, value in call.static.items()]
-    places: list[Any] = []
-    if call.rules is None:
-        state = [argument for argument in call.arguments if argument.is_state]
-        places = [own_sharding(leaf) for argument in state for leaf in argument.leaves]
-    keys = [argument.key() for argument in call.arguments]
-    try:
-        return comparable((call.rules, context_key(), *static, *places, *keys))
-    except Uncomparable as error:
-        refuse_constants(named_objects(call.arguments), error)
-        raise
+    keys = [argument.key(call.rules) for argument in call.arguments]
+    return call.rules, context_key(), *static, *keys
 
 
-def _data_parts(arguments: Sequence[Argument]) -> Parts:
+def _data_parts(call: Call) -> Parts:
     """The data that the processes must have in common: shapes and host values."""
-    data = [argument for argument in arguments if not argument.is_state]
+    data = [argument for argument in call.arguments if not argument.is_state]
     shapes = [
-        f"{path} {show_shape(np.shape(x))} {getattr(x, 'dtype', type(x).__name__)}"
+        f"{a.label(at)} {getattr(x, 'dtype', type(x).__name__)}"
         for a in data
-        for path, x in zip(a.flat.full_paths(), a.leaves, strict=True)
+        for at, x in enumerate(a.leaves)
     ]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
     return {"batch shapes": shapes, "batch values": values}

@@ -9,11 +9,9 @@ If the function changes the structure of its NNX objects, they are updated from 
 GraphDefs afterwards, as by `nnx.jit`.
 """
 
-import collections
 import dataclasses
 import itertools
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,19 +19,18 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from flax_layoutmap._core.errors import StructureError, warn
+from flax_layoutmap._core.errors import LayoutError, StructureError, warn
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._step.arguments import (
-    Argument,
     Call,
-    Form,
     named_objects,
     no_array,
-    rebuilt,
+    put_together,
     spans,
     strong,
 )
-from flax_layoutmap._step.explicit import has_explicit_axes, on_auto_axes, typed_as_mesh
+from flax_layoutmap._step.donation import note_outputs
+from flax_layoutmap._step.explicit import has_explicit_axes, on_auto_axes, typed
 from flax_layoutmap._step.refusals import (
     check_apart,
     check_plain,
@@ -43,14 +40,16 @@ from flax_layoutmap._step.refusals import (
     refuse_integers,
 )
 from flax_layoutmap._step.shardings import (
+    Known,
     Layouts,
     abstract,
-    after_change,
-    is_free,
+    avals_of,
     is_on_host,
-    pin_results,
+    known_of,
+    layouts_after,
+    layouts_of,
     pins_of,
-    wanted_before,
+    places_of_result,
 )
 from flax_layoutmap._step.trace import (
     Job,
@@ -59,7 +58,7 @@ from flax_layoutmap._step.trace import (
     mesh_needed,
     roots_of,
 )
-from flax_layoutmap._tree.flax_internals import was_made_elsewhere
+from flax_layoutmap._tree.flax_internals import was_made_elsewhere, write_value
 from flax_layoutmap._tree.graph import (
     TAG,
     Graph,
@@ -76,13 +75,11 @@ class Structure:
         graphdefs: those of the given objects, then of new ones in the result.
         treedef: the structure of their values.
         sources: per leaf, its position among the arguments; None: the next output.
-        free: per leaf, whether a new Variable holds it that may lie anywhere.
     """
 
     graphdefs: tuple[Any, ...]
     treedef: Any
     sources: tuple[int | None, ...]
-    free: tuple[bool, ...]
 
     def leaves(self, given: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
         """The leaves after the function."""
@@ -129,7 +126,7 @@ class Outcome:
     returns_objects: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Program:
     """The program for one structure of arguments. Holds no array of the caller.
 
@@ -141,14 +138,13 @@ class Program:
         donated: positions of the leaves that are donated.
         gives_trees: whether some of these are in no NNX object.
         outcome: what its outputs are.
+        places: the shardings of these (or None: any).
         moved: after a change of structure, numbers of leaves that stay as they are and
             get another sharding, which has to be put there.
         shapes: abstract outputs.
-        fingerprints: lines of rules, mesh and table; empty for one process, and once
-            the processes have agreed.
+        fingerprints: lines of rules, mesh and table, which processes compare.
+        mesh: the Explicit mesh, if it is traced as on Auto axes; or None.
         agreed: whether the processes have compared them.
-        mesh: that of outputs without its types, as they come from Auto axes, or None.
-        places: the shardings of all outputs; used with `mesh`.
     """
 
     jitted: Any
@@ -158,25 +154,17 @@ class Program:
     donated: tuple[int, ...]
     gives_trees: bool
     outcome: Outcome
+    places: Sequence[Any]
     moved: Mapping[int, Any]
     shapes: tuple[Any, Any]
     fingerprints: Mapping[str, Sequence[str]]
+    mesh: Any
     agreed: bool = False
-    mesh: Any = None
-    places: Sequence[Any] = ()
 
-    def run(self, leaves: Sequence[Any], *, is_traced: bool = False) -> tuple[Any, Any]:
-        """The new values and the result; in an outer trace, all outputs get types."""
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """The new values and the result."""
         outputs = self.jitted(*leaves)
-        if self.mesh is None or not (is_traced or None in self.places):
-            return outputs
-        flat, treedef = jax.tree.flatten(outputs)
-        pairs = zip(flat, self.places, strict=True)
-        return treedef.unflatten([typed_as_mesh(x, self.mesh, at) for x, at in pairs])
-
-
-class StaleProgramError(Exception):
-    """JAX has traced the function again, and it did something else."""
+        return outputs if self.mesh is None else typed(outputs, self.places, self.mesh)
 
 
 def make_program(job: Job, call: Call) -> Program:
@@ -186,59 +174,61 @@ def make_program(job: Job, call: Call) -> Program:
         LayoutError: rules, options or the function do not fit the arguments.
     """
     named = named_objects(call.arguments)
+    check_apart(named)
     check_plain(named)
     if job.runs:
         refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
-    before = wanted_before(job, call)
+    before = layouts_of(call.arguments, call.rules)
+    known = known_of(call.arguments, before.wanted)
     outcomes: list[Outcome] = []
     remarks: list[str] = []
-    flat = _flat_function(job, call, before, outcomes, remarks.append)
+    flat = _flat_function(job, call, before, known, outcomes, remarks.append)
     options: Any = {"in_shardings": tuple(before.wanted)}
-    pairs = zip(call.leaves, before.wanted, strict=True)
-    avals = [abstract(x, where) if where else x for x, where in pairs]
-    traced = _traced(job, call, jax.jit(flat, **options), avals)
+    traced = _traced(job, call, jax.jit(flat, **options), before.wanted)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (new, result) = outcomes[-1], traced.out_info
-    after = after_change(job, call, before, outcome, new)
-    results, resolved = pin_results(job, call, after, result)
-    outputs: Sequence[Any] = after.after
-    moved: dict[int, Any] = {}
+    after, layouts = layouts_after(call, before, outcome, new)
+    results, resolution = places_of_result(
+        result, job.out_shardings, known, layouts, call.rules
+    )
+    sources = [None] * len(after)
     if outcome.structure is not None:
-        sources = list(zip(outcome.structure.sources, after.after, strict=True))
-        outputs = [where for at, where in sources if at is None]
-        moved = {n: x for n, (at, x) in enumerate(sources) if at is not None and x}
+        sources = outcome.structure.sources
+    pairs = list(zip(sources, after, strict=True))
+    places = [*(where for source, where in pairs if source is None), *results]
     for text in remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}
-    if resolved is not None:
-        resolved.announce()
+    if resolution is not None:
+        resolution.announce()
         if jax.process_count() > 1:
-            fingerprints = resolved.fingerprint_lines()
-    donated = _donated(call.arguments, outcome)
-    spanned = zip(call.arguments, spans(call.arguments), strict=True)
-    places = [*outputs, *results]
-    layouts = jax.tree.unflatten(jax.tree.structure((new, result)), places)
+            fingerprints = resolution.fingerprint_lines()
+    donated = _donated(call, outcome)
     if mesh_needed(call.rules) is not None and not any(places):
         options["keep_unused"] = True  # JAX knows the devices by its inputs alone
+    layouts_out = jax.tree.unflatten(jax.tree.structure((new, result)), places)
     return Program(
-        jitted=jax.jit(flat, out_shardings=layouts, donate_argnums=donated, **options),
+        jitted=jax.jit(
+            flat, out_shardings=layouts_out, donate_argnums=donated, **options
+        ),
         wanted=before.wanted,
         free=before.free,
-        state=[at for x, span in spanned if x.is_state for at in span],
+        state=[at for at, (a, _) in enumerate(call.table) if a.is_state],
         donated=donated,
         gives_trees=any(x.is_donated and not x.objects for x in call.arguments),
         outcome=outcome,
-        moved=moved,
+        places=places,
+        moved={n: at for n, (old, at) in enumerate(pairs) if old is not None and at},
         shapes=(new, result),
         fingerprints=fingerprints,
         mesh=call.mesh if has_explicit_axes(call.mesh) and not job.explicit else None,
-        places=places,
     )
 
 
-def _traced(job: Job, call: Call, jitted: Any, avals: Sequence[Any]) -> Any:
+def _traced(job: Job, call: Call, jitted: Any, wanted: Sequence[Any]) -> Any:
     """Trace the flat function, once."""
+    avals = avals_of(call.leaves, wanted)
     try:
         with mesh_context(call.rules, avals):
             return jitted.trace(*avals)
@@ -254,19 +244,19 @@ def _traced(job: Job, call: Call, jitted: Any, avals: Sequence[Any]) -> Any:
         raise
 
 
-def _donated(arguments: Sequence[Argument], outcome: Outcome) -> tuple[int, ...]:
+def _donated(call: Call, outcome: Outcome) -> tuple[int, ...]:
     """Positions of the leaves to donate.
 
     A leaf that stays as it is in an NNX object remains in use, so its buffer must not
     be reused for a result that happens to have the same shape.
     """
-    positions: list[int] = []
-    for argument, span in zip(arguments, spans(arguments), strict=True):
-        if argument.is_donated:
-            inside = zip(span, argument.form.in_objects, strict=True)
-            changed = set(outcome.leaves if outcome.structure is None else ())
-            positions += [at for at, held in inside if not held or at in changed]
-    return tuple(positions)
+    changed = set(outcome.leaves if outcome.structure is None else ())
+    return tuple(
+        at
+        for at, (argument, number) in enumerate(call.table)
+        if argument.is_donated
+        if not argument.in_objects[number] or at in changed
+    )
 
 
 # ---------------------------------------------------------------------- the trace
@@ -275,7 +265,8 @@ def _donated(arguments: Sequence[Argument], outcome: Outcome) -> tuple[int, ...]
 def _flat_function(
     job: Job,
     call: Call,
-    before: Layouts,
+    layouts: Layouts,
+    known: Known,
     outcomes: list[Outcome],
     report: Callable[[str], None],
 ) -> Callable[..., Any]:
@@ -284,42 +275,50 @@ def _flat_function(
     Each trace of it appends to `outcomes`. It holds the structure of the arguments,
     and none of their arrays.
     """
-    forms = [argument.form for argument in call.arguments]
+    arguments = [argument.structure() for argument in call.arguments]
+    names = [name for name, _ in named_objects(call.arguments)]
     slots = [slot for slot, _ in call.slots]
-    static, rules = call.static, call.rules
-    parameters, known = before.parameters, before.known
-    wanted = before.wanted
+    static, rules, mesh = call.static, call.rules, call.mesh
+    wanted, parameters = layouts.wanted, layouts.parameters
+    held = [a.in_objects[at] for a, at in call.table]
+    positions = [at for at, inside in enumerate(held) if inside]
 
     def flat(*leaves: Any) -> Any:
         inputs = list(map(_on_device, leaves))
-        values, nested, positions = rebuilt(forms, inputs)
-        values |= static
-        objects = [node for nodes in nested for node in nodes]
+        values, objects = put_together(arguments, inputs)
         graph = Graph(objects)
+        values.update(static)
         given = [(slot, values[slot]) for slot in slots]
         result = call_job(job, given, rules, parameters, report)
         outcome, new, result, made = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
-            _check_new(forms, nested, graph, made)
+            _check_new(list(zip(names, objects, strict=True)), graph, made)
         outcomes.append(outcome)
         if outcome != outcomes[0]:
-            raise StaleProgramError
-        leaves_of_new, structure = jax.tree.flatten(new)
-        where = [wanted[at] for at in outcome.leaves] or [None] * len(leaves_of_new)
+            raise LayoutError(
+                f"{job.name} was traced again, and what it does to its arguments was "
+                "another thing: that must not depend on what is outside of its "
+                "arguments; pass what decides it, as in static_argnames"
+            )
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
-        results, treedef = jax.tree.flatten(result)
+        where = [wanted[at] for at in outcome.leaves] or itertools.repeat(None)
+        new = _mapped(_kept, new, where)
         pins, _ = pins_of(result, known)
-        pairs = zip(results, pins, strict=True)
-        results = [
-            _kept(host.get(id(x), x), where) if state else x
-            for x, (state, where) in pairs
-        ]
-        kept = map(_kept, leaves_of_new, where)
-        return structure.unflatten(kept), treedef.unflatten(results)
+        return new, _mapped(
+            lambda x, pin: _kept(host.get(id(x), x), pin[1]) if pin[0] else x,
+            result,
+            pins,
+        )
 
     flat.__name__ = job.name
-    return flat if job.explicit else on_auto_axes(flat, call.mesh)
+    return flat if job.explicit else on_auto_axes(flat, mesh)
+
+
+def _mapped(function: Callable[..., Any], tree: Any, others: Iterable[Any]) -> Any:
+    """`jax.tree.map` with a list of the others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(function, leaves, others))
 
 
 def _on_device(leaf: Any) -> Any:
@@ -370,9 +369,7 @@ def _outcome(
         position = {id(inputs[at]): at for at in positions}
         sources = tuple(position.get(id(leaf)) for leaf in after.leaves)
         new = [x for x, at in zip(after.leaves, sources, strict=True) if at is None]
-        old = set(map(id, before.nodes))
-        free = tuple(id(x) not in old and is_free(x) for x in after.owners())
-        structure = Structure(after.graphdefs, after.treedef, sources, free)
+        structure = Structure(after.graphdefs, after.treedef, sources)
     plain, returns = without_objects(result, after.nodes)
     paths, out_tree = tuple(path for path, _ in named), jax.tree.structure(plain)
     outcome = Outcome(changed, leaves, structure, paths, out_tree, returns)
@@ -380,17 +377,9 @@ def _outcome(
 
 
 def _check_new(
-    forms: Sequence[Form],
-    nested: Sequence[Sequence[Any]],
-    before: Graph,
-    made: Sequence[Any],
+    given: Sequence[tuple[str, Any]], before: Graph, made: Sequence[Any]
 ) -> None:
     """Raise StructureError where objects are not of this trace, or hold no arrays."""
-    given = [
-        (form.slot.name, node)
-        for form, nodes in zip(forms, nested, strict=True)
-        for node in nodes
-    ]
     check_apart(given)
     known = set(map(id, before.nodes))
     for where, part in named_parts([*(("the result", node) for node in made), *given]):
@@ -407,47 +396,6 @@ def _check_new(
             )
 
 
-# The state after the last few calls, by the ids of weak references: arrays that share
-# memory with no others, as programs have written them, or they were compared before.
-_APART: collections.deque[dict[int, Any]] = collections.deque(maxlen=8)
-
-
-def are_apart(arrays: Sequence[Any]) -> bool:
-    """Whether all of these are known to share memory with no others."""
-    try:
-        # An array has one reference while that lives.
-        left = set(map(id, map(weakref.ref, arrays)))
-    except TypeError:  # not arrays
-        return False
-    for known in _APART:
-        left.difference_update(known)
-        if not left:
-            break
-    return not left
-
-
-def note_outputs(
-    program: Program, leaves: Sequence[Any], new: Any, result: Any
-) -> list[Any]:
-    """Record the arrays that share memory with no others after a call.
-
-    Returns:
-        References to the state after it; none if something there is not an array.
-    """
-    refs = map(weakref.ref, jax.tree.leaves(new))
-    changed = dict(zip(program.outcome.leaves, refs, strict=True))
-    try:
-        after = [changed.get(at) or weakref.ref(leaves[at]) for at in program.state]
-    except TypeError:
-        after = []
-    apart = after if program.donated else [*changed.values()]
-    if program.gives_trees:
-        apart = [*apart, *map(weakref.ref, jax.tree.leaves(result))]
-    if apart:
-        _APART.appendleft(dict(zip(map(id, apart), apart, strict=True)))
-    return after
-
-
 # ------------------------------------------------------------------------- running
 
 
@@ -458,27 +406,23 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     donated nothing of the objects.
     """
     outcome, parts = program.outcome, call.parts
-    if outcome.structure is not None:
-        check_apart(named_objects(call.arguments), nnx.Pytree | nnx.Variable)
     check_level([parts[at] for at in outcome.changed])
     with mesh_context(call.rules, leaves):
-        is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-        new, result = program.run(leaves, is_traced=is_traced)
+        new, result = program.run(leaves)
     if outcome.structure is not None:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
         for at, where in program.moved.items():
             after[at] = distribute_tensor(after[at], where)
         nodes = outcome.structure.apply(call.objects, after)
-        return with_objects(result, nodes) if outcome.returns_objects else result
-    note_outputs(program, leaves, new, result)
-    _keep_placed(call.arguments, leaves)
-    for at, value in zip(outcome.changed, new, strict=True):
-        parts[at].set_raw_value(value)
-    if outcome.returns_objects:
-        # Object by object, as they were merged: they may share what holds no Variable.
-        nodes = [node for each in call.objects for node in Graph([each]).nodes]
         return with_objects(result, nodes)
-    return result
+    note_outputs(program, leaves, new, result)
+    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
+        argument.write(leaves[span.start : span.stop])
+    for at, value in zip(outcome.changed, new, strict=True):
+        write_value(parts[at], value)
+    if not outcome.returns_objects:
+        return result
+    return with_objects(result, Graph(call.objects).nodes)
 
 
 def check_level(parts: Sequence[Any]) -> None:
@@ -490,22 +434,12 @@ def check_level(parts: Sequence[Any]) -> None:
         parts[0].set_raw_value(parts[0].get_raw_value())
 
 
-def _keep_placed(arguments: Sequence[Argument], leaves: Sequence[Any]) -> None:
-    """Write leaves that were placed for the program into their objects."""
-    for argument, span in zip(arguments, spans(arguments), strict=True):
-        argument.write(leaves[span.start : span.stop])
-
-
 def abstract_result(program: Program, call: Call) -> Any:
     """The function's result without arrays; no object is changed."""
     outcome, (new, result) = program.outcome, program.shapes
-    given = [abstract(leaf, None) for leaf in call.leaves]
-    if not outcome.returns_objects:
-        nodes: Any = ()
-    elif outcome.structure is None:
-        _, nested, _ = rebuilt([argument.form for argument in call.arguments], given)
-        nodes = Graph(itertools.chain.from_iterable(nested)).nodes
-    else:
+    given = abstract(call.leaves)
+    if outcome.structure is not None:
         leaves = outcome.structure.leaves(given, jax.tree.leaves(new))
-        nodes = outcome.structure.merged(leaves)[1]
-    return with_objects(result, nodes)
+        return with_objects(result, outcome.structure.merged(leaves)[1])
+    _, objects = put_together(call.arguments, given)
+    return with_objects(result, Graph(objects).nodes)

@@ -22,14 +22,8 @@ from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Call, spans
-from flax_layoutmap._step.inputs import are_deleted
-from flax_layoutmap._step.program import (
-    Program,
-    StaleProgramError,
-    are_apart,
-    check_level,
-    note_outputs,
-)
+from flax_layoutmap._step.donation import are_apart, are_deleted, note_outputs
+from flax_layoutmap._step.program import Program, check_level
 from flax_layoutmap._step.trace import context_key, mesh_needed
 from flax_layoutmap._tree.flax_internals import (
     is_bookkeeping,
@@ -72,11 +66,7 @@ class KnownCalls:
                 continue
             if self._calls[:1] != [known]:  # others may have gone meanwhile
                 self._calls = [known, *(x for x in self._calls if x is not known)]
-            try:
-                return True, known.run(leaves)
-            except StaleProgramError:  # while JAX traces it
-                self._calls = [x for x in self._calls if x.program != known.program]
-                break
+            return True, known.run(leaves)
         return False, None
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:

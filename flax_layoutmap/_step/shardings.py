@@ -6,7 +6,7 @@ sharding; other state is laid out by the rules.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,16 +23,23 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, Call, shape_key, spans
-from flax_layoutmap._step.trace import Job
-from flax_layoutmap._tree.flatten import plain_tree
+from flax_layoutmap._step.arguments import (
+    NUMBERS,
+    Argument,
+    Call,
+    Slot,
+    shape_key,
+    spans,
+    take_apart,
+)
+from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
 
 # Of one leaf of the result: whether it is state, and its sharding.
 Pin = tuple[bool, Any]
 
 # Structures of arguments → what results like them get, for each such argument.
-_Known = Mapping[Any, Sequence[Sequence[Pin]]]
+Known = Mapping[Any, Sequence[Sequence[Pin]]]
 
 # A placeholder for such a sharding until the rules are resolved.
 BY_RULE = object()
@@ -43,24 +50,19 @@ RESULT = "the result"
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of state, before a function or after it.
+    """The layouts that arguments have to have.
 
     Attributes:
-        wanted: one sharding per leaf of all arguments; None leaves it to JAX.
-        free: positions of leaves that keep the sharding they have, as no rule decides.
-        after: one sharding per leaf of the NNX objects that the function changes, or of
-            all after a change of structure; None as above.
+        wanted: one sharding per leaf; None leaves it to JAX.
+        free: positions of leaves that may lie anywhere, as no rule names them.
         trees: what the rules lay out, by name.
         resolution: its resolution; None if there is nothing to resolve.
-        known: structures of the arguments → what results like them get, a list each.
     """
 
     wanted: Sequence[Any]
     free: Sequence[int]
-    after: Sequence[Any]
     trees: Mapping[str, Any]
     resolution: Resolution | None
-    known: _Known
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -69,12 +71,143 @@ class Layouts:
         return () if made is None else tuple(made._flat.every_form())
 
 
-def pins_of(result: Any, known: _Known) -> tuple[list[Pin], dict[str, Any]]:
+def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
+    """The layouts that arguments have to have."""
+    trees: dict[str, Any] = {}
+    if rules is not None:
+        # Without arrays, as a Resolution is cached.
+        trees = {
+            a.name: a.value if a.objects else a.plain(abstract(a.leaves))
+            for a in arguments
+            if a.is_state and a.given is None
+        }
+    resolution, by_rule = None, iter(())
+    if trees:
+        resolution = resolve(Roots(trees), rules)
+        unmatched = set(resolution.unmatched)
+        has_rule = [path not in unmatched for path in resolution.paths]
+        by_rule = zip(resolution.sharding_list(), has_rule, strict=True)
+    wanted: list[Any] = []
+    free: list[int] = []
+    for argument in arguments:
+        if argument.given is not None:
+            mesh, what = rules and rules.mesh, f"in_shardings[{argument.name!r}]"
+            wanted += broadcast(argument.given, argument.plain(), mesh, what)
+        elif argument.name not in trees:
+            keeps = argument.is_state
+            wanted += [own_sharding(x) if keeps else None for x in argument.leaves]
+        else:
+            for leaf, owner in zip(argument.leaves, argument.owners(), strict=True):
+                sharding, has_rule = next(by_rule)
+                if not has_rule and _may_lie_anywhere(owner):
+                    free.append(len(wanted))
+                    kept = own_sharding(leaf)
+                    is_kept = kept is not None and not kept.is_fully_replicated
+                    sharding = kept if is_kept else sharding
+                wanted.append(sharding)
+    return Layouts(wanted, free, trees, resolution)
+
+
+def _may_lie_anywhere(owner: Any) -> bool:
+    bound = nnx.Param | nnx.OptState
+    return isinstance(owner, nnx.Variable) and not isinstance(owner, bound)
+
+
+def abstract(leaves: Iterable[Any], shardings: Iterable[Any] = ()) -> list[Any]:
+    """Leaves without their values; numbers and tracers stay."""
+    return [
+        leaf
+        if isinstance(leaf, Tracer | NUMBERS)
+        else jax.ShapeDtypeStruct(
+            leaf.shape,
+            jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
+            sharding=sharding,
+            weak_type=bool(getattr(leaf, "weak_type", False)),
+        )
+        for leaf, sharding in zip(
+            leaves, itertools.chain(shardings, itertools.repeat(None)), strict=False
+        )
+    ]
+
+
+def avals_of(leaves: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """What a program with these in shardings is traced with."""
+    own = [
+        x.sharding if isinstance(x, jax.ShapeDtypeStruct) else own_sharding(x)
+        for x in leaves
+    ]
+    return abstract(leaves, (a or b for a, b in zip(wanted, own, strict=True)))
+
+
+# ----------------------------------------------------------------- what comes out
+
+
+def layouts_after(
+    call: Call, before: Layouts, outcome: Any, new: Any
+) -> tuple[list[Any], Layouts]:
+    """Shardings of the outputs `new` of NNX objects, and of what is moved.
+
+    Values of Variables stay where they are. After a change of structure the rules are
+    asked again, and there is a sharding for each leaf of the objects; new Variables
+    that no rule names are left to XLA.
+    """
+    structure = outcome.structure
+    if structure is None:
+        return [before.wanted[at] for at in outcome.leaves], before
+    given = abstract(call.leaves, before.wanted)
+    leaves = structure.leaves(given, abstract(jax.tree.leaves(new)))
+    objects = iter(structure.merged(leaves)[0])
+    changed = [
+        (
+            argument.slot,
+            jax.tree.map(
+                lambda node: next(objects) if is_object(node) else node,
+                argument.value,
+                is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
+            ),
+        )
+        for argument in call.arguments
+        if argument.objects
+    ]
+    names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
+    made = [(Slot(name, name, name), next(objects)) for name in names]
+    shardings = {a.slot.name: a.given for a in call.arguments}
+    apart = iter(take_apart([*changed, *made], in_shardings=shardings))
+    arguments = [next(apart) if a.objects else a for a in call.arguments]
+    arguments += apart
+    after = layouts_of(arguments, call.rules)
+    inside = [held for argument in arguments for held in argument.in_objects]
+    places = [
+        None if at in after.free and source is None else after.wanted[at]
+        for at, source in zip(
+            itertools.compress(itertools.count(), inside),
+            structure.sources,
+            strict=True,
+        )
+    ]
+    return places, after
+
+
+def known_of(arguments: Sequence[Argument], wanted: Sequence[Any]) -> Known:
+    """What results with the structure of an argument get; state comes first."""
+    state: dict[Any, list[list[Pin]]] = {}
+    data: dict[Any, list[list[Pin]]] = {}
+    for argument, span in zip(arguments, spans(arguments), strict=True):
+        if not span or not (argument.is_state or argument.is_container):
+            continue
+        key = argument.treedef, shape_key(argument.leaves)
+        pairs = zip(span, argument.leaves, strict=True)
+        pins = [(argument.is_state, wanted[at] or own_sharding(x)) for at, x in pairs]
+        (state if argument.is_state else data).setdefault(key, []).append(pins)
+    return data | state
+
+
+def pins_of(result: Any, known: Known) -> tuple[list[Pin], dict[str, Any]]:
     """Per leaf of a result: whether it is state, and its sharding, `BY_RULE` or None.
 
-    Also the states in it that are like no argument, by path. `known` are the
-    `Layouts.known`: structures that are looked for from the outside in, and where
-    several arguments have one, these are taken in turn.
+    Also the states in it that are like no argument, by path. The structures that are
+    `known` are looked for from the outside in; where several arguments have one, these
+    are taken in turn.
     """
     turns = {key: [list(pin) for pin in pins] for key, pins in known.items()}
     made: dict[str, Any] = {}
@@ -104,167 +237,29 @@ def is_on_host(x: Any) -> bool:
     return x is not None and x is not BY_RULE and is_offloaded(own_memory_kind(x))
 
 
-def abstract(leaf: Any, sharding: Any) -> Any:
-    """An argument's leaf without its values; numbers and tracers stay."""
-    if isinstance(leaf, Tracer | bool | int | float | complex):
-        return leaf
-    weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
-        sharding=sharding,
-        weak_type=weak,
-    )
-
-
-def wanted_before(job: Job, call: Call) -> Layouts:
-    """The layouts of the arguments."""
-    trees: dict[str, Any] = {}
-    if call.rules is not None:
-        trees = {
-            argument.name: _without_arrays(argument)
-            for argument in call.arguments
-            if argument.is_state and job.in_sharding(argument.slot) is None
-        }
-    resolution = _resolved(trees, call.rules)
-    by_rule = iter(_decisions(resolution))
-    wanted: list[Any] = []
-    free: list[int] = []
-    for argument in call.arguments:
-        prefix, leaves = job.in_sharding(argument.slot), argument.leaves
-        if prefix is not None:
-            what = f"in_shardings[{argument.name!r}]"
-            wanted += broadcast(prefix, argument.plain(), call.mesh, what)
-        elif argument.name in trees:
-            for leaf, owner in zip(leaves, argument.owners(), strict=True):
-                sharding, has_rule = next(by_rule)
-                if not has_rule and is_free(owner):
-                    free.append(len(wanted))
-                    sharding = sharding_kept(leaf) or sharding
-                wanted.append(sharding)
-        else:
-            keeps = argument.is_state
-            wanted += [own_sharding(x) if keeps else None for x in leaves]
-    return Layouts(wanted, free, (), trees, resolution, _known(call, wanted))
-
-
-def is_free(owner: Any) -> bool:
-    """Whether a Variable may lie anywhere if no rule names it."""
-    bound = nnx.Param | nnx.OptState
-    return isinstance(owner, nnx.Variable) and not isinstance(owner, bound)
-
-
-def sharding_kept(leaf: Any) -> NamedSharding | None:
-    """The sharding of an array that was put on a mesh, and is not replicated."""
-    sharding = own_sharding(leaf)
-    return None if sharding is None or sharding.is_fully_replicated else sharding
-
-
-def _resolved(trees: Mapping[str, Any], rules: RuleSet | None) -> Resolution | None:
-    """Resolve the rules for trees, if there are any."""
-    return None if rules is None or not trees else resolve(Roots(trees), rules)
-
-
-def _decisions(resolution: Resolution | None) -> list[tuple[NamedSharding, bool]]:
-    """Per leaf, its sharding and whether a rule (or metadata) names it."""
-    if resolution is None:
-        return []
-    unmatched = set(resolution.unmatched)
-    named = [path not in unmatched for path in resolution.paths]
-    return list(zip(resolution.sharding_list(), named, strict=True))
-
-
-def _without_arrays(argument: Argument) -> Any:
-    """The tree to resolve the rules for, without arrays, as a Resolution is cached."""
-    if argument.objects:
-        return argument.value
-    return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
-
-
-def after_change(
-    job: Job, call: Call, before: Layouts, outcome: Any, new: Any
-) -> Layouts:
-    """The layouts of the NNX objects after a function; `new` are its abstract outputs.
-
-    Values of Variables stay where they are. After a change of structure the rules are
-    asked again; new Variables that they do not name are left to XLA.
-    """
-    structure = outcome.structure
-    if structure is None:
-        after = [before.wanted[at] for at in outcome.leaves]
-        return dataclasses.replace(before, after=after)
-    leaves = [
-        jax.ShapeDtypeStruct(
-            x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-        )
-        for x in structure.leaves(call.leaves, jax.tree.leaves(new))
-    ]
-    objects = iter(structure.merged(leaves)[0])
-    chosen: dict[int, tuple[Any, bool]] = {}  # by the id of an abstract leaf
-    trees: dict[str, Any] = {}
-    for argument in call.arguments:
-        prefix, name = job.in_sharding(argument.slot), argument.name
-        tree = argument.with_objects(objects)
-        if prefix is not None and argument.objects:
-            plain = plain_tree(tree)
-            what = f"in_shardings[{name!r}] (after {name} has changed)"
-            layouts = [(x, True) for x in broadcast(prefix, plain, call.mesh, what)]
-            chosen.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
-        elif prefix is None and argument.is_state:
-            trees[name] = tree if argument.objects else _without_arrays(argument)
-    names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
-    trees.update(zip(names, objects, strict=True))
-    resolution = _resolved(trees, call.rules)
-    ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
-    chosen.update(zip(ids, _decisions(resolution), strict=False))
-    after = []
-    for leaf, is_new, at in zip(leaves, structure.free, structure.sources, strict=True):
-        where, is_named = chosen.get(id(leaf), (None, False))
-        if not is_named and is_new:
-            where = None
-        if not is_named and at is not None and (not resolution or at in before.free):
-            where = before.wanted[at]
-        after.append(where)
-    return dataclasses.replace(before, after=after, trees=trees, resolution=resolution)
-
-
-def _known(call: Call, wanted: Sequence[Any]) -> dict[Any, list[list[Pin]]]:
-    """What results with the structure of an argument get; state comes first."""
-    known: dict[Any, list[list[Pin]]] = {}
-    data: dict[Any, list[list[Pin]]] = {}
-    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
-        key = (argument.treedef, shape_key(argument.leaves))
-        if argument.is_state and span:
-            known.setdefault(key, []).append([(True, wanted[at]) for at in span])
-        elif argument.pins:
-            data.setdefault(key, []).append([(False, where) for where in argument.pins])
-    return {**data, **known}
-
-
-def pin_results(
-    job: Job, call: Call, after: Layouts, result: Any
+def places_of_result(
+    result: Any, chosen: Any, known: Known, after: Layouts, rules: RuleSet | None
 ) -> tuple[list[Any], Resolution | None]:
     """Per leaf of an abstract result, its sharding or None, and the resolution.
 
-    None leaves it to the compiler. A part of the result with the structure of an
-    argument keeps its layouts. Other state is laid out by the rules.
+    None leaves it to the compiler. `chosen` are the user's out shardings. A part of the
+    result with the structure of an argument keeps its layouts. Other state is laid out
+    by the rules.
     """
-    types, treedef = jax.tree.flatten(result)
     # Without the types of Explicit axes, which the rules override.
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in types]
-    plain = treedef.unflatten(shapes)
-    chosen: list[Any] = [None] * len(shapes)  # by the user
-    if job.out_shardings is not None:
-        chosen = broadcast(job.out_shardings, plain, call.mesh, "out_shardings")
-    pins, made = pins_of(plain, after.known)
-    resolution, every = after.resolution, itertools.repeat(None)
-    if made and call.rules is not None and None in chosen:
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
+    pins, made = pins_of(plain, known)
+    given: list[Any] = [None] * len(pins)
+    if chosen is not None:
+        given = broadcast(chosen, plain, rules and rules.mesh, "out_shardings")
+    resolution, by_rule = after.resolution, itertools.repeat(None)
+    if made and rules is not None and None in given:
         # With the arguments: optimizer state follows parameters among them.
-        resolution = _resolved({**made, **after.trees}, call.rules)
-        every = iter([] if resolution is None else resolution.sharding_list())
-    shardings = [next(every) if at is BY_RULE else at for _, at in pins]
-    pairs = zip(shardings, chosen, strict=True)
-    return [given or sharding for sharding, given in pairs], resolution
+        resolution = resolve(Roots({**made, **after.trees}), rules)
+        by_rule = iter(resolution.sharding_list())
+    shardings = [next(by_rule) if at is BY_RULE else at for _, at in pins]
+    pairs = zip(given, shardings, strict=True)
+    return [mine or sharding for mine, sharding in pairs], resolution
 
 
 def _below(keys: tuple[Any, ...]) -> str:

@@ -93,11 +93,6 @@ class Job:
         """The function's name, for messages and programs."""
         return getattr(self.fun, "__name__", "a_function")
 
-    def in_sharding(self, slot: Slot) -> Any:
-        """The entry of `in_shardings` for an argument, or None."""
-        by_parameter = self.in_shardings.get(slot.parameter)
-        return self.in_shardings.get(slot.name, by_parameter)
-
 
 def call_job(
     job: Job,

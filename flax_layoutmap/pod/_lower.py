@@ -27,7 +27,7 @@ from flax_layoutmap._step.arguments import (
 )
 from flax_layoutmap._step.inputs import holds_parameters
 from flax_layoutmap._step.jit import Jitted, jit
-from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.shardings import abstract, avals_of
 from flax_layoutmap._step.trace import mesh_context
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.paths import Roots
@@ -291,10 +291,7 @@ def _lower_ours(
         args, kwargs, rules, split_data, donated
     )
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    avals = [
-        abstract(leaf, wanted or getattr(leaf, "sharding", None))
-        for leaf, wanted in zip(leaves, program.wanted, strict=True)
-    ]
+    avals = avals_of(leaves, program.wanted)
     with mesh_context(rules, leaves):
         traced = program.jitted.trace(*avals)
         lowered = _lower(traced, platform, job.name)
@@ -334,11 +331,7 @@ def _lower_jitted(
     signature = inspect.signature(step)
     named = names_of(signature, state, (), "donate_argnames")
     slots = slots_of(signature.bind(*args, **kwargs))
-    arguments = [
-        take_apart(slot, value, is_state=slot.is_among(named), is_donated=False)
-        for slot, value in slots
-        if _has_arrays(value)
-    ]
+    arguments = take_apart([pair for pair in slots if _has_arrays(pair[1])], named)
     with contextlib.nullcontext() if rules is None else mesh_context(rules, ()):
         traced = step.trace(*args, **kwargs)
     donated = _donated(traced, arguments)
@@ -362,7 +355,7 @@ def _lower_jitted(
 
     flat.__name__ = name = getattr(step, "__name__", "the step")
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    avals = [abstract(leaf, getattr(leaf, "sharding", None)) for leaf in leaves]
+    avals = abstract(leaves, [getattr(leaf, "sharding", None) for leaf in leaves])
     gone = [at for at, is_donated in enumerate(donated) if is_donated]
     whole = jax.jit(flat, donate_argnums=gone)
     with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
@@ -427,9 +420,7 @@ def _with_state(
 def _sharded(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
     """Arguments whose leaves have the shardings of the rules."""
     trees = {
-        argument.name: argument.plain(
-            [abstract(leaf, None) for leaf in argument.leaves]
-        )
+        argument.name: argument.plain(abstract(argument.leaves))
         for argument in arguments
         if argument.is_state
     }
@@ -442,7 +433,7 @@ def _sharded(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
     return [
         dataclasses.replace(
             argument,
-            leaves=[abstract(leaf, next(by_rule)) for leaf in argument.leaves]
+            leaves=abstract(argument.leaves, by_rule)
             if argument.is_state
             else split_data(argument, rules),
         )

@@ -1,0 +1,118 @@
+"""Donated arrays: none is deleted, used twice, or shares its memory with another one.
+
+Two arrays share memory if they were put on a mesh from one array. To donate one of them
+and use the other ends the process (jax 0.10.2), or fails while it runs (jax 0.12.0).
+"""
+
+import collections
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.jax_internals import memory_of
+from flax_layoutmap._place.place import put
+from flax_layoutmap._step.arguments import Call
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.paths import Roots
+
+
+def are_deleted(leaves: Sequence[Any]) -> bool:
+    """Whether one of these is a deleted array."""
+    try:
+        # The method of the type is much faster than an attribute of each array.
+        return any(map(type(leaves[0]).is_deleted, leaves))
+    except (AttributeError, IndexError, TypeError):  # none, or other things too
+        return any(x.is_deleted() for x in leaves if is_array(x))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX, with values."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+
+
+def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
+    """Paths of the arrays that are deleted, in arguments by name."""
+    flat = flatten(Roots(arguments))
+    pairs = zip(flat.full_paths(), flat.leaves, strict=True)
+    return [path for path, leaf in pairs if are_deleted([leaf])]
+
+
+def separate(program: Any, call: Call, leaves: list[Any]) -> None:
+    """Copy the donated leaves of a call that share memory with others.
+
+    Raises:
+        LayoutError: an array is donated and used twice.
+    """
+    count = collections.Counter(map(id, leaves))
+    twice = [leaves[at] for at in program.donated if count[id(leaves[at])] > 1]
+    if twice:
+        pairs = zip(leaves, call.table, strict=True)
+        paths = [argument.path(at) for x, (argument, at) in pairs if x is twice[0]]
+        raise LayoutError(
+            f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be "
+            "used twice; copy it first, jax.numpy.copy(x), or do not donate it"
+        )
+    if are_apart([leaves[at] for at in program.state]):
+        return
+    parts = list(map(_buffers_of, leaves))
+    uses = collections.Counter(itertools.chain.from_iterable(parts))
+    for at in program.donated:
+        if any(uses[part] > 1 for part in parts[at]):
+            leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
+
+
+def _buffers_of(leaf: Any) -> set[Any]:
+    """The memory of an array in this process, to compare."""
+    if not is_array(leaf) or not leaf.size:
+        return set()
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    count = len(leaf.sharding.addressable_devices)
+    parts = [leaf.addressable_data(at) for at in range(count)]
+    return set(map(memory_of, parts)) - {None} or {id(leaf)}
+
+
+# The state after the last few calls, by the ids of weak references: arrays that share
+# memory with no others, as programs have written them, or they were compared before.
+_APART: collections.deque[dict[int, Any]] = collections.deque(maxlen=8)
+
+
+def are_apart(arrays: Sequence[Any]) -> bool:
+    """Whether all of these are known to share memory with no others."""
+    try:
+        # An array has one reference while that lives.
+        left = set(map(id, map(weakref.ref, arrays)))
+    except TypeError:  # not arrays
+        return False
+    for known in _APART:
+        left.difference_update(known)
+        if not left:
+            break
+    return not left
+
+
+def note_outputs(
+    program: Any, leaves: Sequence[Any], new: Any, result: Any
+) -> list[Any]:
+    """Record the arrays that share memory with no others after a call.
+
+    Returns:
+        References to the state after it; none if something there is not an array.
+    """
+    refs = map(weakref.ref, jax.tree.leaves(new))
+    changed = dict(zip(program.outcome.leaves, refs, strict=True))
+    try:
+        after = [changed.get(at) or weakref.ref(leaves[at]) for at in program.state]
+    except TypeError:
+        after = []
+    apart = after if program.donated else [*changed.values()]
+    if program.gives_trees:
+        apart = [*apart, *map(weakref.ref, jax.tree.leaves(result))]
+    if apart:
+        _APART.appendleft(dict(zip(map(id, apart), apart, strict=True)))
+    return after
