@@ -18,7 +18,6 @@ from flax_layoutmap._core.errors import (
     LayoutError,
     StructureError,
     bullet_list,
-    warn,
 )
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
 from flax_layoutmap._core.layout import own_memory_kind
@@ -184,27 +183,6 @@ def _on_mesh(leaf: Any, mesh: DeviceMesh) -> NamedSharding | None:
     if not same_grid(grid, mesh):  # the same devices under other names
         return normal
     return NamedSharding(jax_mesh, normal.spec, memory_kind=normal.memory_kind)  # type: ignore[arg-type]
-
-
-def warn_of_whole_batches(call: Call, name: str) -> bool:
-    """Warn if host data is used with a mesh and without rules; say whether it did."""
-    meshes = [sharding.mesh for sharding in map(own_sharding, call.leaves) if sharding]
-    mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
-    whole = [
-        argument.label(at)
-        for argument, at in call.table
-        if not argument.is_state and np.ndim(leaf := argument.leaves[at])
-        if not _is_committed(leaf) and not isinstance(leaf, Tracer)
-    ]
-    if mesh is None or not whole:
-        return False
-    warn(
-        f"{name} has no rules, so host arrays are replicated, not split, on the mesh "
-        f"{DeviceMesh(mesh)}: {first_four(whole)}; "
-        "give it the rules, @flm.jit(layout_map=layout_map), or place it yourself, "
-        "batch = flm.distribute_batch(batch, layout_map)"
-    )
-    return True
 
 
 # ------------------------------------------------------------------ every input

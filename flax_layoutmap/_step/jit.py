@@ -34,7 +34,6 @@ from flax_layoutmap._step.inputs import (
     bind,
     fit,
     is_for,
-    warn_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
     Program,
@@ -146,7 +145,6 @@ class Jitted:
         self._job = job
         self._programs: dict[Any, list[Program]] = {}
         self._known = KnownCalls()
-        self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
@@ -254,8 +252,6 @@ class Jitted:
         program.agreed = runs
         if known is None:
             programs.insert(0, program)
-        if runs and call.rules is None and not self._warned:
-            self._warned = warn_of_whole_batches(call, self._job.name)
         return program
 
     def _programs_like(self, call: Call) -> list[Program]:

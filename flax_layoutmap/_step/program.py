@@ -37,7 +37,6 @@ from flax_layoutmap._step.refusals import (
     named_parts,
     refuse_captured,
     refuse_closures,
-    refuse_integers,
 )
 from flax_layoutmap._step.shardings import (
     Known,
@@ -58,7 +57,7 @@ from flax_layoutmap._step.trace import (
     mesh_needed,
     roots_of,
 )
-from flax_layoutmap._tree.flax_internals import was_made_elsewhere, write_value
+from flax_layoutmap._tree.flax_internals import write_value
 from flax_layoutmap._tree.graph import (
     TAG,
     Graph,
@@ -184,7 +183,9 @@ def make_program(job: Job, call: Call) -> Program:
     remarks: list[str] = []
     flat = _flat_function(job, call, before, known, outcomes, remarks.append)
     options: Any = {"in_shardings": tuple(before.wanted)}
-    traced = _traced(job, call, jax.jit(flat, **options), before.wanted)
+    avals = avals_of(call.leaves, before.wanted)
+    with mesh_context(call.rules, avals):
+        traced = jax.jit(flat, **options).trace(*avals)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (new, result) = outcomes[-1], traced.out_info
@@ -224,24 +225,6 @@ def make_program(job: Job, call: Call) -> Program:
         fingerprints=fingerprints,
         mesh=call.mesh if has_explicit_axes(call.mesh) and not job.explicit else None,
     )
-
-
-def _traced(job: Job, call: Call, jitted: Any, wanted: Sequence[Any]) -> Any:
-    """Trace the flat function, once."""
-    avals = avals_of(call.leaves, wanted)
-    try:
-        with mesh_context(call.rules, avals):
-            return jitted.trace(*avals)
-    except TypeError as error:
-        candidates = [
-            (argument.path(at), argument.leaves[at])
-            for argument in call.arguments
-            if argument.is_state
-            for at, owner in enumerate(argument.owners())
-            if owner is None or isinstance(owner, nnx.Param)
-        ]
-        refuse_integers(candidates, job.name, error)
-        raise
 
 
 def _donated(call: Call, outcome: Outcome) -> tuple[int, ...]:
@@ -292,7 +275,7 @@ def _flat_function(
         result = call_job(job, given, rules, parameters, report)
         outcome, new, result, made = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
-            _check_new(list(zip(names, objects, strict=True)), graph, made)
+            _check_after([*zip(names, objects, strict=True)], made)
         outcomes.append(outcome)
         if outcome != outcomes[0]:
             raise LayoutError(
@@ -376,22 +359,14 @@ def _outcome(
     return outcome, new, plain, made
 
 
-def _check_new(
-    given: Sequence[tuple[str, Any]], before: Graph, made: Sequence[Any]
-) -> None:
-    """Raise StructureError where objects are not of this trace, or hold no arrays."""
-    check_apart(given)
-    known = set(map(id, before.nodes))
-    for where, part in named_parts([*(("the result", node) for node in made), *given]):
-        if id(part) not in known and was_made_elsewhere(part):
-            raise StructureError(
-                f"{where} comes from outside of the function: pass it as an "
-                "argument, or as part of one, so that it stays the same object"
-            )
+def _check_after(named: Sequence[tuple[str, Any]], made: Sequence[Any]) -> None:
+    """Raise StructureError where arguments share, or Variables hold no arrays."""
+    check_apart(named)
+    for path, part in named_parts([*named, *(("the result", node) for node in made)]):
         held = part.get_raw_value() if isinstance(part, nnx.Variable) else ()
         for problem in filter(None, map(no_array, jax.tree.leaves(held))):
             raise StructureError(
-                f"{where} holds the {problem}, which is not an array: make it a static "
+                f"{path} holds the {problem}, which is not an array: make it a static "
                 "attribute"
             )
 

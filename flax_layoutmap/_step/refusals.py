@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -59,21 +58,6 @@ def check_plain(named: Named) -> None:
                 f"{path} is a {type(part).__name__} with ref or hijax, which is a "
                 "reference to its value and has no layout: make it without these"
             )
-
-
-def refuse_integers(leaves: Named, name: str, cause: Exception) -> None:
-    """Raise StructureError for leaves of integers, if JAX cannot differentiate them."""
-    integers = [
-        f"{path} {tuple(np.shape(leaf))} {leaf.dtype}"
-        for path, leaf in leaves
-        if not jax.numpy.issubdtype(leaf.dtype, np.inexact)
-    ]
-    if integers and "requires real- or complex-valued inputs" in str(cause):
-        raise StructureError(
-            f"{name} differentiates integers or booleans: {first_four(integers)}; keep "
-            "them in an nnx.Variable that is not an nnx.Param, or outside of the tree "
-            "that is differentiated"
-        ) from cause
 
 
 def refuse_constants(named: Named, cause: Exception) -> None:

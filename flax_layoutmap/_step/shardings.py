@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, GetAttrKey
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
+from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.layout import TensorLayout, is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -324,15 +324,12 @@ def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> 
         layout = TensorLayout(layout)
         if layout.device_mesh is None and mesh is not None:
             layout = layout.on(mesh)
-    except RuleError as error:
-        raise RuleError(f"{what}: {error}") from error
-    if layout.device_mesh is None:
-        raise MeshError(
-            f"{what}: no mesh for the layout {layout}; give it one, "
-            "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
-        )
-    try:
+        if layout.device_mesh is None:
+            raise MeshError(
+                f"no mesh for the layout {layout}; give it one, "
+                "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
+            )
         layout.shard_shape(np.shape(leaf))
         return layout.sharding(np.ndim(leaf))
     except LayoutError as error:
-        raise LayoutError(f"{what}: {layout}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error

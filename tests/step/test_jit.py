@@ -286,8 +286,8 @@ def test_state_that_is_elsewhere(mesh: flm.DeviceMesh) -> None:
         f"on the single device {device}\n" in text
     )
     assert text.endswith(
-        "\nmove them first, layout_map.place(model), or make the model with "
-        "flm.create(make, layout_map)"
+        "\nmake state with flm.create and flm.create_optimizer, or place all of it "
+        "first, under these names: layout_map.place({'model': model})"
     )
     layout_map.place(model)
     step(model, X)
@@ -561,31 +561,6 @@ def test_trace_lower_and_eval_shape(mesh: flm.DeviceMesh) -> None:
     # Nothing ran, and one trace was enough.
     assert all(leaf is before[path] for path, leaf in leaves_of(model).items())
     assert function.count == 1
-
-
-# --------------------------------------------------------------------- without a map
-
-
-def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    model = flm.create(make, layout_map)
-    step = flm.jit(predict)
-    text = (
-        "predict has no rules, so host arrays are replicated, not split, on the mesh "
-        "data=2,model=4: x (8,8); give it the rules, "
-        "@flm.jit(layout_map=layout_map), or place it yourself, batch = "
-        "flm.distribute_batch(batch, layout_map)"
-    )
-    with pytest.warns(flm.LayoutWarning) as caught:
-        for batch in (X, X, X[:4]):
-            step(model, batch)
-    assert [str(one.message) for one in caught] == [text]
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flm.jit(predict)(model, flm.distribute_batch(X, layout_map))
-        flm.jit(predict)(make(), X)
-        flm.jit(predict).lower(model, X)
 
 
 # ------------------------------------------------------------------ inside other things

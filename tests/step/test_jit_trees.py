@@ -58,54 +58,6 @@ def test_parameters_from_the_host_come_in_by_the_rules() -> None:
         step({"w": put(mesh, P("data"))})
 
 
-RENAMED = {"up": {"kernel": np.ones((8, 16))}, "down": {"kernel": np.ones((16, 8))}}
-
-
-def renamed_rules(**options: Any) -> flm.LayoutMap:
-    """As after `up` and `down` were called so."""
-    layout_map = flm.LayoutMap(grid(), **options)
-    layout_map["ffn_up/kernel"] = (None, "model")
-    return layout_map
-
-
-def total(tree: Any) -> Any:
-    return sum(map(jnp.sum, jax.tree.leaves(tree)))
-
-
-@pytest.mark.parametrize("tree", [RENAMED, {"params": RENAMED}])
-def test_parameters_that_no_rule_matches_are_told_of(tree: Any) -> None:
-    layout_map = renamed_rules()
-    with pytest.warns(flm.LayoutWarning) as caught:
-        for _ in range(2):
-            flm.jit(total, layout_map=layout_map)(tree)
-    (warning,) = caught
-    assert str(warning.message).startswith(
-        "1 finding\n  - no rule matches down/kernel (16,8), up/kernel (8,16) in the "
-        "argument 'tree'; the closest is rule 1 'ffn_up/kernel'; as no rule shards "
-        "anything in it, it is taken for data, and what is on no mesh is split over "
-        "the batch axes ('data',)\n"
-    )
-    strict = flm.jit(total, layout_map=renamed_rules(strict=True))
-    with refuses(
-        flm.errors.ResolveError, "strict: 1 finding\n  - no rule matches down/kernel"
-    ):
-        strict(tree)
-
-
-@pytest.mark.filterwarnings("error::flax_layoutmap.LayoutWarning")
-def test_data_is_not_told_of() -> None:
-    """Nor what a rule replicates or is given, nor anything where quiet is asked for."""
-    replicated = renamed_rules()
-    replicated[".*"] = None
-    for layout_map, tree, given in (
-        (renamed_rules(), {"tokens": X, "labels": {"w": X}}, None),
-        (renamed_rules(strict=False), RENAMED, None),
-        (replicated, RENAMED, None),
-        (renamed_rules(), RENAMED, {"tree": P("data")}),
-    ):
-        flm.jit(total, layout_map=layout_map, in_shardings=given)(tree)
-
-
 def test_the_state_of_an_optimizer_that_is_elsewhere() -> None:
     mesh = grid()
     layout_map = rules(mesh, strict=False)
@@ -120,8 +72,8 @@ def test_the_state_of_an_optimizer_that_is_elsewhere() -> None:
     with refuses(
         flm.LayoutError,
         "optimizer/opt_state/0/mu/kernel (8,8): wanted P(-, model) on mesh",
-        "\nmake the optimizer with flm.create_optimizer(model, tx, layout_map), or "
-        "place the tree that holds both, "
+        "\nmake state with flm.create and flm.create_optimizer, or place all of it "
+        "first, under these names: "
         "layout_map.place({'model': model, 'optimizer': optimizer})",
     ):
         step(model, optimizer)
