@@ -8,19 +8,17 @@ The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64
 it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
-A sum of integers does not depend on its order, so that each shard adds its part where
-it is. Any change within one word, such as a flipped bit, changes the checksum; changes
-of several words escape with a chance of 2^-64 if they are like random numbers; the weak
-place is two flips of the last bit of words (the sign of every second float32), which
-cancel. It does not protect against attacks.
+The order of a sum of integers does not matter, so each shard is summed where it is, by
+NumPy on CPUs and by XLA elsewhere. A change within one word, such as a flipped bit,
+always changes the checksum. Random changes of several words escape with a chance of
+2^-64; two flips of the last bits of words cancel. Attacks are not prevented.
 """
 
 import functools
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +29,7 @@ import numpy as np
 _MODULUS = 1 << 64
 _ROW_BITS = 14
 _ROW = 1 << _ROW_BITS
-# Threads sum arrays in pieces of this size, along the first dim of at most this length.
+# NumPy sums arrays in pieces of this size, along the first dim of at most this length.
 _PIECE_BYTES, _PIECE_ROWS = 1 << 22, 1 << 17
 _THREADS = 1 + min(16, os.cpu_count() or 1)
 # Bits per element of dtypes that are narrower than the byte that holds them.
@@ -48,27 +46,84 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     this process's own values without the others. PRNG keys count as their key data.
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
-    first = alone or jax.process_index() == 0
-    own = {path: v for path, v in plain.items() if first or _is_spread(v)}
-    on_devices = {path: v for path, v in own.items() if _is_on_accelerator(v)}
-    on_host = {path: v for path, v in own.items() if path not in on_devices}
+    is_first = alone or jax.process_index() == 0
+    counted = [v if is_first or _is_spread(v) else None for v in plain.values()]
+    sums = np.zeros(len(plain), np.uint64)
+    # In threads, where the caller's mesh and transfer guard do not apply.
     with ThreadPoolExecutor(_THREADS) as pool:
-        sums = _sum_on_host(on_host, pool)
-        if on_devices:
-            # In a thread, where the caller's mesh and transfer guard do not apply.
-            sums |= pool.submit(_sum_on_devices, on_devices, pool).result()
-    totals = [sums.get(path, 0) % _MODULUS for path in plain]
-    if not alone:
-        totals = _over_processes(totals)
+        shares = [counted[number::_THREADS] for number in range(_THREADS)]
+        for number, found in enumerate(pool.map(_leaf_sums, shares)):
+            sums[number::_THREADS] = found
+    if plain and not alone and jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        with jax.enable_x64(True):
+            sums = multihost_utils.process_allgather(sums).reshape(-1, len(sums)).sum(0)
     return {
-        path: f"{(total + _label(value)) % _MODULUS:016x}"
-        for (path, value), total in zip(plain.items(), totals, strict=True)
+        path: f"{(_label(value) + total) % _MODULUS:016x}"
+        for (path, value), total in zip(plain.items(), sums.tolist(), strict=True)
     }
 
 
 def json_digest(value: Any) -> str:
     """A digest of JSON values, 16 hexadecimal digits, for any order of keys."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _label(value: Any) -> int:
+    if _is_jax(value) or isinstance(value, np.ndarray | np.generic):
+        return _hash(f"{value.dtype.name} {value.shape}")
+    return _hash(f"{type(value).__name__} {value!r}")
+
+
+def _without_keys(value: Any) -> Any:
+    is_key = _is_jax(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else value
+
+
+def _is_jax(value: Any) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether several processes hold the parts of an array."""
+    return _is_jax(value) and not value.is_fully_addressable
+
+
+def _leaf_sums(values: Sequence[Any]) -> list[int]:
+    return [_leaf_sum(value) % _MODULUS for value in values]
+
+
+def _leaf_sum(value: Any) -> int:
+    """The sum over what this process holds; of equal shards, one process counts one."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _array_sum(value, (0,) * value.ndim)
+    return sum(
+        _array_sum(shard.data, tuple(part.start or 0 for part in shard.index))
+        for shard in (value.addressable_shards if _is_jax(value) else ())
+        if shard.replica_id == 0
+    )
+
+
+def _array_sum(array: Any, start: _Index) -> int:
+    """The sum of an array, which has the index `start` in the leaf."""
+    if not array.size:
+        return 0
+    if not array.ndim:
+        array, start = array.reshape(1), (0,)
+    if not _is_on_host(array):
+        return _sum_on_device(array, start)
+    block, (first, *others) = np.asarray(array), start
+    rows = min(max(1, len(block) * _PIECE_BYTES // block.nbytes), _PIECE_ROWS)
+    return sum(
+        _block_sum(block[at : at + rows], (first + at, *others))
+        for at in range(0, len(block), rows)
+    )
 
 
 # ---------------------------------------------------------------- multipliers
@@ -82,86 +137,32 @@ def _mixed(at: np.ndarray, seed: int) -> np.ndarray:
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-@functools.lru_cache(maxsize=32)
-def _mixed_row(dim: int) -> np.ndarray:
-    return _mixed(np.arange(_ROW, dtype=np.uint64), 2 * dim + 1)
-
-
 # Of the many leaves and pieces of a model, most have one of a few shapes.
 @functools.lru_cache(maxsize=64)
-def _multipliers(shape: _Index, start: _Index, dim: int) -> np.ndarray:
-    """The multipliers of a block of words, flattened; `dim` is its last one.
+def _multipliers(size: int, start: int, dim: int) -> np.ndarray:
+    """The multipliers of some indices of a dim; the last dim of an array is dim 0.
 
-    Dims are counted from the array's last one. An index is split into its last 14 bits
-    and the rest, whose multipliers are multiplied.
+    That of an index is the product of those of its last 14 bits and of the rest.
     """
-    row = np.ones(1, np.uint64)
-    for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
-        own, offset = dim + len(shape) - 1 - axis, first % _ROW
-        ends = first >> _ROW_BITS, ((first + size - 1) >> _ROW_BITS) + 1
-        high = _mixed(np.arange(*ends, dtype=np.uint64), 2 * own + 2)
-        numbers = np.multiply.outer(high, _mixed_row(own)).reshape(-1)
-        row = np.multiply.outer(row, numbers[offset : offset + size]).reshape(-1)
-    return row
+    at = np.arange(start, start + size, dtype=np.uint64)
+    low, high = at % np.uint64(_ROW), at >> np.uint64(_ROW_BITS)
+    return _mixed(low, 2 * dim + 1) * _mixed(high, 2 * dim + 2)
 
 
-# --------------------------------------------------------------- on the host
-
-
-def _sum_on_host(values: Mapping[str, Any], pool: ThreadPoolExecutor) -> dict[str, int]:
-    sums = dict.fromkeys(values, 0)
-    pieces: list[tuple[str, np.ndarray, _Index]] = []
-    for path, value in values.items():
-        if _is_array(value):
-            pieces += [(path, *piece) for piece in _pieces(value)]
-        else:
-            sums[path] = _hash(f"{type(value).__name__} {value!r}")
-    paths, blocks, starts = zip(*pieces, strict=True) if pieces else ((), (), ())
-    run = pool.map if sum(block.nbytes for block in blocks) > _PIECE_BYTES else map
-    for path, total in zip(paths, run(_block_sum, blocks, starts), strict=True):
-        sums[path] += total
-    return sums
-
-
-def _pieces(value: Any) -> Iterator[tuple[np.ndarray, _Index]]:
-    """The parts of an array that this process sums, and the index where each starts."""
-    blocks = [(value, (0,) * value.ndim)]
-    if _is_jax(value):
-        shards = _first_shards(value.sharding, value.shape)
-        blocks = [(value.addressable_data(number), start) for number, start in shards]
-    for array, start in blocks:
-        block = np.atleast_1d(np.asarray(array))
-        if block.size == 0:
-            continue
-        rows = min(max(1, len(block) * _PIECE_BYTES // block.nbytes), _PIECE_ROWS)
-        for at in range(0, len(block), rows):
-            first, *others = start or (0,)
-            yield block[at : at + rows], (first + at, *others)
-
-
-@functools.lru_cache(maxsize=512)
-def _first_shards(sharding: Any, shape: _Index) -> list[tuple[int, _Index]]:
-    """Number and start of the shards to sum here, so that each part is summed once."""
-    indices = sharding.devices_indices_map(shape)
-    starts = {d: tuple(part.start or 0 for part in i) for d, i in indices.items()}
-    first = {start: device for device, start in reversed(starts.items())}
-    here = [device for device in starts if device in sharding.addressable_devices]
-    return [(n, starts[d]) for n, d in enumerate(here) if first[starts[d]] == d]
+# ------------------------------------------------------------- on the host: NumPy
 
 
 def _block_sum(block: np.ndarray, start: _Index) -> int:
-    """The part of an array's sum that a block adds."""
     words, start = _words(block, start)
-    shape, dim = words.shape, 0
-    while shape:
-        count = 1  # of dims that are summed at once: long rows are faster
-        while count < len(shape) and math.prod(shape[-count - 1 :]) <= _ROW:
-            count += 1
-        row = _multipliers(shape[-count:], start[-count:], dim)
-        # For integers einsum is faster than dot, and it lets other threads run.
-        words = np.einsum("ij,j->i", words.reshape(-1, row.size), row)
-        shape, start, dim = shape[:-count], start[:-count], dim + count
-    return int(words[0])
+    dims = range(words.ndim)[::-1]
+    *outer, row = map(_multipliers, words.shape, start, dims)
+    while outer and outer[-1].size * row.size <= _ROW:  # long rows are faster
+        row = np.multiply.outer(outer.pop(), row).reshape(-1)
+    # For integers einsum is faster than dot, and it lets other threads run.
+    sums = np.einsum("ij,j->i", words.reshape(-1, row.size), row)
+    for factors in reversed(outer):
+        sums = np.einsum("ij,j->i", sums.reshape(-1, factors.size), factors)
+    return int(sums[0])
 
 
 def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
@@ -179,115 +180,41 @@ def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
     before, after = first % per, -(first + length) % per
     if before or after:
         # Words at the edges are shared with other blocks, whose elements are 0 here.
-        whole = np.zeros((*block.shape[:-1], before + length + after), block.dtype)
-        whole[..., before : before + length] = block
-        block = whole
+        edges = [(0, 0)] * (block.ndim - 1)
+        block = np.pad(block, [*edges, (before, after)])
     return block.view(np.uint64), (*outer, first // per)
 
 
-# ---------------------------------------------------------------- on devices
+# ---------------------------------------------------------- on accelerators: XLA
 
 
-def _is_on_accelerator(value: Any) -> bool:
-    """Whether the devices that hold an array sum it; else the host does."""
-    is_plain = _is_jax(value) and value.dtype.name not in _PACKED
-    if not is_plain or value.size == 0 or value.dtype.itemsize > 4:
-        return False
-    if not value.sharding.addressable_devices:
-        return False
-    device = next(iter(value.sharding.device_set))
-    in_own_memory = value.sharding.memory_kind in (None, device.default_memory().kind)
-    return in_own_memory and device.platform != "cpu"
+def _is_on_host(array: Any) -> bool:
+    if not _is_jax(array) or array.dtype.itemsize > 4:
+        return True
+    (device,) = array.devices()
+    in_own_memory = array.sharding.memory_kind in (None, device.default_memory().kind)
+    is_packed = array.dtype.name in _PACKED
+    return device.platform == "cpu" or is_packed or not in_own_memory
 
 
-def _sum_on_devices(
-    values: Mapping[str, Any], pool: ThreadPoolExecutor
-) -> dict[str, int]:
-    """The sums, each counted by the first process that has the array."""
-    kinds = {path: (v.sharding, v.shape, v.dtype) for path, v in values.items()}
-    # Threads compile; the programs of all processes must run in the same order.
-    unlike = list(dict.fromkeys(kinds.values()))
-    programs = dict(zip(unlike, pool.map(_program, unlike), strict=True))
+def _sum_on_device(array: jax.Array, start: _Index) -> int:
+    """The sum by the device that holds an array."""
+    *outer, (size, first) = zip(array.shape, start, strict=True)
+    shifts = np.arange(0, 64, 8 * array.dtype.itemsize, dtype=np.uint64)
+    index, skip = divmod(first, len(shifts))
+    words = _multipliers(-(-(skip + size) // len(shifts)), index, 0)
+    last = (words[:, None] << shifts).reshape(-1)[skip : skip + size]
+    others = [_multipliers(*part, dim) for dim, part in enumerate(outer[::-1], 1)]
     with jax.enable_x64(True):
-        sums = {path: programs[kinds[path]](value) for path, value in values.items()}
-    counted_by = {
-        path: min(device.process_index for device in kinds[path][0].device_set)
-        for path in sums
-    }
-    here = [path for path in sums if counted_by[path] == jax.process_index()]
-    return {path: int(np.asarray(sums[path].addressable_data(0))) for path in here}
+        return int(_xla_sum(array, [last, *others]))
 
 
-@functools.lru_cache(maxsize=512)
-def _program(kind: tuple[Any, _Index, Any]) -> Callable[[Any], Any]:
-    """The program that sums arrays; XLA divides it as they are sharded."""
-    sharding, shape, dtype = kind
-    *outer, last = shape or (1,)
-    bits = dtype.itemsize * 8
-    per = 64 // bits
-    shifts = np.arange(0, 64, bits, dtype=np.uint64)
-    words = _multipliers((-(-last // per),), (0,), 0)
-    factors = [(words[:, None] << shifts).reshape(-1)[:last]]
-    for dim, size in enumerate(reversed(outer), 1):
-        factors.append(_multipliers((size,), (0,), dim))
-
-    def total(value: Any, factors: Any) -> Any:
-        value = value.astype(np.uint8) if value.dtype == np.bool_ else value
-        value = value.reshape(shape or (1,))
-        sums = jax.lax.bitcast_convert_type(value, f"uint{bits}").astype(np.uint64)
-        for dim, factor in enumerate(factors):
-            sums = sums * factor.reshape(-1, *(1,) * dim)
-        return jnp.sum(sums, dtype=np.uint64)
-
-    with jax.enable_x64(True):
-        example = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        compiled = jax.jit(total).lower(example, factors).compile()
-    return lambda value: compiled(value, factors)
-
-
-# --------------------------------------------------------------------- pieces
-
-
-def _is_jax(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray | np.generic)
-
-
-def _is_spread(value: Any) -> bool:
-    """Whether several processes hold the parts of an array."""
-    return _is_jax(value) and not value.is_fully_addressable
-
-
-def _without_keys(value: Any) -> Any:
-    if _is_jax(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(value)
-    return value
-
-
-def _label(value: Any) -> int:
-    return _label_of(value.dtype, value.shape) if _is_array(value) else 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _label_of(dtype: Any, shape: _Index) -> int:
-    return _hash(f"{dtype.name} {shape}")
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _over_processes(sums: list[int]) -> list[int]:
-    """Add up the sums of all processes."""
-    if jax.process_count() == 1 or not sums:
-        return sums
-    from jax.experimental import multihost_utils
-
-    # As 32-bit halves, since JAX truncates 64 bits by default.
-    own = np.array(sums, np.uint64).view(np.uint32)
-    gathered = np.asarray(multihost_utils.process_allgather(own))
-    parts = gathered.reshape(jax.process_count(), -1).view(np.uint64)
-    return [sum(part) % _MODULUS for part in parts.T.tolist()]
+@jax.jit
+def _xla_sum(array: jax.Array, factors: list[Any]) -> jax.Array:
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8)
+    bits = f"uint{8 * array.dtype.itemsize}"
+    sums = jax.lax.bitcast_convert_type(array, bits).astype(np.uint64)
+    for dim, factor in enumerate(factors):
+        sums = sums * factor.reshape(-1, *(1,) * dim)
+    return jnp.sum(sums, dtype=np.uint64)
