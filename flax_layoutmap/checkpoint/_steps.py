@@ -5,6 +5,7 @@ that a mapping holds no numbers of a model.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -27,29 +28,25 @@ from flax_layoutmap.checkpoint._lazy import (
     with_dim,
 )
 
+# What a leaf is made of, each with the change of the tensor's name.
 Inputs = list[tuple[Callable[[str], str], Array]]
-Place = tuple[Shape, int, slice]
+Parts = list[tuple[Any, slice]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An operation, named by its function and arguments.
+    """An operation, with a key that says which it is.
 
-    `forward` makes the leaf of its inputs, for a shape and a dtype; `back` gives the
-    inputs of a leaf, each with the change of the name, where a value may take the place
-    of `{field}`. `place` is for parts of a tensor: the shape of the whole, and the dim
-    and place in it.
+    `back` undoes it, and `forward` does it, for the shape and the dtype of the leaf.
+    `field` is what `back` fills in in names. `place` is for parts of a tensor: the
+    shape of the whole, the dim, and the place in it.
     """
 
     key: tuple[Any, ...]
-    back: Callable[[Array], Inputs] = dataclasses.field(compare=False)
-    forward: Callable[[Sequence[Array], Shape, Any], Array] = dataclasses.field(
-        compare=False
-    )
+    back: Callable[[Array], Inputs]
+    forward: Callable[[Sequence[Array], Shape, Any], Array]
     field: str = ""
-    place: Callable[[Shape], Place] | None = dataclasses.field(
-        default=None, compare=False
-    )
+    place: Callable[[Shape], tuple[Shape, int, slice]] | None = None
 
 
 # ------------------------------------------------------------- one tensor, other dims
@@ -65,13 +62,13 @@ def _regroup(
 
     def back(leaf: Array) -> Inputs:
         groups = groups_of(len(leaf.shape))
-        moved = transposed(leaf, [dim for group in groups for dim in group])
+        moved = transposed(leaf, [*itertools.chain(*groups)])
         sizes = [[leaf.shape[dim] for dim in group] for group in groups]
         return [(str, flattened(moved, sizes))]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         groups = groups_of(len(shape))
-        dims = [dim for group in groups for dim in group]
+        dims = [*itertools.chain(*groups)]
         apart = unflattened(parts[0], [[shape[dim] for dim in g] for g in groups])
         return transposed(apart, [dims.index(dim) for dim in range(len(shape))])
 
@@ -79,11 +76,7 @@ def _regroup(
 
 
 def transpose(*axes: int) -> Step:
-    """Permute the dims of a tensor, as `numpy.transpose`.
-
-    Args:
-        *axes: for each dim of the result, which dim of the tensor; none reverses them.
-    """
+    """Permute the dims of a tensor, as `numpy.transpose`; without `axes`, reverse them."""
 
     def groups(rank: int) -> Sequence[Sequence[int]]:
         order = axes or tuple(reversed(range(rank)))
@@ -97,12 +90,9 @@ def transpose(*axes: int) -> Step:
 def linear(*, inputs: int | None = None, outputs: int | None = None) -> Step:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
-    A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
-    for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape decides.
-
-    Args:
-        inputs: how many dims of the kernel are inputs; 1 unless `outputs` is given.
-        outputs: how many are outputs, where the rest are inputs (as after attention).
+    A kernel of `nnx.LinearGeneral` may have several dims for inputs or outputs, such as
+    `(dim, heads, head_dim)`. Its first dim is the inputs, unless `inputs` says how many
+    are, or `outputs` how many of the last are outputs (1 after attention).
     """
     if inputs is not None and outputs is not None:
         raise CheckpointError("linear takes inputs= or outputs=, not both")
@@ -124,6 +114,38 @@ def unflatten() -> Step:
 # ------------------------------------------------------ several tensors, parts of one
 
 
+def _join(
+    key: tuple[Any, ...],
+    axis: int,
+    field: str,
+    parts_of: Callable[[int], Parts],
+    new_dim: bool,
+) -> Step:
+    """Put tensors one after another along a dim, which may be one that they lack.
+
+    `parts_of` gives, for the size of the dim, what to fill in for each tensor, and its
+    place.
+    """
+
+    def back(leaf: Array) -> Inputs:
+        dim = _dim(axis, leaf.shape)
+        return [
+            (
+                lambda name, value=value: name.replace(f"{{{field}}}", str(value)),
+                entry(leaf, dim, at.start) if new_dim else entries(leaf, dim, at),
+            )
+            for value, at in parts_of(leaf.shape[dim])
+        ]
+
+    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+        dim = _dim(axis, shape)
+        places = [at for _, at in parts_of(shape[dim])]
+        parts = [with_dim(x, dim) for x in parts] if new_dim else parts
+        return assembled(shape, dim, [*zip(places, parts, strict=True)], dtype)
+
+    return Step(key, back, forward, field)
+
+
 def stack(
     axis: int = 0,
     over: Sequence[Any] | None = None,
@@ -133,33 +155,22 @@ def stack(
 ) -> Step:
     """Stack tensors along a new dim, as in a model that scans over its layers.
 
-    Args:
-        axis: the dim of the result.
-        over: what to fill in for `{layer}` in the name of the tensor, one for each
-            entry of the dim. None: consecutive numbers, as many as the leaf has.
-        field: another name for `layer`, to stack experts within layers.
-        start: the first of the consecutive numbers.
+    `over` has what to fill in for `{layer}` in the name of the tensor, for each entry
+    of the dim `axis`; None stands for consecutive numbers from `start`. `field` is
+    another name for `layer`, to stack experts within layers.
     """
 
-    def back(leaf: Array) -> Inputs:
-        dim = _dim(axis, leaf.shape)
-        size = leaf.shape[dim]
+    def parts_of(size: int) -> Parts:
         names = range(start, start + size) if over is None else over
         if len(names) != size:
             raise ValueError(
                 f"it has {size} entries in dim {axis}, and {len(names)} tensors are "
                 "stacked"
             )
-        parts = [entry(leaf, dim, at) for at in range(size)]
-        return [*zip(_filled(field, names), parts, strict=True)]
-
-    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        dim = _dim(axis, shape)
-        placed = [(slice(at, at + 1), with_dim(x, dim)) for at, x in enumerate(parts)]
-        return assembled(shape, dim, placed, dtype)
+        return [*zip(names, _slices([1] * size), strict=True)]
 
     names = None if over is None else tuple(over)
-    return Step(("stack", axis, names, start), back, forward, field)
+    return _join(("stack", axis, names, start), axis, field, parts_of, True)
 
 
 def merge(
@@ -171,35 +182,22 @@ def merge(
 ) -> Step:
     """Concatenate tensors along a dim: a fused leaf from separate tensors.
 
-    Args:
-        axis: the dim.
-        over: what to fill in for `{part}` in the name, as `("q_proj", "k_proj")`.
-        sizes: how many entries each has in that dim; None if equally many.
-        field: another name for `part`.
+    `over` has what to fill in for `{part}` in the name, as `("q_proj", "k_proj")`, and
+    `sizes` how many entries each has in that dim; None if equally many. `field` is
+    another name for `part`.
     """
 
-    def slices(size: int) -> list[slice]:
-        count = len(over)
-        each = sizes or (size // count,) * count
-        if len(each) != count or sum(each) != size:
+    def parts_of(size: int) -> Parts:
+        each = sizes or (size // len(over),) * len(over)
+        if len(each) != len(over) or sum(each) != size:
             raise ValueError(
-                f"dim {axis} has {size} entries, which are not {count} parts of "
+                f"dim {axis} has {size} entries, which are not {len(over)} parts of "
                 f"{sizes or 'equal size; pass sizes=(…)'}"
             )
-        return [_from_to(each, at) for at in range(count)]
-
-    def back(leaf: Array) -> Inputs:
-        dim = _dim(axis, leaf.shape)
-        parts = [entries(leaf, dim, chosen) for chosen in slices(leaf.shape[dim])]
-        return [*zip(_filled(field, over), parts, strict=True)]
-
-    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        dim = _dim(axis, shape)
-        placed = [*zip(slices(shape[dim]), parts, strict=True)]
-        return assembled(shape, dim, placed, dtype)
+        return [*zip(over, _slices(each), strict=True)]
 
     key = ("merge", axis, tuple(over), None if sizes is None else tuple(sizes))
-    return Step(key, back, forward, field)
+    return _join(key, axis, field, parts_of, False)
 
 
 def split(
@@ -207,14 +205,8 @@ def split(
 ) -> Step:
     """Take one part of a fused tensor, such as the queries of `c_attn`.
 
-    Args:
-        axis: the dim that is split.
-        index: which part, from 0.
-        of: how many equal parts there are, or the size of each.
-        alternating: whether the parts alternate, so that one has every `of`-th entry.
-
-    Raises:
-        CheckpointError: there is no such part.
+    It is part `index`, from 0, along the dim `axis`. `of` is how many equal parts there
+    are, or the size of each. With `alternating` a part has every `of`-th entry.
     """
     count = of if isinstance(of, int) else len(of)
     if not 0 <= index < count or (alternating and not isinstance(of, int)):
@@ -230,10 +222,11 @@ def split(
             raise ValueError(
                 f"part {index} of {of} has {sizes[index]} entries, not {shape[dim]}"
             )
-        chosen = _from_to(sizes, index)
-        if alternating:
-            chosen = slice(index, sum(sizes), len(sizes))
-        return replaced(shape, dim, sum(sizes)), dim, chosen
+        whole = replaced(shape, dim, sum(sizes))
+        chosen = (
+            slice(index, sum(sizes), count) if alternating else _slices(sizes)[index]
+        )
+        return whole, dim, chosen
 
     def back(leaf: Array) -> Inputs:
         whole, dim, chosen = place(leaf.shape)
@@ -252,16 +245,10 @@ def _dim(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
-def _filled(field: str, values: Iterable[Any]) -> list[Callable[[str], str]]:
-    """Functions that put a value in the place of `{field}` in a name."""
-    return [
-        lambda name, value=str(value): name.replace(f"{{{field}}}", value)
-        for value in values
-    ]
-
-
-def _from_to(sizes: Sequence[int], at: int) -> slice:
-    return slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+def _slices(sizes: Iterable[int]) -> list[slice]:
+    """The places of parts of these sizes, one after another."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 # ------------------------------------------------------------------ scaled blocks
@@ -275,36 +262,31 @@ def dequantize(
 ) -> Step:
     """Multiply a float8 or MXFP4 tensor by the scale of each of its blocks.
 
-    It is done before the other steps, wherever it stands among them.
+    It is done before the other steps, wherever it stands among them. The product counts
+    as bfloat16; for another dtype, pass `dtype=`.
 
     - `"float8"`: the tensor `name` has its scales in the tensor `name + suffix`, one
-      for each block of `block` rows and as many columns, as in DeepSeek-V3. The product
-      is computed in float32. A tensor that is not in float8 is taken as it is. Saving
-      writes the product, without scales.
+      for each block of `block` rows and as many columns (fewer at the ends), as in
+      DeepSeek-V3. The product is computed in float32. A tensor that is not in float8 is
+      taken as it is. Saving writes the product, without scales.
     - `"mxfp4"`: the tensor `…_blocks` (…, n / 32, 16) of uint8 holds n numbers in its
-      last two dims, two in each byte, and the tensor `…_scales` (…, n / 32) of uint8
-      the exponent of each block of 32, as in gpt-oss. The result, (…, n), is exact in
-      bfloat16. It cannot be saved.
+      last two dims, and the tensor `…_scales` (…, n / 32) of uint8 the exponent of each
+      block of 32, as in gpt-oss. The result, (…, n), is exact in bfloat16. It cannot be
+      saved.
 
-    The product counts as bfloat16; for another dtype, pass `dtype=`.
-
-    Args:
-        format: the format of the tensor.
-        block: rows and columns of a block in float8; those at the ends may have fewer.
-        suffix: what follows the name of a float8 tensor in that of its scales.
-
-    Raises:
-        CheckpointError: the arguments are invalid.
     """
     if format not in ("float8", "mxfp4") or block < 1:
         raise CheckpointError(
             f"dequantize({format!r}, block={block}): write dequantize('mxfp4'), or "
             "dequantize('float8'), with blocks of at least 1 row"
         )
-    return _mxfp4() if format == "mxfp4" else _float8(block, suffix)
+    if format == "mxfp4":
+        return Step(
+            ("mxfp4",),
+            _mxfp4_inputs,
+            lambda parts, shape, dtype: from_mxfp4(*parts, dtype),
+        )
 
-
-def _float8(block: int, suffix: str) -> Step:
     def back(leaf: Array) -> Inputs:
         if len(leaf.shape) != 2:
             raise ValueError(
@@ -314,29 +296,23 @@ def _float8(block: int, suffix: str) -> Step:
         return [(str, leaf), (lambda name: name + suffix, scales)]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return scaled(parts[0], parts[1], block, dtype)
+        return scaled(*parts, block, dtype)
 
     return Step(("float8", block, suffix), back, forward)
 
 
-def _mxfp4() -> Step:
-    def back(leaf: Array) -> Inputs:
-        *lead, last = leaf.shape or (1,)
-        if last % MXFP4_BLOCK:
-            raise ValueError(
-                f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which "
-                f"do not make {show_shape(leaf.shape)}"
-            )
-        blocks = (*lead, last // MXFP4_BLOCK)
-        return [
-            (str, nothing((*blocks, 16))),
-            (lambda name: name.removesuffix("_blocks") + "_scales", nothing(blocks)),
-        ]
-
-    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return from_mxfp4(parts[0], parts[1], dtype)
-
-    return Step(("mxfp4",), back, forward)
+def _mxfp4_inputs(leaf: Array) -> Inputs:
+    *lead, last = leaf.shape or (1,)
+    if last % MXFP4_BLOCK:
+        raise ValueError(
+            f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which do "
+            f"not make {show_shape(leaf.shape)}"
+        )
+    blocks = (*lead, last // MXFP4_BLOCK)
+    return [
+        (str, nothing((*blocks, 16))),
+        (lambda name: name.removesuffix("_blocks") + "_scales", nothing(blocks)),
+    ]
 
 
 def is_scaled(step: Step) -> bool:

@@ -11,10 +11,8 @@ them, since the first that matches counts.
     ]
 
 The paths that they expect are those that the presets of the same names lay out
-(`flm.presets.load("llama", mesh)`). Layers are numbered (`layers/0/…`) or, with
-`scanned=True`, stacked along dim 0 of each leaf (`layers/…`); in decoders, `mlp/` may
-be absent. Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`) or not
-(`nnx.Linear`).
+(`flm.presets.load("llama", mesh)`). In decoders, `mlp/` may be absent. Kernels may have
+the heads as a dim of their own (`nnx.LinearGeneral`) or not (`nnx.Linear`).
 
 | leaf | tensor |
 |---|---|
@@ -29,14 +27,13 @@ be absent. Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`
 | layers/N/mlp/experts/(gate, up, down)/kernel | all experts: (experts, in, out) |
 
 What other families have besides is said at each. `scanned` says that the model has its
-layers stacked along dim 0; `tied`, that its output is its embedding (a `lm_head.weight`
-in the checkpoint is then ignored); `fused`, that the experts of a layer are one tensor,
-as in the modules of `transformers` 5, where the published files have one for each.
+layers stacked along dim 0 (`layers/…` in place of `layers/0/…`); `tied`, that its
+output is its embedding (a `lm_head.weight` in the checkpoint is then ignored); `fused`,
+that the experts of a layer are one tensor, as in the modules of `transformers` 5, where
+the published files have one for each.
 """
 
-from typing import Any
-
-from flax_layoutmap.checkpoint import _families as f
+from flax_layoutmap.checkpoint._families import Entry, entries
 from flax_layoutmap.checkpoint._steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._steps import linear as linear
 from flax_layoutmap.checkpoint._steps import merge as merge
@@ -45,9 +42,37 @@ from flax_layoutmap.checkpoint._steps import stack as stack
 from flax_layoutmap.checkpoint._steps import transpose as transpose
 from flax_layoutmap.checkpoint._steps import unflatten as unflatten
 
-Entry = tuple[Any, ...]
-_DENSE = f.rows(f.NORMS + f.ATTENTION + f.GATED)
-_SPARSE = f.rows(f.NORMS + f.ATTENTION)
+# ------------------------------------------------------------------------- decoders
+
+_TOP = r"""
+embed embed ^embed_tokens
+norm norm ^norm
+head lm_head lm_head|^embed_tokens
+ignore model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
+"""
+_TIED = r"ignore lm_head\.weight" + "\n"
+_NORMS = """
+norm attention_norm input_layernorm
+norm mlp_norm post_attention_layernorm
+"""
+# Gemma 2 and 3 also norm what attention and mlp return.
+_FOUR_NORMS = """
+norm attention_norm input_layernorm
+norm attention_post_norm post_attention_layernorm
+norm mlp_norm pre_feedforward_layernorm
+norm mlp_post_norm post_feedforward_layernorm
+"""
+_ATTENTION = """
+heads attention/[query,key,value] self_attn.[q,k,v]_proj
+out attention/out self_attn.o_proj
+norm attention/[query,key]_norm self_attn.[q,k]_norm
+"""
+_GATED = """
+dense (?:mlp/)?[gate,up,down] mlp.[gate,up,down]_proj
+"""
+_LAYERS = _TOP + "at layers/# ^layers.#\n"
+_SPARSE = _LAYERS + _NORMS + _ATTENTION
+_DENSE = _SPARSE + _GATED
 
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
@@ -55,7 +80,7 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
 
     Rotary embeddings use the half-split convention of `transformers`.
     """
-    return f.decoder(_DENSE, scanned, tied)
+    return entries(_DENSE + tied * _TIED, scanned)
 
 
 def mistral(*, scanned: bool = False) -> list[Entry]:
@@ -77,7 +102,7 @@ def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     Weights in float8 are multiplied by their scales; see `dequantize`. Models up to 4B
     are tied.
     """
-    return f.decoder(f.float8(_DENSE), scanned, tied)
+    return entries(_DENSE + tied * _TIED, scanned, float8=True)
 
 
 def gemma(
@@ -92,19 +117,57 @@ def gemma(
         post_norms: whether the outputs of attention and mlp are normed, too, by
             `attention_post_norm/scale` and `mlp_post_norm/scale`.
     """
-    norms = f.FOUR_NORMS if post_norms else f.NORMS
+    norms = _FOUR_NORMS if post_norms else _NORMS
+    vision = r"ignore (?:model\.)?(?:vision_tower|multi_modal_projector)\..*"
+    table = _LAYERS + norms + _ATTENTION + _GATED + tied * _TIED + vision
     prefixes = ("model.", "language_model.model.", "model.language_model.")
-    return [
-        *f.decoder(f.rows(norms + f.ATTENTION + f.GATED), scanned, tied, prefixes),
-        (None, r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"),
-    ]
+    return entries(table, scanned, prefixes)
+
+
+# -------------------------------------------------------------------------- experts
+
+_FUSED_EXPERTS = """
+half[0,1] mlp/experts/[gate,up] mlp.experts.gate_up_proj
+turned mlp/experts/down mlp.experts.down_proj
+"""
+_EXPERTS = """
+experts mlp/experts/[gate,up,down] mlp.experts.{expert}.[gate,up,down]_proj
+"""
+_MIXTRAL_EXPERTS = """
+router mlp/router block_sparse_moe.gate
+experts mlp/experts/[gate,up,down] block_sparse_moe.experts.{expert}.[w1,w3,w2]
+"""
+_ROUTER = """
+router mlp/router mlp.gate
+"""
+# V2 Lite has queries without a low rank.
+_LATENT_ATTENTION = """
+dense attention/q_a self_attn.q_a_proj
+norm attention/q_a_norm self_attn.q_a_layernorm
+dense attention/q_b self_attn.q_b_proj
+dense attention/query self_attn.q_proj
+dense attention/kv_a self_attn.kv_a_proj_with_mqa
+norm attention/kv_a_norm self_attn.kv_a_layernorm
+dense attention/kv_b self_attn.kv_b_proj
+out attention/out self_attn.o_proj
+"""
+# The bias comes before the router, which may have another one.
+_SHARED_EXPERTS = """
+leaf mlp/router/bias mlp.gate.e_score_correction_bias
+dense mlp/shared_experts/[gate,up,down] mlp.shared_experts.[gate,up,down]_proj
+"""
+_GPT_OSS = """
+leaf attention/sinks self_attn.sinks
+router mlp/router mlp.router
+flat[0,1] mlp/experts/[gate,up] mlp.experts.gate_up_proj
+flat mlp/experts/down mlp.experts.down_proj
+"""
 
 
 def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
     """Mapping for Mixtral."""
-    fused_rows = [*f.rows(f.ROUTER), *f.FUSED_EXPERTS]
-    experts = fused_rows if fused else f.rows(f.MIXTRAL_EXPERTS)
-    return f.decoder([*_SPARSE, *experts], scanned)
+    experts = _ROUTER + _FUSED_EXPERTS if fused else _MIXTRAL_EXPERTS
+    return entries(_SPARSE + experts, scanned)
 
 
 def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
@@ -112,9 +175,8 @@ def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
 
     Weights in float8 are multiplied by their scales; see `dequantize`.
     """
-    experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
-    weights = f.float8([*_DENSE, *experts])
-    return f.decoder([*weights, *f.rows(f.ROUTER)], scanned)
+    experts = _FUSED_EXPERTS if fused else _EXPERTS
+    return entries(_DENSE + _ROUTER + experts, scanned, float8=True)
 
 
 def deepseek_v3(
@@ -128,29 +190,25 @@ def deepseek_v3(
 
     Attention has `q_a/kernel`, `q_a_norm/scale`, `q_b/kernel` (or `query/kernel`,
     without a low rank), `kv_a/kernel`, `kv_a_norm/scale`, `kv_b/kernel` and
-    `out/kernel`. The router has a bias, `mlp/router/bias`, and besides the experts
-    there are `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers
-    are `dense_layers/…`, and those with experts `moe_layers/…`.
+    `out/kernel`. There are `mlp/router/bias` and, besides the experts,
+    `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers are
+    `dense_layers/…`, and those with experts `moe_layers/…`. Weights in float8 are
+    multiplied by their scales.
 
     Args:
         dense_layers: how many layers have no experts.
         layers: how many layers there are; the tensors of one more, which predicts the
             next token but one, are left out.
     """
-    shared = f.float8(f.rows(f.NORMS + f.LATENT_ATTENTION))
-    dense = f.float8(f.rows(f.GATED))
-    experts = f.FUSED_EXPERTS if fused else f.rows(f.QWEN_EXPERTS)
-    weights = f.float8([*experts, *f.rows(f.SHARED_EXPERTS)])
-    moe = [*f.rows(f.DEEPSEEK_ROUTER), *weights]
-    entries = [*f.around(False), (None, rf"model\.layers\.{layers}\..*")]
-    if not scanned:
-        every = [*shared, *dense, *moe]
-        return [*entries, *f.layers(every, "layers", "model.layers", False)]
-    return [
-        *entries,
-        *f.layers([*shared, *dense], "dense_layers", "model.layers", True),
-        *f.layers([*shared, *moe], "moe_layers", "model.layers", True, dense_layers),
-    ]
+    table = _TOP + rf"ignore model\.layers\.{layers}\..*" + "\n"
+    shared = _NORMS + _LATENT_ATTENTION
+    experts = _SHARED_EXPERTS + _ROUTER + (_FUSED_EXPERTS if fused else _EXPERTS)
+    if scanned:
+        table += "at dense_layers/# model.layers.#" + shared + _GATED
+        table += f"at moe_layers/# model.layers.# {dense_layers}" + shared + experts
+    else:
+        table += "at layers/# model.layers.#" + shared + _GATED + experts
+    return entries(table, scanned, float8=True)
 
 
 def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
@@ -164,9 +222,103 @@ def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
             multiplied by their scales: see `dequantize`. Pass False for files in
             bfloat16, and to save.
     """
-    more = "leaf attention/sinks self_attn.sinks\ndense mlp/router mlp.router\n"
-    experts = f.gpt_oss_experts(mxfp4)
-    return f.decoder([*_SPARSE, *f.rows(more), *experts], scanned)
+    experts = _GPT_OSS.replace("flat", "mxfp4") if mxfp4 else _GPT_OSS
+    return entries(_SPARSE + experts, scanned)
+
+
+# ------------------------------------------------------------------- other families
+
+_GPT2 = r"""
+embed embed ^wte
+embed positions ^wpe
+norm norm ^ln_f
+head lm_head lm_head|^wte
+ignore (?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias
+at layers/# ^h.#
+norm attention_norm ln_1
+norm mlp_norm ln_2
+third[0,1,2] attention/[query,key,value] attn.c_attn
+plain_out attention/out attn.c_proj
+plain (?:mlp/)?[up,down] mlp.[c_fc,c_proj]
+"""
+# Old checkpoints hold copies of the embedding, and a bias that no layer has.
+_T5 = r"""
+embed embed shared
+head lm_head lm_head|shared
+embed [encoder,decoder]/{bias} [encoder,decoder].block.0.layer.0.SelfAttention.{bias}
+norm [encoder,decoder]/norm [encoder,decoder].final_layer_norm
+ignore (?:encoder|decoder)\.embed_tokens\.weight
+ignore decoder\.block\.0\.layer\.1\.EncDecAttention\.{bias}\.weight
+"""
+# UMT5 has the bias in each layer.
+_T5_LAYER = """
+at {side}/layers/# {side}.block.#.layer
+embed attention/{bias} 0.SelfAttention.{bias}
+norm mlp_norm {last}.layer_norm
+dense mlp/{up} {last}.DenseReluDense.{wi}
+dense mlp/down {last}.DenseReluDense.wo
+norm attention_norm 0.layer_norm
+heads attention/[query,key,value] 0.SelfAttention.[q,k,v]
+out attention/out 0.SelfAttention.o
+"""
+_T5_CROSS = """
+norm cross_attention_norm 1.layer_norm
+heads cross_attention/[query,key,value] 1.EncDecAttention.[q,k,v]
+out cross_attention/out 1.EncDecAttention.o
+"""
+_WHISPER = r"""
+embed decoder/embed model.decoder.embed_tokens
+conv1d encoder/[conv1,conv2] model.encoder.[conv1,conv2]
+embed [encoder,decoder]/positions model.[encoder,decoder].embed_positions
+norm [encoder,decoder]/norm model.[encoder,decoder].layer_norm
+ignore proj_out\.weight
+"""
+_WHISPER_LAYER = """
+at {side}/layers/# model.{side}.layers.#
+heads attention/[query,key,value] self_attn.[q,k,v]_proj
+out attention/out self_attn.out_proj
+norm attention_norm self_attn_layer_norm
+norm mlp_norm final_layer_norm
+dense mlp/[up,down] [fc1,fc2]
+"""
+_WHISPER_CROSS = """
+heads cross_attention/[query,key,value] encoder_attn.[q,k,v]_proj
+out cross_attention/out encoder_attn.out_proj
+norm cross_attention_norm encoder_attn_layer_norm
+"""
+_VIT = r"""
+leaf cls_token ^embeddings.cls_token
+leaf position_embeddings ^embeddings.position_embeddings
+conv2d patch_embedding ^embeddings.patch_embeddings.projection
+norm norm ^layernorm
+dense classifier classifier
+ignore (?:vit\.)?pooler\.dense\.(?:weight|bias)
+at layers/# ^encoder.layer.#
+norm attention_norm layernorm_before
+heads attention/[query,key,value] attention.attention.[query,key,value]
+out attention/out attention.output.dense
+norm mlp_norm layernorm_after
+dense mlp/[up,down] [intermediate,output].dense
+"""
+_CLIP = r"""
+embed text/embed text_model.embeddings.token_embedding
+leaf vision/class_embedding vision_model.embeddings.class_embedding
+conv2d vision/patch_embedding vision_model.embeddings.patch_embedding
+embed [text,vision]/positions [text,vision]_model.embeddings.position_embedding
+norm vision/pre_norm vision_model.pre_layrnorm
+norm [text,vision]/norm [text,vision]_model.[final_layer_norm,post_layernorm]
+dense [text,visual]_projection [text,visual]_projection
+leaf logit_scale logit_scale
+ignore (?:text|vision)_model\.embeddings\.position_ids
+"""
+_CLIP_LAYER = """
+at {side}/layers/# {side}_model.encoder.layers.#
+norm attention_norm layer_norm1
+heads attention/[query,key,value] self_attn.[q,k,v]_proj
+out attention/out self_attn.out_proj
+norm mlp_norm layer_norm2
+dense mlp/[up,down] mlp.[fc1,fc2]
+"""
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
@@ -174,16 +326,7 @@ def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
 
     Besides, there are `positions/embedding`, and biases of norms and of kernels.
     """
-    prefixes = ("transformer.", "")
-    head = ("lm_head.weight", *f.names(prefixes, "wte.weight"))
-    return [
-        *f.whole("embed embed wte\nembed positions wpe\nnorm norm ln_f", prefixes),
-        ("lm_head/kernel", head, linear()),
-        # Masks, which old checkpoints hold.
-        (None, r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"),
-        *([(None, r"lm_head\.weight")] if tied else []),
-        *f.layers(f.gpt2_layer(), "layers", f.names(prefixes, "h"), scanned),
-    ]
+    return entries(_GPT2 + tied * _TIED, scanned, ("transformer.", ""))
 
 
 def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list[Entry]:
@@ -197,22 +340,12 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
         gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5; T5 1.0 has none, and
             is tied.
     """
-    bias = "relative_attention_bias"
-    entries: list[Entry] = [
-        ("embed/embedding", "shared.weight"),
-        ("lm_head/kernel", ("lm_head.weight", "shared.weight"), linear()),
-        *([(None, r"lm_head\.weight")] if tied else []),
-        # Copies of old checkpoints, and a bias that no layer has.
-        (None, r"(?:encoder|decoder)\.embed_tokens\.weight"),
-        (None, rf"decoder\.block\.0\.layer\.1\.EncDecAttention\.{bias}\.weight"),
-    ]
-    for side in ("encoder", "decoder"):
-        first = f"{side}.block.0.layer.0.SelfAttention.{bias}"
-        table = f"embed {side}/{bias} {first}\nnorm {side}/norm {side}.final_layer_norm"
-        of = f.t5_layer(side == "decoder", gated)
-        entries += f.whole(table)
-        entries += f.layers(of, f"{side}/layers", f"{side}.block", scanned)
-    return entries
+    up, wi = ("[gate,up]", "[wi_0,wi_1]") if gated else ("up", "wi")
+    names = {"bias": "relative_attention_bias", "up": up, "wi": wi}
+    table = _T5.format(**names) + tied * _TIED
+    table += _T5_LAYER.format(side="encoder", last=1, **names)
+    table += _T5_LAYER.format(side="decoder", last=2, **names) + _T5_CROSS
+    return entries(table, scanned)
 
 
 def whisper(*, scanned: bool = False) -> list[Entry]:
@@ -223,20 +356,8 @@ def whisper(*, scanned: bool = False) -> list[Entry]:
     `encoder/(conv1, conv2)/(kernel, bias)`, `decoder/embed/embedding`, and on each side
     `positions/embedding` and `norm/(scale, bias)`.
     """
-    table = """
-        embed decoder/embed decoder.embed_tokens
-        conv1d encoder/conv1 encoder.conv1
-        conv1d encoder/conv2 encoder.conv2
-        embed encoder/positions encoder.embed_positions
-        embed decoder/positions decoder.embed_positions
-        norm encoder/norm encoder.layer_norm
-        norm decoder/norm decoder.layer_norm
-    """
-    entries = [*f.whole(table, "model."), (None, r"proj_out\.weight")]
-    for side in ("encoder", "decoder"):
-        of = f.whisper_layer(side == "decoder")
-        entries += f.layers(of, f"{side}/layers", f"model.{side}.layers", scanned)
-    return entries
+    sides = [_WHISPER_LAYER.format(side=side) for side in ("encoder", "decoder")]
+    return entries(_WHISPER + "".join(sides) + _WHISPER_CROSS, scanned)
 
 
 def vit(*, scanned: bool = False) -> list[Entry]:
@@ -245,20 +366,7 @@ def vit(*, scanned: bool = False) -> list[Entry]:
     There are `cls_token`, `position_embeddings`, `patch_embedding/(kernel, bias)` and
     `classifier/(kernel, bias)`; a pooler is left out.
     """
-    prefixes = ("vit.", "")
-    table = """
-        leaf cls_token embeddings.cls_token
-        leaf position_embeddings embeddings.position_embeddings
-        conv2d patch_embedding embeddings.patch_embeddings.projection
-        norm norm layernorm
-    """
-    tensor = f.names(prefixes, "encoder.layer")
-    return [
-        *f.whole(table, prefixes),
-        *f.whole("dense classifier classifier"),
-        (None, r"(?:vit\.)?pooler\.dense\.(?:weight|bias)"),
-        *f.layers(f.rows(f.VIT_LAYER), "layers", tensor, scanned),
-    ]
+    return entries(_VIT, scanned, ("vit.", ""))
 
 
 def clip(*, scanned: bool = False) -> list[Entry]:
@@ -269,23 +377,5 @@ def clip(*, scanned: bool = False) -> list[Entry]:
     `positions/embedding`, `layers/N/…` and `norm/(scale, bias)`. Besides, there are
     `(text, visual)_projection/kernel` and `logit_scale`.
     """
-    table = """
-        embed text/embed text_model.embeddings.token_embedding
-        embed text/positions text_model.embeddings.position_embedding
-        norm text/norm text_model.final_layer_norm
-        leaf vision/class_embedding vision_model.embeddings.class_embedding
-        conv2d vision/patch_embedding vision_model.embeddings.patch_embedding
-        embed vision/positions vision_model.embeddings.position_embedding
-        norm vision/pre_norm vision_model.pre_layrnorm
-        norm vision/norm vision_model.post_layernorm
-        dense text_projection text_projection
-        dense visual_projection visual_projection
-        leaf logit_scale logit_scale
-    """
-    entries = f.whole(table)
-    entries += [(None, r"(?:text|vision)_model\.embeddings\.position_ids")]
-    for side in ("text", "vision"):
-        tensor = f"{side}_model.encoder.layers"
-        of = f.rows(f.CLIP_LAYER)
-        entries += f.layers(of, f"{side}/layers", tensor, scanned)
-    return entries
+    sides = [_CLIP_LAYER.format(side=side) for side in ("text", "vision")]
+    return entries(_CLIP + "".join(sides), scanned)
