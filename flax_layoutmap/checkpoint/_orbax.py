@@ -341,20 +341,22 @@ def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) ->
 
     Numbers stand for Orbax's policies; `keep` None keeps all steps.
     """
-    saves, preserves = (
-        v1().training.save_decision_policies,
-        v1().training.preservation_policies,
-    )
-    if isinstance(every, int):
-        every = saves.FixedIntervalPolicy(every)
-    if isinstance(keep, int):
-        keep = preserves.LatestN(keep)
-    if keep_every is not None:
-        keep = preserves.AnyPreservationPolicy(
-            [keep, preserves.EveryNSteps(keep_every)]
+    others = set(_numbered(directory)).difference(steps_below(directory))
+    if others and keep is not None:
+        raise CheckpointError(
+            f"keep= would remove {directory}/{min(others)}, which is not a checkpoint; "
+            "move it to another directory"
         )
+    training = v1().training
+    kept = training.preservation_policies
+    if isinstance(every, int):
+        every = training.save_decision_policies.FixedIntervalPolicy(every)
+    if isinstance(keep, int):
+        keep = kept.LatestN(keep)
+    if keep_every is not None:
+        keep = kept.AnyPreservationPolicy([keep, kept.EveryNSteps(keep_every)])
     with translated(f"cannot save steps to {directory}"):
-        return v1().training.Checkpointer(
+        return training.Checkpointer(
             directory,
             context=saving_context(),
             save_decision_policy=every,
@@ -364,15 +366,19 @@ def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) ->
 
 
 def steps_below(directory: str) -> list[int]:
-    """The complete steps below a directory, in order; locally it reads only names."""
+    """The complete steps below a directory, in order."""
     if is_url(directory):
         # On storage services a file marks a finished step.
         names = v1().path.step.standard_name_format().find_all(directory)
         return sorted(metadata.step for metadata in names)
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    # Orbax names a step by its number, without leading zeros.
+    return [
+        step
+        for step in _numbered(directory)
+        if os.path.isfile(os.path.join(directory, str(step), METADATA_FILE))
+    ]
+
+
+def _numbered(directory: str) -> list[int]:
+    """What Orbax takes for steps: numbers without leading zeros."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
     return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)

@@ -8,16 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._lazy import (
-    Array,
     Box,
     Lazy,
     assembled,
@@ -31,7 +29,7 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, undone
+from flax_layoutmap.checkpoint._mapping import NameMapping, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
     checked_selection,
@@ -39,7 +37,7 @@ from flax_layoutmap.checkpoint._options import (
 )
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
-from flax_layoutmap.checkpoint._safetensors_write import Made, Writer, cannot_write
+from flax_layoutmap.checkpoint._safetensors_write import Made, Writer
 from flax_layoutmap.checkpoint._steps import Step
 
 
@@ -58,12 +56,10 @@ def save_safetensors(
 ) -> None:
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
-    Process 0 writes one tensor after another, and holds at most two copies of one
-    tensor. Every process of a job calls it with the same arguments.
-
-    The files are written under hidden names, which no other writer has, and renamed at
-    the end. Whatever ends the program, the folder has the old model or the new one; of
-    several programs that save to one folder, it has the model of one.
+    Every process of a job calls it with the same arguments. Process 0 writes one tensor
+    after another, and holds at most two copies of one tensor. Whatever ends the
+    program, the folder has the old model or the new one; of several programs that save
+    to one folder at once, it has the model of one.
 
     Args:
         path: a directory, which is created if needed and may hold other files
@@ -83,12 +79,11 @@ def save_safetensors(
             that this function or `transformers` gives them are the model.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
             requires, is added.
-        progress: whether process 0 shows on stderr how much has been written; None: as
-            in `restore`.
+        progress: as in `restore`.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), the path is
-            taken, or writing failed; no file is then left behind under its final name.
+            taken, or writing failed.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -111,14 +106,13 @@ def save_safetensors(
         for name, text in (metadata or {}).items():
             if not (isinstance(name, str) and isinstance(text, str)):
                 problems.append(f"metadata={{{name!r}: {text!r}}}: give texts alone")
+        writer = Writer(place, tensors, max_file_bytes)
         if jax.process_index() == 0:
-            problems += cannot_write(place, overwrite)
+            problems += writer.cannot_write(overwrite)
         if problems:
             raise problem_list(f"cannot save to {place}", problems)
         agreement.add(lambda: {"leaves": [f"{tensor}" for tensor in tensors]})
-    texts = {"format": "pt", **(metadata or {})}
-    writer = Writer(place, tensors, max_file_bytes, texts)
-    _write(place, writer, progress)
+    _write(place, writer, {"format": "pt", **(metadata or {})}, progress)
 
 
 # ---------------------------------------------------------------------------- plan
@@ -132,65 +126,61 @@ def _plan(
     draft = _Draft()
     columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
     for path, short, value in columns:
-        if path not in selection:
-            continue
-        if problem := _value_problem(path, value):
-            problems.append(f"{path}: {problem}")
-            continue
-        recipe = names.recipe(short, path)
-        recipe = None if recipe is None else recipe.without_scales()
-        kind = np.dtype(value.dtype).newbyteorder("=")
-        kind = dtype if dtype is not None and is_floating(kind) else kind
-        problem = _recipe_problem(names, short, recipe, kind, value.shape)
-        if problem is not None:
-            problems.append(f"{path} {show_shape(value.shape)}: {problem}")
-        elif recipe is not None:
-            made = Made(recipe.names[0], kind, _on_host(value), path)
-            draft.add(made, recipe.steps)
-    problems = problems or draft.finish()
+        if path in selection:
+            try:
+                draft.add(*_made(path, short, value, names, dtype))
+            except ValueError as error:
+                problems.append(f"{path} {show_shape(np.shape(value))}: {error}")
+    if not problems:
+        draft.assemble()
+        problems += draft.problems
     if not draft.tensors and not problems:
         problems.append("the tree holds no array")
     return [*draft.tensors.values()], problems
 
 
-def _value_problem(path: str, value: Any) -> str | None:
-    """The reason why a leaf cannot be saved, or None."""
+def _made(
+    path: str, short: str, value: Any, names: NameMapping, dtype: Any
+) -> tuple[Made, Sequence[Step]]:
+    """A leaf and the steps to undo; ValueError if it cannot be saved."""
     leaf = leaf_of(path, value)
     if leaf is None or leaf.kind != "array":
-        kind = type(value).__qualname__ if leaf is None else str(leaf)
-        return (
-            f"{kind} is not an array of numbers; save nnx.state(model, nnx.Param), or "
-            "leave it out with exclude="
+        raise ValueError(
+            f"{type(value).__qualname__ if leaf is None else leaf} is not an array of "
+            "numbers; save nnx.state(model, nnx.Param), or leave it out with exclude="
         )
     if not path:
-        return "the tree is a single leaf; save it under a key: {'name': leaf}"
-    problem = no_value(value, "save_safetensors")
-    if problem is None and isinstance(value, jax.Array):
-        if not isinstance(value.sharding, NamedSharding) and jax.process_count() > 1:
-            return "it has no NamedSharding; place it with layout_map.place(tree)"
-    return problem
-
-
-def _recipe_problem(
-    names: NameMapping, path: str, recipe: Recipe | None, dtype: Any, shape: Shape
-) -> str | None:
-    """The reason why a mapping cannot be undone for a leaf, or None."""
+        raise ValueError("the tree is a single leaf; save it under a key: {'w': …}")
+    if missing := no_value(value, "save_safetensors"):
+        raise ValueError(missing)
+    is_sharded = isinstance(getattr(value, "sharding", None), NamedSharding)
+    if isinstance(value, jax.Array) and jax.process_count() > 1 and not is_sharded:
+        raise ValueError("it has no NamedSharding; place it with layout_map.place")
+    recipe = names.recipe(short, path)
     if recipe is None:
-        return names.unmatched(path)
+        raise ValueError(names.unmatched(short))
     if any(step.key[0] == "mxfp4" for step in recipe.steps):
-        return (
+        raise ValueError(
             "cannot be saved in MXFP4; save it by a mapping without "
             "dequantize('mxfp4'), such as mappings.gpt_oss(mxfp4=False)"
         )
-    if recipe.names[0] == "__metadata__":
-        return "'__metadata__' names the texts of the header; give it another name"
+    if dtype is None or not is_floating(leaf.dtype):
+        dtype = leaf.dtype
     if dtype not in NAMES:
-        return f"safetensors cannot hold {dtype}; pass dtype=, or convert it"
+        raise ValueError(f"safetensors cannot hold {dtype}; pass dtype=, or convert it")
+    name, recipe = recipe.names[0], recipe.without_scales()
+    if name == "__metadata__":
+        raise ValueError("'__metadata__' names the texts of the header; rename it")
     try:
-        recipe.shapes(recipe.names[0], shape)
+        recipe.shapes(name, leaf.shape)
     except ValueError as error:
-        return f"the mapping's steps do not make this shape: {error}"
-    return None
+        raise ValueError(
+            f"the mapping's steps do not make this shape: {error}"
+        ) from error
+    is_jax = isinstance(value, jax.Array)
+    fetched = functools.partial(_fetched, value)
+    values = Lazy(leaf.shape, fetched) if is_jax else np.asarray(value)
+    return Made(name, dtype, values, path), recipe.steps
 
 
 class _Draft:
@@ -202,89 +192,80 @@ class _Draft:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Made] = {}
-        # Tensor, steps up to the split → place in the whole, part.
-        self._parts: dict[Any, list[tuple[Any, Made]]] = {}
-        self._problems: list[str] = []
+        self.problems: list[str] = []
+        # Tensor, steps up to the split → place in the whole, part, the steps.
+        self._parts: dict[Any, list[tuple[Any, Made, Sequence[Step]]]] = {}
 
     def add(self, made: Made, steps: Sequence[Step]) -> None:
         """Undo steps, up to a split."""
-        splits = [at for at, step in enumerate(steps) if step.place is not None]
-        rest = steps[splits[-1] + 1 :] if splits else steps
-        place = steps[splits[-1]].place if splits else None
-        for name, values in undone(made.name, rest, made.values):
+        split = max((at for at, step in enumerate(steps) if step.place), default=-1)
+        for name, values in undone(made.name, steps[split + 1 :], made.values):
             part = dataclasses.replace(made, name=name, values=values)
-            if place is not None:
-                key = (name, tuple(steps[: splits[-1]]))
-                self._parts.setdefault(key, []).append((place(values.shape), part))
-            elif (before := self.tensors.setdefault(name, part)) is not part:
-                self._problems.append(
-                    f"{before.paths}, {made.paths}: would both write the tensor "
+            if split >= 0:
+                before, place = steps[:split], steps[split].place(values.shape)
+                key = (name, tuple(step.key for step in before))
+                self._parts.setdefault(key, []).append((place, part, before))
+            elif (other := self.tensors.setdefault(name, part)) is not part:
+                self.problems.append(
+                    f"{other.paths}, {made.paths}: would both write the tensor "
                     f"{name!r}; give one of the leaves another name, or leave it out "
                     "with exclude="
                 )
 
-    def finish(self) -> list[str]:
-        """Assemble the parts; return the problems with them."""
+    def assemble(self) -> None:
+        """Assemble all parts, those with the most steps before them first."""
         while self._parts:
-            key = max(self._parts, key=lambda key: len(key[1]))
-            parts = self._parts.pop(key)
-            (shape, axis, _), first = parts[0]
-            paths = ", ".join(dict.fromkeys(part.paths for _, part in parts))
-            covered = [
-                at for (_, _, chosen), _ in parts for at in range(shape[axis])[chosen]
-            ]
-            if len({(*place[:2], part.dtype) for place, part in parts}) > 1:
+            parts = self._parts.pop(max(self._parts, key=lambda key: len(key[1])))
+            (shape, axis, _), first, before = parts[0]
+            paths = ", ".join(dict.fromkeys(part.paths for _, part, _ in parts))
+            covered = [n for place, _, _ in parts for n in range(shape[axis])[place[2]]]
+            if len({(*place[:2], part.dtype) for place, part, _ in parts}) > 1:
                 problem = "have other shapes or dtypes"
             elif len(covered) > len(set(covered)):
                 problem = "would write some elements twice"
             elif len(covered) < shape[axis]:
                 problem = "make only a part; the mapping lacks leaves for the rest"
             else:
-                chosen = [(place[2], part.values) for place, part in parts]
+                chosen = [(place[2], part.values) for place, part, _ in parts]
                 values = assembled(shape, axis, chosen, first.dtype)
-                whole = dataclasses.replace(first, values=values, paths=paths)
-                self.add(whole, key[1])
+                self.add(dataclasses.replace(first, values=values, paths=paths), before)
                 continue
-            self._problems.append(
+            self.problems.append(
                 f"{paths}: {problem}, of the tensor {first.name!r} {show_shape(shape)}"
             )
-        return self._problems
 
 
 # ----------------------------------------------------- tensors, one after another
 
 
-def _write(place: str, writer: Writer, progress: bool | None) -> None:
+def _write(
+    place: str, writer: Writer, texts: Mapping[str, str], progress: bool | None
+) -> None:
     """Bring each tensor to process 0, which writes it."""
-    done, total = 0, sum(tensor.nbytes for tensor in writer.tensors)
+    done, total = 0, sum(t.nbytes for held in writer.files.values() for t in held)
 
-    def together(action: Callable[[], None]) -> None:
+    def on_first(action: Callable[..., None], *args: Any) -> None:
         on_first_process(
-            action,
+            lambda: action(*args),
             lambda why: f"cannot save to {place}: {why}; what was there is unchanged",
         )
 
     try:
-        together(writer.start)
+        on_first(writer.start, texts)
         with shown_progress(f"saving {place}", total, progress, lambda: done):
-            for tensor in writer.tensors:
-                values = np.asarray(tensor.values[full(tensor.shape)])
-                together(functools.partial(writer.add, tensor, values))
-                done += tensor.nbytes
-            together(writer.finish)
+            for file, tensors in writer.files.items():
+                for tensor in tensors:
+                    values = np.asarray(tensor.values[full(tensor.shape)])
+                    on_first(writer.add, file, tensor, values)
+                    done += tensor.nbytes
+            on_first(writer.finish)
     finally:
         if jax.process_index() == 0:
             writer.clean_up()
 
 
-def _on_host(leaf: Any) -> Array:
-    """A leaf whose boxes are fetched when they are used; a collective of processes."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
-    return Lazy(leaf.shape, lambda box: _fetched(leaf, box))
-
-
 def _fetched(leaf: jax.Array, box: Box) -> np.ndarray:
+    """A box of an array; a collective if several processes have parts of it."""
     if leaf.is_fully_addressable and box == full(leaf.shape):
         # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.
         made = np.empty(leaf.shape, leaf.dtype)
@@ -292,31 +273,19 @@ def _fetched(leaf: jax.Array, box: Box) -> np.ndarray:
             if shard.replica_id == 0:
                 made[shard.index] = np.asarray(shard.data)
         return made
-    leaf = _on_auto_axes(leaf)
+    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     starts = tuple(part.start for part in box)
-    if leaf.is_fully_addressable:
-        return np.asarray(_slicer(box_shape(box), None)(leaf, starts))
-    sharding: Any = leaf.sharding
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    return np.asarray(_slicer(box_shape(box), everywhere)(leaf, starts))
+    return np.asarray(_slicer(box_shape(box), mesh)(leaf, starts))
 
 
 @functools.lru_cache(maxsize=256)
-def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
-    options = {} if sharding is None else {"out_shardings": sharding}
-    return jax.jit(lambda x, starts: jax.lax.dynamic_slice(x, starts, sizes), **options)
+def _slicer(sizes: Shape, mesh: Any) -> Callable[..., jax.Array]:
+    def cut(x: jax.Array, starts: Any) -> jax.Array:
+        return jax.lax.dynamic_slice(x, starts, sizes)
 
-
-def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    """The array on Auto axes; JAX cannot slice sharded dims on Explicit ones."""
-    sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding):
-        return leaf
-    mesh: Any = sharding.mesh  # of devices, as there is an array
-    if AxisType.Explicit not in mesh.axis_types:
-        return leaf
-    auto = NamedSharding(
-        retyped(mesh, AxisType.Auto), sharding.spec, memory_kind=sharding.memory_kind
-    )
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)
+    if mesh is None:
+        return jax.jit(cut)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    # JAX cannot slice sharded dims on Explicit axes.
+    on_auto_axes = jax.sharding.auto_axes(cut, out_sharding=everywhere)
+    return jax.jit(on_auto_axes, out_shardings=everywhere)

@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,15 +43,14 @@ def save(
     its own values of Python numbers, strings and NumPy arrays.
 
     Args:
-        path: a directory that does not exist yet, without `*`, `?` and `[` in its path;
-            a relative one is made absolute.
+        path: a directory that does not exist yet, without `*`, `?` and `[` in its path.
         tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
         layout_map: the rules to write into the metadata, after they have been resolved
             against the tree.
-        overwrite: replace the checkpoint at `path`, the whole directory. It is written
-            under a name of its own and renamed when it is complete: a failed save
-            leaves the old one. At a URL (`gs://…`) Orbax deletes the old one first.
+        overwrite: replace the checkpoint at `path`, the whole directory, when the new
+            one is complete beside it. At a URL (`gs://…`) Orbax deletes the old one
+            first.
         checksums: whether to record a checksum of each leaf, with which `restore` and
             `verify` detect damage.
 
@@ -73,35 +72,25 @@ def save(
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
     place, rules = absolute(path), rules_of(layout_map)
-
-    def obstacle(_: object) -> str | None:
-        return _orbax.cannot_write(place, overwrite)
-
     with _orbax.TURN:
-        ready = prepare(place, tree, rules, obstacle, checksums)
+        values, record = prepare(
+            place, tree, rules, checksums, lambda: _orbax.cannot_write(place, overwrite)
+        )
         check_shared(place)
-        custom = _metadata.sealed({_metadata.KEY: ready.record})
-        _orbax.write(place, ready.values, custom, overwrite)
-
-
-class Ready(NamedTuple):
-    """A tree ready to be written: its leaves, the values for Orbax, our record."""
-
-    leaves: Sequence[Leaf]
-    values: dict[str, Any]
-    record: dict[str, Any]
+        custom = _metadata.sealed({_metadata.KEY: record})
+        _orbax.write(place, values, custom, overwrite)
 
 
 def prepare(
     place: str,
     tree: Any,
     rules: RuleSet | None,
-    obstacle: Callable[[Sequence[Leaf]], str | None],
     checksums: bool,
-) -> Ready:
-    """Check on all processes that a tree can be written, before anything is.
+    obstacle: Callable[[], str | None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values for Orbax and our record, checked on all processes.
 
-    `obstacle` returns the reason why these leaves cannot be written there, or None.
+    `obstacle` returns the reason why nothing can be written there, or None.
     """
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
         resolution = resolve(tree, RuleSet(strict=False) if rules is None else rules)
@@ -109,7 +98,7 @@ def prepare(
         paths = flat.full_paths()
         leaves, problems = _described(paths, flat.leaves)
         problems += _dotted_twice(paths)
-        reason = obstacle(leaves)
+        reason = obstacle()
         problems += [] if reason is None else [reason]
         if not problems and all(leaf.is_empty for leaf in leaves):
             problems.append("the tree holds no value")
@@ -125,7 +114,7 @@ def prepare(
     record = _metadata.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
         record["checksums"] = checksums_of(values)
-    return Ready(leaves, nested(values), record)
+    return nested(values), record
 
 
 def _described(

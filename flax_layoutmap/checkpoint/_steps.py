@@ -76,7 +76,7 @@ def _regroup(
 
 
 def transpose(*axes: int) -> Step:
-    """Permute the dims of a tensor, as `numpy.transpose`; without `axes`, reverse them."""
+    """Permute the dims of a tensor, as `numpy.transpose`; none reverses them."""
 
     def groups(rank: int) -> Sequence[Sequence[int]]:
         order = axes or tuple(reversed(range(rank)))
@@ -284,7 +284,7 @@ def dequantize(
         return Step(
             ("mxfp4",),
             _mxfp4_inputs,
-            lambda parts, shape, dtype: from_mxfp4(*parts, dtype),
+            lambda parts, shape, dtype: from_mxfp4(parts[0], parts[1], dtype),
         )
 
     def back(leaf: Array) -> Inputs:
@@ -296,7 +296,7 @@ def dequantize(
         return [(str, leaf), (lambda name: name + suffix, scales)]
 
     def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return scaled(*parts, block, dtype)
+        return scaled(parts[0], parts[1], block, dtype)
 
     return Step(("float8", block, suffix), back, forward)
 

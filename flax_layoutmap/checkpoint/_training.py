@@ -4,7 +4,7 @@ import contextlib
 import json
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -13,7 +13,6 @@ from flax_layoutmap._birth.create import create
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import tell_of_others
 from flax_layoutmap.checkpoint import _data_states, _metadata, _orbax
-from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
@@ -31,10 +30,10 @@ _USER = "metadata"
 class Checkpointer:
     """The checkpoints of a training loop, one for each saved step.
 
-    A save copies the values and returns; Orbax writes them while training goes on.
-    Errors of these background saves are raised by the next `save` that is due, by
-    `wait`, or on leaving the `with` block, which finishes the last save. Without a
-    `with` block each save is complete when it returns.
+    A save copies the values and returns; Orbax writes them while training goes on. Its
+    errors are raised by the next `save` that is due, by `wait`, or at the end of the
+    `with` block, which finishes the last save. Without a `with` block each save is
+    complete when it returns.
 
     In a job that called `jax.distributed.initialize`, SIGTERM (preemption) makes the
     next `save` one that is due in all processes, and `reached_preemption` then says
@@ -87,20 +86,19 @@ class Checkpointer:
     ) -> None:
         self._directory = absolute(directory)
         self._rules = rules_of(layout_map)
-        _check_policies(every, keep, keep_every)
         if reason := cannot_name(self._directory):
             raise CheckpointError(f"cannot save to {self._directory}: {reason}")
         if os.path.isfile(os.path.join(self._directory, METADATA_FILE)):
             raise CheckpointError(
                 f"{self._directory} is a checkpoint itself; give the one above it"
             )
+        _check_policies(every, keep, keep_every)
         self._policies = (every, keep, keep_every)
         self._checksums = checksums
         self._is_inside = self._reached_preemption = False
         self._writer: Any = None  # Orbax's Checkpointer, opened by the first save
         self._pending: tuple[int, Any] | None = None  # step, and Orbax's response
         self._last: int | None = None  # the latest step, saved or being saved
-        self._structure: dict[str, str] = {}
 
     @property
     def directory(self) -> str:
@@ -140,14 +138,14 @@ class Checkpointer:
 
         Args:
             step: its number, larger than that of the latest one.
-            state: any tree that `flm.checkpoint.save` takes, the same in each step.
+            state: any tree that `flm.checkpoint.save` takes.
             data: an iterator with `get_state()` and `set_state(state)`, or a dict of
                 them. Each process saves the state of its own.
             metadata: JSON values, and arrays without dims (the loss), for people.
             force: save it even if it is not due, as the last one of a run.
 
         Returns:
-            Whether this step is being saved. An error of an earlier save is raised.
+            Whether this step is being saved.
         """
         step = self._next(step)
         preempted = _is_preempted(step)
@@ -195,6 +193,63 @@ class Checkpointer:
         tell_of_others(error, lambda: f"{where}{self.latest}")
         self.close()
 
+    def _next(self, step: Any) -> int:
+        """Check that a step is a number that comes after the last one."""
+        if self._last is None:
+            self._last = max(self.steps, default=-1)
+        number = operator.index(step)
+        if number <= self._last:
+            raise CheckpointError(
+                f"step {number} does not come after step {self._last}, the latest in "
+                f"{self._directory}; to go back, remove the later steps"
+            )
+        return number
+
+    def _is_due(self, step: int) -> bool:
+        every = self._policies[0]
+        if isinstance(every, int):
+            return step % every == 0  # without asking the storage in every step
+        with _orbax.TURN, _orbax.translated("the save policy failed"):
+            return bool(self._opened().should_save(step))
+
+    def _start(
+        self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
+    ) -> None:
+        place = self._place(step)
+        custom: dict[str, Any] = {_USER: None}
+        items: dict[str, Any] = {}
+
+        # Runs within the Agreement, so that all processes learn of an error in one.
+        def obstacle() -> str | None:
+            custom[_USER] = None if metadata is None else _plain_json(metadata)
+            if data is not None:
+                items[_data_states.FOLDER] = _data_states.StateFile(data)
+            return _orbax.cannot_write(place, overwrite=False)
+
+        with _orbax.TURN:
+            # "state" is Orbax's own name for the tree of a step.
+            items["state"], custom[_metadata.KEY] = prepare(
+                place, state, self._rules, self._checksums, obstacle
+            )
+            if self._writer is None:
+                check_shared(place)
+            has_metrics = hasattr(self._policies[1], "should_preserve")
+            with _orbax.translated(f"cannot save to {place}"), _orbax.saving_context():
+                writer, self._writer = self._opened(), None
+                response = writer.save_checkpointables_async(
+                    step,
+                    items,
+                    force=True,
+                    metrics=custom[_USER] if has_metrics else None,
+                    custom_metadata=_metadata.sealed(custom),
+                )
+        self._writer, self._pending = writer, (step, response)
+
+    def _opened(self) -> Any:
+        if self._writer is None:
+            self._writer = _orbax.open_steps(self._directory, *self._policies)
+        return self._writer
+
     # --------------------------------------------------------------- restoring
 
     def restore_or_init(
@@ -203,8 +258,8 @@ class Checkpointer:
         """Restore the latest step, or initialize the state if there is none.
 
         With rules, `create_fn` is traced, and its values are initialized in their
-        shards, or read into them. The state of `data` is set where a step is restored;
-        `options` are those of `flm.checkpoint.restore`.
+        shards, or read into them. `data` is as in `save`; its state is set where a step
+        is restored. `options` are those of `flm.checkpoint.restore`.
 
         Returns:
             The state, and the step to go on with: the latest one plus 1, or 0. If the
@@ -243,74 +298,13 @@ class Checkpointer:
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata that a step was saved with; None is the latest step."""
         _, place = self._existing(step)
-        custom = _orbax.read_metadata(place).custom
+        custom = _orbax.read_metadata(place, tree_of=lambda _: {}).custom
         _metadata.check_intact(custom, place)
         return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
         """Return the data state that each process saved; None is the latest step."""
         return _data_states.read_states(self._existing(step)[1])
-
-    # ----------------------------------------------------------------- details
-
-    def _next(self, step: Any) -> int:
-        """Check that a step is a number that comes after the last one."""
-        if self._last is None:
-            self._last = max(self.steps, default=-1)
-        number = operator.index(step)
-        if number <= self._last:
-            raise CheckpointError(
-                f"step {number} does not come after step {self._last}, the latest in "
-                f"{self._directory}; to go back, remove the later steps"
-            )
-        return number
-
-    def _is_due(self, step: int) -> bool:
-        every = self._policies[0]
-        if isinstance(every, int):
-            return step % every == 0  # without asking the storage in every step
-        with _orbax.TURN, _orbax.translated("the save policy failed"):
-            return bool(self._opened().should_save(step))
-
-    def _start(
-        self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
-    ) -> None:
-        place = self._place(step)
-        custom: dict[str, Any] = {}
-        items: dict[str, Any] = {}
-
-        # Runs within the Agreement, so that all processes learn of an error in one.
-        def obstacle(leaves: Sequence[Leaf]) -> str | None:
-            custom[_USER] = None if metadata is None else _plain_json(metadata)
-            if data is not None:
-                items[_data_states.FOLDER] = _data_states.StateFile(data)
-            changed = _difference(self._structure, _structure(leaves))
-            return changed or _orbax.cannot_write(place, overwrite=False)
-
-        with _orbax.TURN:
-            ready = prepare(place, state, self._rules, obstacle, self._checksums)
-            if not self._structure:
-                check_shared(place)
-            custom[_metadata.KEY] = ready.record
-            has_metrics = hasattr(self._policies[1], "should_preserve")
-            items["state"] = ready.values  # Orbax's own name for the tree of a step
-            with _orbax.translated(f"cannot save to {place}"), _orbax.saving_context():
-                writer, self._writer = self._opened(), None
-                response = writer.save_checkpointables_async(
-                    step,
-                    items,
-                    force=True,
-                    metrics=custom[_USER] if has_metrics else None,
-                    custom_metadata=_metadata.sealed(custom),
-                )
-        self._writer, self._pending = writer, (step, response)
-        self._structure = _structure(ready.leaves)
-
-    def _opened(self) -> Any:
-        self._writer = self._writer or _orbax.open_steps(
-            self._directory, *self._policies
-        )
-        return self._writer
 
     def _place(self, step: int) -> str:
         return f"{self._directory.rstrip('/')}/{step}"
@@ -327,11 +321,14 @@ class Checkpointer:
 
 
 def _check_policies(every: Any, keep: Any, keep_every: Any) -> None:
-    numbers = [n for n in (every, keep, keep_every) if isinstance(n, int)]
-    if min(numbers, default=1) < 1 or (keep is None and keep_every is not None):
+    numbers = [] if hasattr(every, "should_save") else [every]
+    numbers += [] if keep is None or hasattr(keep, "should_preserve") else [keep]
+    numbers += [] if keep_every is None else [keep_every]
+    are_right = all(isinstance(number, int) and number > 0 for number in numbers)
+    if not are_right or (keep is None and keep_every is not None):
         raise CheckpointError(
             f"every={every!r}, keep={keep!r}, keep_every={keep_every!r}: give positive "
-            "numbers of steps; keep_every= goes with keep="
+            "whole numbers of steps; keep_every= goes with keep="
         )
 
 
@@ -355,22 +352,3 @@ def _plain_json(metadata: Mapping[str, Any]) -> Any:
             f"metadata= cannot be written as JSON: {error}; use numbers, strings, "
             "lists and dicts; arrays belong in the state"
         ) from error
-
-
-def _structure(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """Path → description; a restore accepts numbers for arrays without dims."""
-    texts = {leaf.path: str(leaf) for leaf in leaves}
-    for leaf in leaves:
-        if leaf.shape == () and leaf.kind not in ("key", "string"):
-            texts[leaf.path] = "a number"
-    return texts
-
-
-def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    if not before or before == now:
-        return None
-    path = next(p for p in {**before, **now} if before.get(p) != now.get(p))
-    return (
-        f"the structure of the state changed since the last save: {path} was "
-        f"{before.get(path, 'missing')}, and is {now.get(path, 'missing')}"
-    )

@@ -6,12 +6,12 @@ import errno
 import itertools
 import json
 import os
-import time
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +123,7 @@ def test_layers_of_a_sharded_stack(kind: AxisType, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "a number": (lambda: {"w": 3}, None, "w: a Python int is not an array"),
+    "a number": (lambda: {"w": 3}, None, "w (): a Python int is not an array"),
     "keys": (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), None, "() (PRNG keys) is not"),
     "a single leaf": (lambda: A, None, "the tree is a single leaf"),
     "nothing": (lambda: {}, None, "the tree holds no array"),
@@ -165,7 +165,7 @@ def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_inside_of_jit(tmp_path: Path) -> None:
-    with refused("w: it is traced"):
+    with refused("w (8,16): it is traced"):
         jax.jit(lambda x: save(tmp_path, {"w": x}))(A)
 
 
@@ -284,36 +284,59 @@ def test_the_old_model_or_the_new_one_whatever_fails(
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     said = refused(f"cannot save to {tmp_path}/made: No space left on device; what was")
-    with said, failing(4, error, False):
+    with said, failing(8, error, False):
         save(tmp_path / "made", model(2, 3), max_file_bytes=16)
-    assert names(tmp_path) == []
+    assert names(tmp_path / "made") == []
 
 
-@pytest.mark.parametrize("kinds", [(2, 4), (1, 4)], ids=["files", "a file and files"])
-def test_slow_renames_of_two_writers(
-    kinds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+EXPORT = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import flax_layoutmap as flm
+
+folder, value, files, end = Path(sys.argv[1]), *map(int, sys.argv[2:])
+replace = os.replace
+os.replace = lambda *args: (time.sleep(0.01), replace(*args))
+if end:
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+model = {f"w{at}": np.full(4, value, np.float32) for at in range(files)}
+(folder.parent / f"{value}.ready").touch()
+while not end and len(list(folder.parent.glob("*.ready"))) < 2:
+    time.sleep(0.001)
+for _ in range(1 if end else 8):
+    flm.checkpoint.save_safetensors(folder, model, max_file_bytes=16, overwrite=True)
+"""
+
+
+def exports(folder: Path, *models: tuple[int, int], end: int = 0) -> list[int]:
+    """Exit codes of processes that export to a folder at once."""
+    started = []
+    for value, files in models:
+        args = ["-c", EXPORT, str(folder), str(value), str(files), str(end)]
+        logs = (folder.parent / f"{value}.{kind}" for kind in ("out", "err"))
+        started.append(forks.Process(args, {}, *logs))
+    return [process.wait() for process in started]
+
+
+@pytest.mark.parametrize("other", [(1, 1), (2, 3)], ids=["a file", "files"])
+def test_two_processes_that_export_at_once_leave_one_whole_model(
+    other: tuple[int, int], tmp_path: Path
 ) -> None:
-    def slowed(plain: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            time.sleep(0.01)
-            plain(*args)
+    folder = tmp_path / "model"
+    assert exports(folder, other, (4, 3)) == [0, 0]
+    value = value_of(folder)
+    assert value in (other[0], 4)
+    assert len(names(folder)) == (1 if value == 1 else 4)
 
-        return call
 
-    monkeypatch.setattr(os, "replace", slowed(os.replace))
-    monkeypatch.setattr(os, "remove", slowed(os.remove))
-    options: Any = {"max_file_bytes": 16, "overwrite": True}
-    for round in range(4):
-        folder = tmp_path / f"{round}"
-        with ThreadPoolExecutor(2) as pool:
-            done = [
-                pool.submit(save, folder, model(kind, 1 if kind == 1 else 3), **options)
-                for kind in kinds
-            ]
-        assert [future.result() for future in done] == [None, None]
-        value = value_of(folder)
-        assert value in kinds
-        assert len(names(folder)) == (1 if value == 1 else 4)
+def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert exports(folder, (2, 3), end=1) == [-signal.SIGKILL]
+    [left] = names(folder)
+    assert left.endswith(".unfinished")
+    save(folder, model(1, 1))
+    assert names(folder) == ["model.safetensors"]
 
 
 def test_names_and_texts_that_a_header_cannot_hold(tmp_path: Path) -> None:
