@@ -295,26 +295,27 @@ from pathlib import Path
 import numpy as np
 import flax_layoutmap as flm
 
-folder, value, files, end = Path(sys.argv[1]), *map(int, sys.argv[2:])
+path, value, files, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
 replace = os.replace
 os.replace = lambda *args: (time.sleep(0.01), replace(*args))
-if end:
+if not rounds:
     os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 model = {f"w{at}": np.full(4, value, np.float32) for at in range(files)}
-(folder.parent / f"{value}.ready").touch()
-while not end and len(list(folder.parent.glob("*.ready"))) < 2:
-    time.sleep(0.001)
-for _ in range(1 if end else 8):
-    flm.checkpoint.save_safetensors(folder, model, max_file_bytes=16, overwrite=True)
+options = {"max_file_bytes": 16, "overwrite": True}
+for number in range(rounds or 1):
+    (path / f"{number}-{value}").touch()
+    while rounds and len(list(path.glob(f"{number}-*"))) < 2:
+        time.sleep(0.001)
+    flm.checkpoint.save_safetensors(path / f"model{number}", model, **options)
 """
 
 
-def exports(folder: Path, *models: tuple[int, int], end: int = 0) -> list[int]:
-    """Exit codes of processes that export to a folder at once."""
+def exports(path: Path, *models: tuple[int, int], rounds: int = 0) -> list[int]:
+    """Exit codes of processes that export at once; without rounds they are killed."""
     started = []
     for value, files in models:
-        args = ["-c", EXPORT, str(folder), str(value), str(files), str(end)]
-        logs = (folder.parent / f"{value}.{kind}" for kind in ("out", "err"))
+        args = ["-c", EXPORT, *map(str, (path, value, files, rounds))]
+        logs = (path / f"{value}.{kind}" for kind in ("out", "err"))
         started.append(forks.Process(args, {}, *logs))
     return [process.wait() for process in started]
 
@@ -323,16 +324,16 @@ def exports(folder: Path, *models: tuple[int, int], end: int = 0) -> list[int]:
 def test_two_processes_that_export_at_once_leave_one_whole_model(
     other: tuple[int, int], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    assert exports(folder, other, (4, 3)) == [0, 0]
-    value = value_of(folder)
-    assert value in (other[0], 4)
-    assert len(names(folder)) == (1 if value == 1 else 4)
+    assert exports(tmp_path, other, (4, 3), rounds=6) == [0, 0]
+    for folder in tmp_path.glob("model*"):
+        value = value_of(folder)
+        assert value in (other[0], 4)
+        assert len(names(folder)) == (1 if value == 1 else 4)
 
 
 def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    assert exports(folder, (2, 3), end=1) == [-signal.SIGKILL]
+    folder = tmp_path / "model0"
+    assert exports(tmp_path, (2, 3)) == [-signal.SIGKILL]
     [left] = names(folder)
     assert left.endswith(".unfinished")
     save(folder, model(1, 1))
