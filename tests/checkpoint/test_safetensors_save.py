@@ -315,8 +315,8 @@ def exports(path: Path, *models: tuple[int, int], rounds: int = 0) -> list[int]:
     started = []
     for value, files in models:
         args = ["-c", EXPORT, *map(str, (path, value, files, rounds))]
-        logs = (path / f"{value}.{kind}" for kind in ("out", "err"))
-        started.append(forks.Process(args, {}, *logs))
+        out, err = path / f"{value}.out", path / f"{value}.err"
+        started.append(forks.Process(args, {}, out, err))
     return [process.wait() for process in started]
 
 
