@@ -5,33 +5,11 @@ A message says, in this order: which leaf, which rule, what clashed, what to do.
 
 import contextlib
 import difflib
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-_PUBLIC = ("flax_layoutmap", "flax_layoutmap.errors")
-
-
-def page_of(name: str, anchor: str) -> str:
-    """Where a section of the documentation is: on the site of a release, or a file."""
-    site = _site()
-    return f"{site}/{name}.html#{anchor}" if site else f"docs/{name}.md#{anchor}"
-
-
-@functools.cache
-def _site() -> str:
-    """The address that a release has for its documentation; "" in a clone."""
-    from importlib import metadata
-
-    try:
-        urls = metadata.metadata("flax-layoutmap").get_all("Project-URL") or ()
-    except metadata.PackageNotFoundError:
-        return ""
-    named = (one.partition(", ") for one in urls)
-    return next((url for name, _, url in named if name == "Documentation"), "")
 
 
 class LayoutError(ValueError):
@@ -41,9 +19,6 @@ class LayoutError(ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
-        # A traceback ends with it. A private class is of the public kind above it.
-        kinds = (kind for kind in type(self).__mro__ if kind.__module__ in _PUBLIC)
-        self.add_note(f"see: {page_of('errors', next(kinds).__name__.lower())}")
 
 
 class RuleError(LayoutError):
@@ -138,14 +113,13 @@ def meant(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `name` most likely misspells, or None."""
     # In a short name, a few letters are a large fraction.
     cutoff = 0.6 if len(name) > 4 else 0.7
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(name, list(choices), 1, cutoff)), None)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `'; did you mean 'x'?'`, or an empty string when nothing is close."""
-    found = meant(name, choices)
-    return "" if found is None else f"; did you mean {found!r}?"
+    choice = meant(name, choices)
+    return "" if choice is None else f"; did you mean {choice!r}?"
 
 
 def warn(text: str) -> None:

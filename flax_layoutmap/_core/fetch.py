@@ -4,17 +4,16 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.jax_internals import concrete_value
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.mesh import DeviceMesh, same_places
 
 _NUMBERS = bool | int | float | complex
 
@@ -22,19 +21,15 @@ _NUMBERS = bool | int | float | complex
 def fetch_layout(x: Any) -> TensorLayout | None:
     """Return the layout of an array: its mesh, and the axes of each dim.
 
-    Reads what is there and moves nothing.
-
     Args:
         x: an array on a mesh; an `nnx.Variable` or a Linen box, which hold one; a
             traced value whose mesh has Explicit axes only; an abstract
             `jax.ShapeDtypeStruct` with a sharding.
 
     Returns:
-        The layout, with one entry per dim; None for a Python number or None.
-
-    Raises:
-        LayoutError: an array on no mesh; or a value of `jit` on Auto axes, which has no
-            layout that could be read (JAX shows it as if it were replicated).
+        The layout, with one entry per dim; None for a Python number or None. Other
+        values raise, also those of `jit` on Auto axes, whose layout cannot be read
+        (JAX shows them as if they were replicated).
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -50,20 +45,17 @@ def fetch_layout(x: Any) -> TensorLayout | None:
     x = unboxed(x)
     if x is None or isinstance(x, _NUMBERS):
         return None
-    found = known_layout(x)
-    if found is None:
+    layout = known_layout(x)
+    if layout is None:
         raise LayoutError(f"fetch_layout of {_unknown(x)}")
-    return found
+    return layout
 
 
 def is_distributed(x: Any) -> bool:
     """Return whether a value is an array on a mesh, even of one device.
 
-    Args:
-        x: anything; an `nnx.Variable` or a Linen box stands for what it holds.
-
-    Raises:
-        LayoutError: a value of `jit` on Auto axes, where that is unknown.
+    An `nnx.Variable` or a Linen box stands for what it holds. A value of `jit` on Auto
+    axes raises LayoutError, as that is unknown.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -73,23 +65,20 @@ def is_distributed(x: Any) -> bool:
     Plain JAX: `isinstance(x.sharding, jax.sharding.NamedSharding)`.
     """
     x = unboxed(x)
-    found = known_layout(x)
-    if found is None and isinstance(x, Tracer) and concrete(x) is None:
+    layout = known_layout(x)
+    if layout is None and isinstance(x, Tracer) and concrete(x) is None:
         raise LayoutError(f"is_distributed of {_unknown(x)}")
-    return found is not None
+    return layout is not None
 
 
 def check_layout(x: Any, layout: Any) -> None:
-    """Raise if an array does not have this layout.
+    """Raise LayoutError if an array does not have this layout.
 
     Args:
-        x: what `fetch_layout` takes, or a tree of arrays.
+        x: what `fetch_layout` takes.
         layout: anything that `TensorLayout` takes; without a mesh, only the dims are
             compared. Meshes are equal when axes, sizes and devices are; an abstract one
             has no devices to compare.
-
-    Raises:
-        LayoutError: another layout, or none; or no array at all.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -98,35 +87,26 @@ def check_layout(x: Any, layout: Any) -> None:
 
     Plain JAX: `assert x.sharding.is_equivalent_to(sharding, x.ndim)`.
     """
-    wanted = TensorLayout(layout)
-    leaves = jax.tree.leaves_with_path(x, is_leaf=is_box)
-    if not leaves:
-        raise LayoutError(f"check_layout takes arrays, and there is none in {x!r}")
-    for keys, leaf in leaves:
-        found = fetch_layout(leaf)
-        if found is None:
-            raise LayoutError(f"check_layout takes arrays, got {leaf!r}")
-        ndim = len(found.axes) if found.rank is not None else 0
-        if not _same(found, wanted, ndim):
-            where = f" at {jax.tree_util.keystr(keys)}" if keys else ""
-            raise LayoutError(
-                f"an array {unboxed(leaf).shape}{where} has the layout {found!r}, not "
-                f"{wanted!r}; flm.relayout(x, layout) moves it"
-            )
+    wanted, actual = TensorLayout(layout), fetch_layout(x)
+    if actual is None:
+        raise LayoutError(f"check_layout takes an array, got {x!r}")
+    if not _same(actual, wanted, len(unboxed(x).shape)):
+        raise LayoutError(
+            f"an array {unboxed(x).shape} has the layout {actual!r}, not {wanted!r}; "
+            "flm.relayout(x, layout) moves it"
+        )
 
 
-def _same(found: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
-    if wanted.device_mesh is None:
-        wanted = wanted.matched(found.dims(ndim))
-        return wanted.rank in (None, ndim) and found.dims(ndim) == wanted.dims(ndim)
-    mine, yours = found.device_mesh, wanted.device_mesh
-    assert mine is not None  # known_layout reads it off a mesh
-    if not mine.is_abstract and not yours.is_abstract:
-        if mine.devices.tolist() != yours.devices.tolist():
-            return False
+def _same(actual: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
     if wanted.rank not in (None, ndim):
         return False
-    return found.equivalent(wanted.matched(found.dims(ndim)), ndim)
+    dims, mesh, other = actual.dims(ndim), actual.device_mesh, wanted.device_mesh
+    wanted = wanted.matched(dims)
+    assert mesh is not None  # known_layout reads it off a mesh
+    if other is not None and not same_places(mesh, other):
+        return False
+    kinds = (actual.memory_kind, wanted.memory_kind)
+    return dims == wanted.dims(ndim) and (other is None or kinds[0] == kinds[1])
 
 
 def known_layout(x: Any) -> TensorLayout | None:
@@ -219,16 +199,7 @@ def _unknown(x: Any) -> str:
             "it outside of jit; or use Explicit axes, flm.DeviceMesh(..., "
             'axis_types="explicit"), and flm.jit(..., explicit=True)'
         )
-    what = f"a {type(x).__name__}"
-    if isinstance(x, dict | list | tuple):
-        return f"{what}, which is no array: pass its leaves, one by one"
-    if isinstance(x, np.ndarray | np.generic):
-        what = f"a NumPy array {x.shape}, which is on no mesh"
-    elif isinstance(x, jax.ShapeDtypeStruct):
-        what = f"the abstract {x}, which has no sharding"
-    elif isinstance(x, jax.Array | Tracer):
-        sharding = getattr(concrete(x), "sharding", None)
-        one = isinstance(sharding, SingleDeviceSharding)
-        where = "on one device" if one else f"with a {type(sharding).__name__}"
-        what = f"an array {x.shape} {where} and on no mesh"
-    return f"{what}; flm.relayout(x, layout) puts an array on a mesh"
+    return (
+        f"a {type(x).__name__}, which is not an array on a mesh; "
+        "flm.relayout(x, layout) puts an array on a mesh"
+    )

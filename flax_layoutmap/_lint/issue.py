@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any, Literal, NamedTuple
 
-from flax_layoutmap._core.errors import page_of, visible
+from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, show_shape
@@ -22,7 +22,7 @@ class LintIssue:
     """One finding of `flm.lint`.
 
     Attributes:
-        code: `"LM101"`; see `docs/lint.md`.
+        code: `"LM101"`; the documentation has a section for each.
         severity: `"error"` (it cannot work), `"warning"` (it is most likely not what is
             wanted), `"info"` (good to know).
         message: which leaf, which rule, what clashes.
@@ -33,7 +33,6 @@ class LintIssue:
         section: `"rules"`, `"activations"`, `"names"` or `"optimizer"`.
         leaves: number of leaves concerned.
         bytes: bytes of their global arrays.
-        url: its section in the documentation.
     """
 
     code: str
@@ -46,10 +45,6 @@ class LintIssue:
     section: str = "rules"
     leaves: int = 0
     bytes: int = 0
-    url: str = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "url", page_of("lint", self.code.lower()))
 
     def __str__(self) -> str:
         text = f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"

@@ -71,7 +71,7 @@ class LintReport(Shown, tuple[LintIssue, ...]):
         return super().__new__(cls, order)
 
     def _lines(self, width: int | None) -> "Iterator[Text]":
-        lines = [f"{issue}\n  see: {issue.url}" for issue in self]
+        lines = [str(issue) for issue in self]
         severities = [issue.severity for issue in self]
         counts = [(severities.count(name), name) for name in SEVERITIES]
         listed = ", ".join(f"{n} {name}{'s' * (n > 1)}" for n, name in counts if n)

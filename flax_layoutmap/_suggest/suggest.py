@@ -108,7 +108,7 @@ def suggest(
             plan = pod.plan(step, *args, **given)
             tried.append(Choice(name, layout_map, plan, limit))
         except LayoutError as error:
-            text = " ".join(str(error).partition("\nsee: ")[0].split())
+            text = " ".join(str(error).split())
             refused[text] = error
             dims.notes.append(f"not tried: {name}: {text}")
 

@@ -173,7 +173,6 @@ def compile(
         Traceback (most recent call last):
         flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices have two
         dims, and come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
-        see: docs/errors.md#mesherror
 
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.

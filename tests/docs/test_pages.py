@@ -3,7 +3,6 @@ exist, and tables are those of the library."""
 
 import ast
 import contextlib
-import email.message
 import functools
 import io
 import json
@@ -13,9 +12,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import traceback
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +25,7 @@ from flax import nnx
 from helpers import ROOT, run_python
 
 import flax_layoutmap as flm
-from flax_layoutmap._core import errors
-from flax_layoutmap._lint.lint import CODES, LintIssue
+from flax_layoutmap._lint.lint import CODES
 from flax_layoutmap._rules import serialise as _serialise
 from flax_layoutmap.pod._topologies import GENERATIONS
 
@@ -203,32 +199,6 @@ def test_each_kind_of_error_has_a_section() -> None:
     sections = re.findall(r"^## (\w+)$", PAGES["errors"], re.MULTILINE)
     linked = re.findall(r"^\| \[(\w+)\]\(#", PAGES["errors"], re.MULTILINE)
     assert sections == linked and set(sections) == kinds
-
-
-def test_a_traceback_ends_with_the_section() -> None:
-    private = type("Private", (flm.errors.StructureError,), {})
-    for kind in (flm.LayoutError, *flm.LayoutError.__subclasses__(), private):
-        *_, last = traceback.format_exception_only(kind("wrong"))
-        page, anchor = last.removeprefix("see: docs/").strip().split(".md#")
-        found = re.search(rf"^## ({anchor})$", PAGES[page], re.M | re.I)
-        assert found is not None and issubclass(kind, getattr(flm.errors, found[1]))
-
-
-def test_the_messages_of_a_release_link_to_its_documentation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = email.message.Message()
-    given["Project-URL"] = "Source, https://example.org/source"
-    given["Project-URL"] = "Documentation, https://example.org/docs"
-    monkeypatch.setattr(metadata, "metadata", lambda _: given)
-    errors._site.cache_clear()
-    try:
-        issue = LintIssue("LM101", "warning", "message", "fix")
-        note = flm.LayoutError("wrong").__notes__[-1]
-    finally:
-        errors._site.cache_clear()
-    assert issue.url == "https://example.org/docs/lint.html#lm101"
-    assert note == "see: https://example.org/docs/errors.html#layouterror"
 
 
 def test_a_release_has_whole_addresses(tmp_path: Path) -> None:
