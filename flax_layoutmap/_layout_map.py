@@ -11,7 +11,7 @@ from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import place
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.matching import Match, Matcher, Rule
+from flax_layoutmap._rules.matching import MatchMode, Rule
 from flax_layoutmap._rules.rules import (
     OPTIONS,
     Indivisible,
@@ -34,8 +34,9 @@ _SECTIONS = ("activations", "names", "optimizer")
 class _Section(MutableMapping[str, TensorLayout]):
     """Pattern → layout, in order. Reading matches; everything else is literal."""
 
-    def __init__(self, owner: "LayoutMap") -> None:
+    def __init__(self, owner: "LayoutMap", name: str) -> None:
         self._owner = owner
+        self._name = name
         self._rules: dict[str, Rule] = {}
 
     def __getitem__(self, path: str) -> TensorLayout | None:  # type: ignore[override]
@@ -49,13 +50,14 @@ class _Section(MutableMapping[str, TensorLayout]):
         """
         if path in self._rules:
             return self._rules[path].layout
-        rules, frozen = tuple(self._rules.values()), self._owner.freeze()
-        found = Matcher(rules, frozen.match).matching(path)
-        if not found:
+        frozen = self._owner.freeze()
+        rules = getattr(frozen, self._name)
+        matched = frozen.matcher_of(self._name).matching(path)
+        if not matched:
             return default
-        at = frozen.winner(rules, found)
+        at = frozen.winner(rules, matched)
         if at is None:
-            listed = ", ".join(repr(rules[at].pattern) for at in found)
+            listed = ", ".join(repr(rules[at].pattern) for at in matched)
             raise RuleError(
                 f"{path!r} is matched by rules with different layouts: {listed}; make "
                 'one narrower, or use overlap="first" or "last"'
@@ -211,14 +213,14 @@ class LayoutMap(_Section):
         self,
         device_mesh: Any = None,
         *,
-        match: Match = "search",
+        match: MatchMode = "search",
         overlap: Overlap = "error",
         unmatched: Unmatched = "replicate",
         indivisible: Indivisible = "error",
         batch: str | Iterable[str] | None = None,
         strict: bool | None = None,
     ) -> None:
-        super().__init__(self)
+        super().__init__(self, "rules")
         self._options: dict[str, Any] = {
             "match": match,
             "overlap": overlap,
@@ -229,7 +231,7 @@ class LayoutMap(_Section):
         self._mesh = as_mesh(device_mesh)
         self._batch = batch_axes(batch, self._mesh)
         self._frozen: RuleSet | None = None
-        self._sections = {name: _Section(self) for name in _SECTIONS}
+        self._sections = {name: _Section(self, name) for name in _SECTIONS}
         self.freeze()  # checks the options
 
     @classmethod

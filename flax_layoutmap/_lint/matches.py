@@ -19,7 +19,7 @@ from flax_layoutmap._lint.issue import (
     numbered,
 )
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.matching import Match, Matcher, Rule
+from flax_layoutmap._rules.matching import Matcher, MatchMode, Rule
 from flax_layoutmap._rules.records import Decision, leaf_bytes
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.remarks import nearest
@@ -168,7 +168,7 @@ def _paths(resolution: Resolution) -> list[str]:
 def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[str, str]:
     """What the rule may have meant: the end of a message, and a fix."""
     match, pattern = resolution.rules.match, rule.pattern
-    for mode in get_args(Match):
+    for mode in get_args(MatchMode):
         path = _first_match(pattern, mode, paths) if mode != match else None
         if path is not None:
             hint = f" with match={match!r}; with match={mode!r} it would match {path!r}"
@@ -186,7 +186,7 @@ def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[st
     return near.hint, f"{other}  # not {rule.key}"
 
 
-def _first_match(pattern: str, match: Match, paths: Iterable[str]) -> str | None:
+def _first_match(pattern: str, match: MatchMode, paths: Iterable[str]) -> str | None:
     """The first of the paths that a pattern matches; None for an invalid pattern."""
     try:
         matcher = Matcher((Rule(pattern, None),), match)
@@ -253,7 +253,7 @@ def inside_names(model: Model) -> Iterator[LintIssue]:
         yield dataclasses.replace(about_rule, path=inside[0], leaves=len(inside))
 
 
-def _cut_ends(pattern: str, match: Match, path: str) -> tuple[bool, bool]:
+def _cut_ends(pattern: str, match: MatchMode, path: str) -> tuple[bool, bool]:
     """Whether a match begins, and ends, between two letters or two digits."""
     span = getattr(re, match)(pattern, path)
     two = [path[max(n - 1, 0) : n + 1] for n in (span.span() if span else (0, 0))]

@@ -30,7 +30,7 @@ from flax_layoutmap._resolve.lay import (
     show_rank,
 )
 from flax_layoutmap._resolve.leaves import Mark, mesh_axes
-from flax_layoutmap._resolve.match import Match, Matches
+from flax_layoutmap._resolve.match import MatchedRules, Matches
 from flax_layoutmap._resolve.origins import Origin
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -197,12 +197,12 @@ def _state(
     """The decision for a leaf of optimizer state, after those for the parameters."""
     shape, owners = layer.leaves.shapes[at], matches.origins.owners
     if not shape:
-        return layer.by_match(Match(), shape)
+        return layer.by_match(MatchedRules(), shape)
     key, why = None, _NO_PARAMETERS
     if owners or origin.owner is not None:
         key, why = _owner(layer, owners, origin, live)
     if key is not None and origin.dims is not None:
-        match = matches.state.get(key, Match())
+        match = matches.state.get(key, MatchedRules())
         return layer.once(
             ("state", key, origin.dims, shape),
             lambda: _follow(layer, match, key, owners[key], origin.dims or (), shape),
@@ -252,7 +252,7 @@ def _owner(
 
 def _follow(
     layer: Layer,
-    match: Match,
+    match: MatchedRules,
     key: str,
     owner: int,
     dims: tuple[int | None, ...],

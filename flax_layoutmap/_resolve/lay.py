@@ -13,7 +13,7 @@ from flax_layoutmap._core.errors import did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._resolve.leaves import Leaves
-from flax_layoutmap._resolve.match import Match
+from flax_layoutmap._resolve.match import MatchedRules
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -61,11 +61,11 @@ class Layer:
             row = self.made[key] = make()
         return row
 
-    def by_match(self, match: Match, shape: Shape) -> Decision:
+    def by_match(self, match: MatchedRules, shape: Shape) -> Decision:
         """The decision of the parameter rules that match a leaf."""
         return self.once((match, shape), lambda: self._by_match(match, shape))
 
-    def _by_match(self, match: Match, shape: Shape) -> Decision:
+    def _by_match(self, match: MatchedRules, shape: Shape) -> Decision:
         rules, matched = self.rules.rules, match.rules
         if match.key is not None and fits(rules[match.key].layout, len(shape)):
             matched = (match.key,)

@@ -9,7 +9,7 @@ from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
 
 
-class Match(NamedTuple):
+class MatchedRules(NamedTuple):
     """The positions of all rules that match a path, and of its exact key."""
 
     rules: tuple[int, ...] = ()
@@ -31,13 +31,13 @@ class Matches:
     """
 
     origins: Origins
-    parameters: Sequence[Match]
-    plain: Mapping[int, Match]
-    adapters: Mapping[int, Match]
-    state: Mapping[str, Match]
+    parameters: Sequence[MatchedRules]
+    plain: Mapping[int, MatchedRules]
+    adapters: Mapping[int, MatchedRules]
+    state: Mapping[str, MatchedRules]
 
 
-_NO_MATCH = Match()
+_NO_MATCH = MatchedRules()
 
 
 def match(origins: Origins, rules: RuleSet) -> Matches:
@@ -59,21 +59,21 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
     )
 
 
-def _match(matcher: Matcher, forms: tuple[str, ...]) -> Match:
+def _match(matcher: Matcher, forms: tuple[str, ...]) -> MatchedRules:
     positions = matcher.matching_forms(forms)
     if not positions:
         return _NO_MATCH
     keys = (at for at in matcher.keys(forms) if at in positions)
-    return Match(positions, next(keys, None))
+    return MatchedRules(positions, next(keys, None))
 
 
-def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
-    """Match a leaf in a LoRA module by its path without the module.
+def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, MatchedRules]:
+    """MatchedRules a leaf in a LoRA module by its path without the module.
 
     Unless a rule matches only the path with the module.
     """
     flat, matcher = origins.leaves.flat, rules.matcher
-    matches: dict[int, Match] = {}
+    matches: dict[int, MatchedRules] = {}
     for at, path in origins.plain.items():
         inside, plain = flat.forms(at), flat.forms(at, path)
         positions = matcher.matching_forms(inside)
@@ -84,10 +84,10 @@ def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
     return matches
 
 
-def _beside_kernels(origins: Origins, rules: RuleSet) -> dict[int, Match]:
+def _beside_kernels(origins: Origins, rules: RuleSet) -> dict[int, MatchedRules]:
     """Of the rules that match a LoRA matrix, those that do not match its kernel."""
     flat, matcher = origins.leaves.flat, rules.matcher
-    matches: dict[int, Match] = {}
+    matches: dict[int, MatchedRules] = {}
     for at, adapter in origins.adapters.items():
         if adapter.kernels:
             kernel = adapter.kernels[0][0]
@@ -99,14 +99,14 @@ def _beside_kernels(origins: Origins, rules: RuleSet) -> dict[int, Match]:
             }
             positions, key = _match(matcher, flat.forms(at))
             kept = tuple(at for at in positions if at not in about)
-            matches[at] = Match(kept, key if key in kept else None)
+            matches[at] = MatchedRules(kept, key if key in kept else None)
     return matches
 
 
-def _by_owner(origins: Origins, rules: RuleSet) -> dict[str, Match]:
+def _by_owner(origins: Origins, rules: RuleSet) -> dict[str, MatchedRules]:
     """The optimizer rules of each parameter, by its path, else by that without LoRA."""
-    flat, matcher = origins.leaves.flat, Matcher(rules.optimizer, rules.match)
-    matches: dict[str, Match] = {}
+    flat, matcher = origins.leaves.flat, rules.matcher_of("optimizer")
+    matches: dict[str, MatchedRules] = {}
     for key, at in origins.owners.items():
         matches[key] = _match(matcher, flat.forms(at))
         if not matches[key].rules and at in origins.plain:

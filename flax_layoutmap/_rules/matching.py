@@ -9,8 +9,13 @@ from typing import Any, Literal, get_args
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
 
-Match = Literal["search", "match", "fullmatch"]
+MatchMode = Literal["search", "match", "fullmatch"]
 RankPolicy = Literal["error", "skip"]
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -27,7 +32,7 @@ class Rule:
             that serve several models.
 
     Raises:
-        RuleError: the pattern is no regular expression, or the layout is none.
+        RuleError: the pattern is not a regular expression, or the layout is invalid.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -40,7 +45,6 @@ class Rule:
     layout: TensorLayout
     rank: RankPolicy
     optional: bool
-    _compiled: re.Pattern[str] = dataclasses.field(compare=False)
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class Rule:
                 f"{type(pattern).__name__}"
             )
         try:
-            compiled = re.compile(pattern)
+            _compiled(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise RuleError(
                 f"the pattern {pattern!r} is not a regular expression: {error}; "
@@ -75,23 +79,9 @@ class Rule:
                 f"rule {pattern!r}: the layout {layout} keeps what a dim has (MATCH), "
                 "which only relayout and distribute_tensor can; name the axes, or None"
             )
-        self._put(pattern, layout, rank, optional, compiled)
-
-    def _put(
-        self,
-        pattern: str,
-        layout: TensorLayout,
-        rank: RankPolicy,
-        optional: bool,
-        compiled: re.Pattern[str],
-    ) -> "Rule":
-        put = object.__setattr__
-        put(self, "pattern", pattern)
-        put(self, "layout", layout)
-        put(self, "rank", rank)
-        put(self, "optional", optional)
-        put(self, "_compiled", compiled)
-        return self
+        values = {"pattern": pattern, "layout": layout}
+        for name, value in (values | {"rank": rank, "optional": optional}).items():
+            object.__setattr__(self, name, value)
 
     def on(self, mesh: Any) -> "Rule":
         """Return the rule with its layout on another mesh."""
@@ -99,14 +89,11 @@ class Rule:
             layout = self.layout.on(mesh)
         except RuleError as error:
             raise RuleError(f"rule {self.pattern!r}: {error}") from error
-        if layout is self.layout:
-            return self
-        return self.with_layout(layout)
+        return self if layout is self.layout else self.with_layout(layout)
 
     def with_layout(self, layout: TensorLayout) -> "Rule":
         """Return the rule with another layout."""
-        rule = object.__new__(Rule)  # without compiling the pattern again
-        return rule._put(self.pattern, layout, self.rank, self.optional, self._compiled)
+        return Rule(self.pattern, layout, rank=self.rank, optional=self.optional)
 
     def __repr__(self) -> str:
         more = "" if self.rank == "error" else f", rank={self.rank!r}"
@@ -134,10 +121,10 @@ class Matcher:
     """
 
     def __init__(
-        self, rules: Sequence[Rule], match: Match, *, to_end: bool = False
+        self, rules: Sequence[Rule], match: MatchMode, *, to_end: bool = False
     ) -> None:
         self._rules = rules
-        self._tests = [_test_of(rule._compiled, match, to_end) for rule in rules]
+        self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
         self._naming: dict[str, list[int]] = {}
         self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -187,15 +174,14 @@ class Matcher:
         return self._naming[prefix]
 
 
-def _test_of(
-    pattern: re.Pattern[str], match: Match, to_end: bool
-) -> Callable[..., Any]:
+def _test_of(pattern: str, match: MatchMode, to_end: bool) -> Callable[[str], Any]:
+    compiled = _compiled(pattern)
     if not to_end:
-        return getattr(pattern, match)
+        return getattr(compiled, match)
     if match != "search":
-        return pattern.fullmatch
+        return compiled.fullmatch
     return lambda path: any(
-        pattern.fullmatch(path, start) for start in range(len(path) + 1)
+        compiled.fullmatch(path, start) for start in range(len(path) + 1)
     )
 
 
@@ -235,7 +221,7 @@ def is_for_outputs(rule: Rule) -> bool:
 
 
 def reaching_the_end(
-    rules: Sequence[Rule], match: Match, forms: Sequence[str]
+    rules: Sequence[Rule], match: MatchMode, forms: Sequence[str]
 ) -> tuple[int, ...]:
     """Positions of the rules that match a path up to its end; an exact key wins alone.
 

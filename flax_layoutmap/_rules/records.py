@@ -62,7 +62,7 @@ class ResolvedLeaf:
     Attributes:
         path: path of the leaf within the whole tree.
         shape: global shape.
-        dtype: dtype, or None for a leaf that is no array.
+        dtype: dtype, or None for a leaf that is not an array.
         layout: the layout decided for it, one entry per dim.
         rule: the rule that decided, or None.
         rule_number: its number, counting from 1, or None.
@@ -71,9 +71,9 @@ class ResolvedLeaf:
         shard_shape: shape of one device's part, or None without a mesh.
         bytes_per_device: bytes of one device's part.
         fallback: what happened instead, where a rule matched but could not apply.
-        owner: for optimizer state, the path of the parameter it belongs to; for a LoRA
-            matrix or a scale that follows a kernel, that of the kernel.
-        note: more about why, where there is more to say.
+        owner: the path of the parameter that optimizer state belongs to, or of the
+            kernel that a LoRA matrix or a scale follows.
+        note: more about why.
     """
 
     path: str
@@ -135,12 +135,9 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
             return f"optimizer {row.rule + 1} {rule.pattern}"
         if short:
             return f"{row.rule + 1} {rule.pattern}"
-        kind = (
-            "its path is the key of"
-            if row.reason == "exact key"
-            else "it is matched by"
-        )
-        return f"{kind} rule {row.rule + 1} {rule.pattern!r} → {rule.layout}"
+        is_key = row.reason == "exact key"
+        how = "its path is the key of" if is_key else "it is matched by"
+        return f"{how} rule {row.rule + 1} {rule.pattern!r} → {rule.layout}"
     if row.reason == "follows parameter":
         return f"follows {row.owner}"
     if row.reason == "follows kernel":
@@ -151,23 +148,21 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
 
 
 def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
-    """Number (from 1) and rule whose pattern is most similar to the end of a path.
+    """Number and rule whose pattern is most like the end of a path, if one is similar.
 
-    The pattern is compared with as many of the last parts of the path as it has; None
-    where none is similar.
+    The end has as many parts as the pattern.
     """
-    best, found = 0.6, None
+    best, closest = 0.6, None
     for number, rule in enumerate(rules, start=1):
-        parts = rule.pattern.count("/") + 1
-        ending = "/".join(path.split("/")[-parts:])
-        alike = difflib.SequenceMatcher(None, ending, rule.pattern).ratio()
-        if alike > best:
-            best, found = alike, (number, rule)
-    return found
+        ending = "/".join(path.split("/")[-rule.pattern.count("/") - 1 :])
+        likeness = difflib.SequenceMatcher(None, ending, rule.pattern).ratio()
+        if likeness > best:
+            best, closest = likeness, (number, rule)
+    return closest
 
 
 def leaf_bytes(shape: Shape, dtype: Any) -> int:
-    """Bytes of an array; 0 for what is no array."""
+    """Bytes of an array; 0 for a leaf that is not one."""
     return math.prod(shape) * int(getattr(dtype, "itemsize", 0) or 0)
 
 

@@ -16,7 +16,7 @@ from flax_layoutmap._core.errors import (
     warn,
 )
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._rules.matching import Match, Matcher, Rule
+from flax_layoutmap._rules.matching import Matcher, MatchMode, Rule
 
 Overlap = Literal["error", "first", "last"]
 Unmatched = Literal["replicate", "error"]
@@ -28,15 +28,18 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 
 @dataclasses.dataclass(slots=True)
 class Caches:
-    """The caches of a rule set, which are no part of its value.
+    """What a rule set remembers; not a part of its value.
 
-    `announced` maps leaves to the warnings about them so far, shared by the same rules
-    on other meshes; `fired` has the ids of activation rules that matched; `resolved`
-    has the last structures of trees and their Resolutions, newest first.
+    Attributes:
+        matchers: the matcher of each section.
+        announced: what was announced, and of which leaves; shared by the same rules on
+            other meshes.
+        fired: ids of the activation rules that matched.
+        resolved: the last structures of trees and their Resolutions, newest first.
     """
 
-    matcher: Matcher | None = None
-    announced: dict[frozenset[str], set[str]] = dataclasses.field(default_factory=dict)
+    matchers: dict[str, Matcher] = dataclasses.field(default_factory=dict)
+    announced: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
     fired: set[int] = dataclasses.field(default_factory=set)
     resolved: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -50,29 +53,17 @@ class RuleSet:
     Attributes:
         rules: the parameter rules, in order; rule numbers in messages count from 1.
         mesh: the mesh, or None.
-        match: how a pattern meets a path: `"search"` (anywhere in it), `"match"`
-            (from its start), `"fullmatch"` (all of it).
-        overlap: several rules with different layouts match one leaf: `"error"`, or
-            the `"first"` or the `"last"` of them wins.
-        unmatched: no rule matches a leaf: `"replicate"`, or `"error"`.
-        indivisible: a dim does not divide by its axes: `"error"`, or `"replicate"`
-            that dim (recorded as a fallback). A dim of size 1 is no error in the scale
-            of a quantised kernel that the same rule lays out: a leaf beside one of 8
-            bits or fewer, or called a scale or zero point, with its shape but for
-            blocks and ones. Anywhere else it is, as the rule cannot be meant for it.
+        match, overlap, unmatched, indivisible, strict: as for `LayoutMap`.
         batch: the mesh axes that the first dim of a batch lies on.
-        strict: unused rules and large unmatched leaves: None warns, True is an error,
-            False is quiet.
         activations: output layouts by module path.
         names: layouts that model code asks for by name.
-        optimizer: rules for optimizer state, by the path of its parameter; they win
-            over the parameter's own layout.
+        optimizer: rules for optimizer state, by the path of its parameter.
     """
 
     __module__ = "flax_layoutmap"
     rules: tuple[Rule, ...] = ()
     mesh: DeviceMesh | None = None
-    match: Match = "search"
+    match: MatchMode = "search"
     overlap: Overlap = "error"
     unmatched: Unmatched = "replicate"
     indivisible: Indivisible = "error"
@@ -120,18 +111,18 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
-        """The `Matcher` of the parameter rules, made on first use."""
-        if self._caches.matcher is None:
-            self._caches.matcher = Matcher(self.rules, self.match)
-        return self._caches.matcher
+        """The matcher of the parameter rules."""
+        return self.matcher_of("rules")
+
+    def matcher_of(self, section: str) -> Matcher:
+        """The matcher of a section, made on first use."""
+        matchers = self._caches.matchers
+        if section not in matchers:
+            matchers[section] = Matcher(getattr(self, section), self.match)
+        return matchers[section]
 
     def winner(self, section: Sequence[Rule], matched: Sequence[int]) -> int | None:
-        """Which of the rules that match one thing applies; None: they conflict.
-
-        Args:
-            section: the rules of a section.
-            matched: positions of those that match, in order; one at least.
-        """
+        """Pick the winner of the rules that match, in order; None: they conflict."""
         if self.overlap == "error":
             if len({section[at].layout for at in matched}) > 1:
                 return None
@@ -144,16 +135,9 @@ class RuleSet:
         return changed
 
     def on(self, mesh: Any) -> "RuleSet":
-        """Return the same rules on another mesh.
+        """Return the same rules on another mesh, anything that `DeviceMesh` accepts.
 
         `batch` keeps the axes that the new mesh has; if it has none, its first axis.
-
-        Args:
-            mesh: anything that `DeviceMesh` accepts.
-
-        Raises:
-            RuleError: a rule names an axis that the mesh does not have.
-            MeshError: `mesh` is none.
         """
         new = as_mesh(mesh)
         if new is None:
@@ -171,7 +155,7 @@ class RuleSet:
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "match": get_args(Match),
+    "match": get_args(MatchMode),
     "overlap": get_args(Overlap),
     "unmatched": get_args(Unmatched),
     "indivisible": get_args(Indivisible),
@@ -180,9 +164,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_options(**options: Any) -> None:
-    """Raise RuleError for an option value that is none of its choices."""
+    """Raise RuleError for a value that an option does not have."""
     for name, value in options.items():
-        # By identity where not a string: 0 == False, but 0 is no choice.
+        # By identity where not a string, as 0 == False.
         if not any(
             value is known or (isinstance(value, str) and value == known)
             for known in _CHOICES[name]
@@ -211,11 +195,7 @@ def batch_axes(batch: Any, mesh: DeviceMesh | None) -> tuple[str, ...]:
 
 
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
-    """Make Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
-
-    Raises:
-        RuleError: an entry is neither.
-    """
+    """Make Rules of `Rule` objects and `(pattern, layout)` pairs, in order."""
     made = []
     for number, entry in enumerate(rules, start=1):
         if isinstance(entry, Rule):
@@ -246,8 +226,7 @@ class Remark(NamedTuple):
     """A warning to emit once for the same leaves.
 
     Warnings with the same `about` (a kind, or a rule) are the same. `paths` are within
-    the section: `down/kernel` for `model/down/kernel`, as another function may name the
-    model otherwise.
+    the section, as another function may name the model otherwise.
     """
 
     text: str
@@ -263,12 +242,12 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
     if rules.strict is False or not remarks:
         return
     if rules.strict:
-        texts = [one.text for one in remarks]
+        texts = [remark.text for remark in remarks]
         raise ResolveError(f"strict: {_listed(texts)}", texts)
-    found = news(rules, remarks)
-    if found and _is_first(rules.mesh):
+    texts = news(rules, remarks)
+    if texts and _is_first(rules.mesh):
         warn(
-            f"{_listed(found, limit=10)}\n  (a rule None says that a leaf is "
+            f"{_listed(texts, limit=10)}\n  (a rule None says that a leaf is "
             "to be replicated; strict=False is quiet, strict=True raises)"
         )
 
@@ -279,25 +258,19 @@ def _listed(texts: Sequence[str], limit: int = 50) -> str:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of new remarks: not emitted yet for these leaves or a superset.
-
-    They are recorded for the rule set and the same rules on other meshes.
-    """
+    """The texts of the remarks that were not made for these leaves, or more of them."""
     announced = rules._caches.announced
-    before = tuple(announced.items())
-
-    @functools.cache
-    def known(paths: frozenset[str]) -> set[str]:
-        return set().union(*(about for some, about in before if paths <= some))
-
-    found = [one for one in remarks if one.about not in known(one.paths)]
-    for one in found:
-        announced.setdefault(one.paths, set()).add(one.about)
-    return [one.text for one in found]
+    new = [
+        remark
+        for remark in remarks
+        if not any(remark.paths <= known for known in announced.get(remark.about, ()))
+    ]
+    for remark in new:
+        announced.setdefault(remark.about, []).append(remark.paths)
+    return [remark.text for remark in new]
 
 
 def _is_first(mesh: DeviceMesh | None) -> bool:
-    """Whether this process has the first device of the mesh."""
     if mesh is None or mesh.is_abstract:
         return True
     return mesh.devices.flat[0].process_index == jax.process_index()

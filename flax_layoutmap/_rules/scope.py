@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -19,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """A context manager that suppresses no error, can be entered again, and decorates.
+    """A context manager that can be entered again, and decorates functions.
 
     A type checker assumes that one made by `contextlib.contextmanager` may suppress
     errors, so that a name bound in the `with` block is possibly unbound after it.
@@ -40,14 +39,6 @@ class Block:
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """The function with a separate block around each call."""
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def later(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-                with self._open():
-                    return await function(*args, **kwargs)
-
-            return later  # type: ignore[return-value]
 
         @functools.wraps(function)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -82,9 +73,6 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
 
     Returns:
         A context manager (and decorator) that gives the `DeviceMesh`.
-
-    Raises:
-        MeshError: on entry, no mesh.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -146,35 +134,19 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
         yield
         return
     token = _CURRENT.set(rules)
+    # A trace depends on the rules only through their names.
+    names = keyed(("names", rules)) if rules.names else contextlib.nullcontext()
     try:
-        with _names_keyed(rules):
+        with names:
             yield
     finally:
         _CURRENT.reset(token)
 
 
-def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
-    """Call with a rule set as the ambient one; None leaves it as it is.
-
-    It is not a context manager, whose settings would stay if Ctrl-C comes as it begins
-    or ends: Python handles signals at calls, not between the exception and `finally`.
-    """
-    if rules is None:
+def call_with_rules(rules: RuleSet | None, call: Callable[[], _T]) -> _T:
+    """Call with a rule set as the ambient one; None leaves it as it is."""
+    with using_rules(rules):
         return call()
-    key, before = trace_key(), _CURRENT.get()
-    try:
-        _CURRENT.set(rules)
-        with _names_keyed(rules):
-            return call()
-    finally:
-        _CURRENT.set(before)
-        if trace_key() != key:  # JAX keeps its own in the thread
-            keyed(key).__enter__()
-
-
-def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
-    # A trace depends on the rules only through their names.
-    return keyed(("names", rules)) if rules.names else contextlib.nullcontext()
 
 
 # The axes over which the surrounding `flm.accumulate` has split the batch.
@@ -190,9 +162,8 @@ def split_axes() -> tuple[str, ...]:
 
 def call_split_over(axes: tuple[str, ...], call: Callable[..., _T], *args: Any) -> _T:
     """Call where each device has its own rows along these axes: layouts omit them."""
-    before = _SPLIT.get()
+    token = _SPLIT.set(axes)
     try:
-        _SPLIT.set(axes)
         return call(*args)
     finally:
-        _SPLIT.set(before)
+        _SPLIT.reset(token)

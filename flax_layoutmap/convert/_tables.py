@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._rules.matching import Match, Rule
+from flax_layoutmap._rules.matching import MatchMode, Rule
 from flax_layoutmap._rules.rules import Unmatched
 
 # A pattern with none of these characters is a text, and may be a whole path.
@@ -117,7 +117,7 @@ def from_keras(
     layout_map: Any,
     mesh: Any = None,
     *,
-    match: Match | None = None,
+    match: MatchMode | None = None,
     axes: Mapping[str, str] | None = None,
     batch: Any = None,
 ) -> LayoutMap:
@@ -160,7 +160,7 @@ def from_keras(
     return made
 
 
-def _keras_match() -> Match:
+def _keras_match() -> MatchMode:
     """How the Keras that is loaded matches: whole paths, from 3.14 on."""
     version = str(getattr(sys.modules.get("keras"), "__version__", "3.14"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
