@@ -182,17 +182,6 @@ def test_rules_that_a_checkpoint_holds_are_told_of_once(tmp_path: Path) -> None:
     assert len(found) == 1 and "'typo/kernel' matches no leaf" in found[0]
 
 
-def test_an_argument_that_looks_like_parameters_is_told_of_once() -> None:
-    layout_map = flm.LayoutMap("data=2,model=4")
-    layout_map["ffn_up/kernel"] = (None, "model")
-    layout_map["bias"] = None
-    params = {"down": {"kernel": jnp.ones((16, 8))}}
-    with told() as found:
-        flm.jit(lambda params: params, layout_map=layout_map)(params)
-        flm.jit(lambda weights: weights, layout_map=layout_map)(params)
-    assert len(found) == 1 and "in the argument 'params'" in found[0]
-
-
 def test_activation_rules_without_a_module_are_told_of_once() -> None:
     layout_map = flm.LayoutMap("data=2,model=4")
     layout_map["kernel|bias"] = None
