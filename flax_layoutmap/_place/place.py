@@ -5,16 +5,15 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.axes import clash, dim_axes, normal_spec
+from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -26,7 +25,7 @@ from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mes
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
-from flax_layoutmap._resolve.lay import unknown_memory
+from flax_layoutmap._resolve.lay import divisible, unknown_memory
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
@@ -37,20 +36,17 @@ from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
-# Per dim, the mesh axes that shard it.
-_Dims = tuple[tuple[str, ...], ...]
-
-# Fixes a traced value on Auto axes: `with_sharding_constraint`, or one like it.
-_Pin = Callable[[Any, NamedSharding], Any]
+# Per dim, the mesh axes that shard it; UNCONSTRAINED where MATCH keeps unknown ones.
+_Dims = tuple[Any, ...]
+_FREE = PartitionSpec.UNCONSTRAINED
 
 
 def distribute_tensor(x: Any, layout: Any) -> Any:
     """Give an array a layout, eagerly or inside a traced function.
 
     Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
-    constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes
-    them). Rank and divisibility are always checked: JAX alone silently drops an
-    indivisible constraint under `jit`.
+    constraint on Auto axes, by a reshard on Explicit axes. Rank and divisibility are
+    always checked: JAX alone silently drops an indivisible constraint under `jit`.
 
     Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
     devices there are, not which: with as many others, the error is JAX's own.
@@ -58,19 +54,17 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or the name of a layout in
-            `layout_map.names` of the surrounding `flm.jit`. Axes without a mesh take
-            that of the surrounding `flm.jit`, else that of `flm.dtensor.default_mesh`,
-            else that of `jax.set_mesh`.
+            `layout_map.names` of the surrounding `flm.jit`, whose `indivisible=` then
+            holds too. Axes without a mesh take that of the surrounding `flm.jit`, else
+            that of `flm.dtensor.default_mesh`, else that of `jax.set_mesh`.
 
     Returns:
         The array (or tree) with that layout; the same object where it has it already.
 
     Raises:
-        LayoutError: another rank, a dim that does not divide, or no array.
+        LayoutError: another rank, a dim that does not divide, or not an array.
         RuleError: no such name or axis.
-        MeshError: no mesh to be found; an axis that is manual inside `shard_map`; in a
-            trace, a mesh with another number of devices.
-        StructureError: an NNX object, which `layout_map.place` moves.
+        MeshError: no mesh, or one that the array cannot go to.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -84,17 +78,17 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     `jax.sharding.reshard(x, s)`.
     """
     wanted = wanted_layout(layout)
-    with _name_of(layout):
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
-        )
+    name = layout if isinstance(layout, str) else None
+
+    def move(keys: Any, leaf: Any) -> Any:
+        return distribute(as_array(leaf, keys), wanted, name=name)
+
+    # The name is shown in programs and profiles.
+    with jax.named_scope(f"names[{name}]") if name else contextlib.nullcontext():
+        return jax.tree_util.tree_map_with_path(move, x, is_leaf=is_nnx_object)
 
 
-def _name_of(layout: Any) -> contextlib.AbstractContextManager[Any]:
-    """Put the name of a layout in those of operations, for programs and profiles."""
-    if isinstance(layout, str):
-        return jax.named_scope(f"names[{layout}]")
-    return contextlib.nullcontext()
+# ---------------------------------------------------------------- trees of arrays
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
@@ -112,14 +106,11 @@ def place(tree: Any, resolution: Resolution) -> Any:
         )
         agreement.add(resolution.fingerprint_lines)
         shardings = resolution.sharding_list()
-    moved = [
-        put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
-    return with_leaves(tree, moved)
+    return with_leaves(tree, list(map(put, leaves, shardings)))
 
 
-def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> None:
-    """Raise LayoutError where a leaf is nothing that can be moved."""
+def check_movable(what: str, leaves: list[Any], resolution: Resolution) -> None:
+    """Raise LayoutError where a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         path = path or "the leaf"
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -134,6 +125,16 @@ def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> N
                 f"{what} moves arrays of numbers, but {path} is a NumPy array of "
                 f"{leaf.dtype}: take it out of the tree"
             )
+        if isinstance(leaf, jax.Array) and leaf.dtype != _dtype_in_programs(leaf):
+            # jax.device_put would cut its values to 32 bits without an error.
+            raise LayoutError(
+                f"{what} moves {path}, which is {leaf.dtype}, with 64-bit types alone: "
+                f"call {what} in a block of jax.enable_x64(True)"
+            )
+
+
+def _dtype_in_programs(x: jax.Array) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def with_leaves(tree: Any, leaves: list[Any], treedef: Any = None) -> Any:
@@ -161,6 +162,9 @@ def need_devices(rules: RuleSet | Resolution, what: str) -> None:
             f"{what} needs a mesh of devices, the rules have {have}; use "
             "layout_map.on(flm.DeviceMesh(...))"
         )
+
+
+# ---------------------------------------------------------------- one concrete value
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
@@ -202,150 +206,11 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
-    """The layout, or that of this name, with the ambient mesh if it has none.
-
-    Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
-    """
-    if isinstance(layout, str):
-        layout = _named(layout)
-    layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
-    layout = _without(layout, split_axes())
-    if layout.device_mesh is None:
-        mesh = _ambient_mesh() or otherwise
-        if mesh is None:
-            raise MeshError(
-                f"no mesh for the layout {layout}: give it one, "
-                "flm.TensorLayout(axes, mesh); or call inside a "
-                "flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
-                "jax.set_mesh(mesh)"
-            )
-        own = otherwise.jax_mesh if otherwise is not None else None
-        if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
-            mesh = otherwise  # the same one, with its devices
-        layout = layout.on(mesh)
-    mesh = mesh_of(layout)
-    there = mesh_in_context(mesh)
-    return layout if there is mesh else layout.on(there)
-
-
-def mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh; where its Explicit axes are Auto in context, with these types.
-
-    So they are inside of a function of `flm.jit`, and of `jax.sharding.auto_axes`.
-    """
-    context: Any = jax.sharding.get_abstract_mesh()
-    if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
-        return mesh
-    if context.axis_names != mesh.axis_names or context.axis_sizes != mesh.shape:
-        return mesh
-    if mesh.is_abstract:
-        return DeviceMesh(context)
-    types = context.axis_types
-    return DeviceMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
-
-
-def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
-    """The layout without these axes."""
-    if not set(axes).intersection(layout.axis_names):
-        return layout
-    dims = [
-        dim if dim is ... else tuple(axis for axis in dim_axes(dim) if axis not in axes)
-        for dim in layout.axes
-    ]
-    return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
-
-
-def mesh_of(layout: TensorLayout) -> DeviceMesh:
-    """The mesh of a layout that `wanted_layout` gave one."""
-    assert layout.device_mesh is not None
-    return layout.device_mesh
-
-
-def _ambient_mesh() -> DeviceMesh | None:
-    rules = current_rules()
-    if rules is not None and rules.mesh is not None:
-        return rules.mesh
-    default = get_default_mesh()
-    if default is not None:
-        return default
-    context: Any = jax.sharding.get_abstract_mesh()
-    if is_eager() and not manual_axes(context):
-        with contextlib.suppress(ValueError):
-            # JAX raises under `grad` and `vmap`, even eagerly.
-            found = jax.sharding.get_mesh()
-            context = context if found.empty else found
-    return DeviceMesh(context) if context.axis_names else None
-
-
-def _named(name: str) -> TensorLayout:
-    rules = current_rules()
-    if rules is None:
-        raise RuleError(
-            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) "
-            f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
-        )
-    found = Matcher(rules.names, "fullmatch").matching(name)
-    if not found:
-        names = [rule.pattern for rule in rules.names]
-        raise RuleError(
-            f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
-            f"{names}"
-        )
-    winner = rules.winner(rules.names, found)
-    if winner is None:
-        listed = ", ".join(repr(rules.names[at].pattern) for at in found)
-        raise RuleError(
-            f"several names with different layouts match {name!r}: {listed}; make one "
-            'narrower, or use overlap="first" or "last"'
-        )
-    return rules.names[winner].layout
-
-
-def distribute(
-    x: Any,
-    layout: TensorLayout,
-    keys: Any = (),
-    *,
-    what: str = "distribute_tensor",
-    pin: _Pin = jax.lax.with_sharding_constraint,
-) -> Any:
-    """Give one array a layout on a mesh, as `distribute_tensor` does.
+def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
+    """An array, traced or on the host; raises for anything else.
 
     For messages: `keys`, the key path of the array, and `what`, the calling function.
-    `pin` constrains a traced value on Auto axes.
     """
-    x = as_array(x, keys, what)
-    mesh = mesh_of(layout)
-    # Before rank and divisibility, which inside shard_map are those of a part.
-    manual = manual_axes(jax.sharding.get_abstract_mesh())
-    for axis in layout.axis_names:
-        if axis in manual:
-            raise MeshError(
-                f"{what} names the mesh axis {axis!r}, which is manual here: inside "
-                "shard_map each device already holds its part, so drop the call or "
-                "name other axes only"
-            )
-    dims = checked_dims(layout, x, what)
-    if manual.issuperset(mesh.axis_names):
-        return x  # no axis is left that could be constrained
-    eager = is_eager()
-    if eager and (not isinstance(x, Tracer) or _held_elsewhere(x, mesh)):
-        return move(x, layout, dims)
-    check_same_devices(x, mesh, what)
-
-    def constrain(value: Any) -> Any:
-        return _constrain(value, layout, dims, bool(manual), what, pin)
-
-    if eager and AxisType.Auto in mesh.axis_types and explicit_axes(mesh):
-        # Eagerly, under `grad`, the two steps for a mixed mesh have types that do not
-        # fit together; in one compiled step they do.
-        return jax.jit(constrain)(x)
-    return constrain(x)
-
-
-def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
-    """An array, traced or on the host; raises for anything else."""
     if is_nnx_object(x):
         raise StructureError(
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
@@ -367,79 +232,102 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
     return array
 
 
-def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Move an array to a mesh of devices, eagerly; also one that `grad` traces."""
-    mesh = mesh_of(layout)
-    if mesh.is_abstract:
-        raise MeshError(
-            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
-        )
-    spec = normal_spec(dims)
-    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
-    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
+# ---------------------------------------------------------------- the wanted layout
 
 
-def _constrain(
-    x: Any,
-    layout: TensorLayout,
-    dims: _Dims,
-    inside_manual: bool,
-    what: str,
-    pin: _Pin,
-) -> Any:
-    mesh = mesh_of(layout)
-    explicit = explicit_axes(mesh)
-    for dim, axes in enumerate(dims):
-        if len({axis in explicit for axis in axes}) > 1:
-            # JAX would silently drop the Auto axes.
-            raise LayoutError(
-                f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
-                f"is on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
-                "one type for it"
-            )
-    jax_mesh: Any = mesh.jax_mesh
-    if inside_manual:
-        # Inside shard_map only the mesh of the context has its manual axes.
-        jax_mesh = jax.sharding.get_abstract_mesh()
-    lies_on = None if inside_manual else own_mesh(x)
-    if explicit or (lies_on is not None and explicit_axes(lies_on)):
-        # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
-        # that of the gradient, which then does not fit.
-        own = [tuple(a for a in axes if a in explicit) for axes in dims]
-        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
-    if len(explicit) < len(mesh.axis_names):
-        auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
-        x = pin(x, NamedSharding(jax_mesh, normal_spec(auto)))
-    if layout.memory_kind is not None:
-        # Neither of the two applies a memory kind.
-        spec, kind = normal_spec(dims), layout.memory_kind
-        x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
-    return x
+def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
+    """The layout, or that of this name, with the ambient mesh if it has none.
 
-
-def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
-    """Whether `grad` traces, eagerly, an array that is committed to other devices."""
-    array = concrete(x)
-    if mesh.is_abstract or not getattr(array, "committed", False):
-        return False
-    return array.sharding.device_set != set(mesh.devices.flat)
-
-
-def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raise MeshError where a traced value would move to other devices.
-
-    A trace shows how many devices there are, not which.
+    Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
     """
-    context = None if is_eager() else jax.sharding.get_abstract_mesh()
-    traced = isinstance(x, Tracer) and concrete(x) is None
-    for known in (own_mesh(x) if traced else None, context):
-        if known is not None and known.axis_names and known.size != mesh.size:
-            raise MeshError(
-                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it is on "
-                f"{known.size} devices, and goes to others only outside of jit and "
-                f"vmap; call {what} there, or name axes alone, "
-                'TensorLayout(("data", None)), for the devices that it is on'
-            )
+    layout = TensorLayout(_named(layout) if isinstance(layout, str) else layout)
+    layout = _without(layout, split_axes())
+    mesh = layout.device_mesh or _ambient_mesh() or otherwise
+    if mesh is None:
+        raise MeshError(
+            f"no mesh for the layout {layout}: give it one, "
+            "flm.TensorLayout(axes, mesh); or call inside a "
+            "flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
+            "jax.set_mesh(mesh)"
+        )
+    if otherwise is not None and layout.device_mesh is None:
+        bare = otherwise.jax_mesh
+        if isinstance(bare, Mesh) and bare.abstract_mesh == mesh.jax_mesh:
+            mesh = otherwise  # the same one, with its devices
+    return layout.on(_mesh_in_context(mesh))
+
+
+def _named(name: str) -> TensorLayout:
+    rules = current_rules()
+    if rules is None:
+        raise RuleError(
+            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) "
+            f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
+        )
+    matched = Matcher(rules.names, "fullmatch").matching(name)
+    if not matched:
+        names = [rule.pattern for rule in rules.names]
+        raise RuleError(
+            f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
+            f"{names}"
+        )
+    winner = rules.winner(rules.names, matched)
+    if winner is None:
+        listed = ", ".join(repr(rules.names[at].pattern) for at in matched)
+        raise RuleError(
+            f"several names with different layouts match {name!r}: {listed}; make one "
+            'narrower, or use overlap="first" or "last"'
+        )
+    return rules.names[winner].layout
+
+
+def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
+    """The layout without these axes."""
+    if not set(axes).intersection(layout.axis_names):
+        return layout
+    dims = [
+        dim if dim is ... else tuple(axis for axis in dim_axes(dim) if axis not in axes)
+        for dim in layout.axes
+    ]
+    return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
+
+
+def _ambient_mesh() -> DeviceMesh | None:
+    rules = current_rules()
+    if rules is not None and rules.mesh is not None:
+        return rules.mesh
+    default = get_default_mesh()
+    if default is not None:
+        return default
+    context: Any = jax.sharding.get_abstract_mesh()
+    if is_eager() and not manual_axes(context):
+        with contextlib.suppress(ValueError):
+            # JAX raises under `grad` and `vmap`, even eagerly.
+            concrete_mesh = jax.sharding.get_mesh()
+            context = context if concrete_mesh.empty else concrete_mesh
+    return DeviceMesh(context) if context.axis_names else None
+
+
+def _mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh; where its Explicit axes are Auto in context, with these types.
+
+    So they are inside of a function of `flm.jit`, and of `jax.sharding.auto_axes`.
+    """
+    context: Any = jax.sharding.get_abstract_mesh()
+    if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
+        return mesh
+    if context.axis_names != mesh.axis_names or context.axis_sizes != mesh.shape:
+        return mesh
+    if mesh.is_abstract:
+        return DeviceMesh(context)
+    types = context.axis_types
+    return DeviceMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+
+
+def mesh_of(layout: TensorLayout) -> DeviceMesh:
+    """The mesh of a layout that `wanted_layout` gave one."""
+    assert layout.device_mesh is not None
+    return layout.device_mesh
 
 
 def explicit_axes(mesh: Any) -> set[str]:
@@ -457,29 +345,143 @@ def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
     return {name for name, kind in pairs if kind is wanted}
 
 
-def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
+# ---------------------------------------------------------------- one array or value
+
+
+def distribute(
+    x: Any,
+    layout: TensorLayout,
+    *,
+    what: str = "distribute_tensor",
+    name: str | None = None,
+) -> Any:
+    """Give one array a layout on a mesh, as `distribute_tensor` does.
+
+    For messages: `what`, the calling function. `name` is that of the layout, if the
+    user gave one.
+    """
+    if name is not None:
+        what = f"{what}(x, {name!r})"
+    mesh = mesh_of(layout)
+    # Before rank and divisibility, which inside shard_map are those of a part.
+    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    for axis in layout.axis_names:
+        if axis in manual:
+            raise MeshError(
+                f"{what} names the mesh axis {axis!r}, which is manual here: inside "
+                "shard_map each device already holds its part, so drop the call or "
+                "name other axes only"
+            )
+    dims = checked_dims(layout, x, what, is_named=name is not None)
+    if manual.issuperset(mesh.axis_names):
+        return x  # no axis is left that could be constrained
+    if is_eager() and (not isinstance(x, Tracer) or _is_elsewhere(x, mesh)):
+        return move(x, layout, dims)
+    _check_same_devices(x, mesh, what)
+    return _constrain(x, layout, dims, bool(manual), what)
+
+
+def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
+    """Whether `grad` traces, eagerly, an array that was put on another mesh."""
+    is_committed = getattr(concrete(x), "committed", False)
+    return is_committed and not mesh.is_abstract and own_mesh(x) != mesh
+
+
+def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
+    """Move an array to a mesh of devices, eagerly; also one that `grad` traces."""
+    mesh = mesh_of(layout)
+    if mesh.is_abstract:
+        raise MeshError(
+            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
+        )
+    spec = normal_spec(dims)
+    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
+
+
+def _constrain(
+    x: Any, layout: TensorLayout, dims: _Dims, inside_manual: bool, what: str
+) -> Any:
+    mesh = mesh_of(layout)
+    explicit = explicit_axes(mesh)
+    for axes in dims if explicit else ():
+        if axes is _FREE or len({axis in explicit for axis in axes}) > 1:
+            raise LayoutError(
+                f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
+                f"Explicit and Auto axes, {mesh!r}, name for each dim axes of one type"
+            )
+    jax_mesh: Any = mesh.jax_mesh
+    if inside_manual:
+        # Inside shard_map only the mesh of the context has its manual axes.
+        jax_mesh = jax.sharding.get_abstract_mesh()
+    lies_on = None if inside_manual else own_mesh(x)
+    if explicit or (lies_on is not None and explicit_axes(lies_on)):
+        # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
+        # that of the gradient, which then does not fit.
+        own = [tuple(a for a in axes if a in explicit) for axes in dims]
+        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
+    if len(explicit) < len(mesh.axis_names):
+        auto = [
+            axes if axes is _FREE else tuple(a for a in axes if a not in explicit)
+            for axes in dims
+        ]
+        spec = PartitionSpec(*auto) if _FREE in auto else normal_spec(auto)
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(jax_mesh, spec))
+    if layout.memory_kind is not None:
+        # Neither of the two applies a memory kind.
+        spec, kind = normal_spec(dims), layout.memory_kind
+        x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
+    return x
+
+
+def _check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
+    """Raise MeshError where a traced value would move to other devices.
+
+    A trace shows how many devices there are, not which.
+    """
+    context = None if is_eager() else jax.sharding.get_abstract_mesh()
+    traced = isinstance(x, Tracer) and concrete(x) is None
+    for known in (own_mesh(x) if traced else None, context):
+        if known is not None and known.axis_names and known.size != mesh.size:
+            raise MeshError(
+                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: inside jit "
+                f"and vmap an array stays on its devices, here {known.size}; call "
+                f"{what} outside, or pass axes without a mesh"
+            )
+
+
+def checked_dims(
+    layout: TensorLayout, x: Any, what: str, *, is_named: bool = False
+) -> _Dims:
     """The mesh axes of each dim of this array; raises where the layout does not fit.
 
-    JAX checks less of it, or nothing.
+    JAX checks less of it, or nothing. Under the `indivisible="replicate"` of the rules
+    that have its name, dims that do not divide are replicated.
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
     known = known_layout(x) if layout.has_match else None
+    ndim = len(shape)
     try:
-        if known is not None:
-            layout = layout.matched(known.dims(len(shape)))
-        elif layout.has_match and not isinstance(x, Tracer):
-            # On no mesh yet, so that nothing is sharded.
-            layout = layout.matched(((),) * len(shape))
-        dims = layout.dims(len(shape))
+        # What is on no mesh yet is not sharded.
+        matched = layout.matched(known.dims(ndim) if known else ((),) * ndim)
+        dims = matched.dims(ndim)
     except LayoutError as error:
         raise LayoutError(f"{what} of an array {shape}: {error}") from None
     if problem := unknown_memory(layout.memory_kind, mesh):
         raise LayoutError(f"{what} of an array {shape} to {layout}{problem}")
-    sizes = mesh.axis_sizes
-    for dim, axes in enumerate(dims):
-        if shape[dim] % math.prod(sizes[axis] for axis in axes):
-            raise LayoutError(
-                f"{what} of an array {shape} to {layout}: "
-                f"{clash(dim, shape[dim], axes, sizes)}"
-            )
-    return dims
+    kept, clashes = divisible(dims, shape, mesh.axis_sizes)
+    rules = current_rules()
+    if clashes and not (is_named and rules and rules.indivisible == "replicate"):
+        raise LayoutError(
+            f"{what} of an array {shape} to {layout}: {'; '.join(clashes)}"
+        )
+    if layout.has_match and known is None and isinstance(x, Tracer):
+        axes = list(layout.axes)
+        if ... in axes:
+            at = axes.index(...)
+            axes[at : at + 1] = [None] * (ndim - len(axes) + 1)
+        return tuple(
+            _FREE if axis == TensorLayout.MATCH else own
+            for axis, own in zip(axes, kept, strict=True)
+        )
+    return kept

@@ -249,15 +249,15 @@ def test_eval_shape_moves_nothing(any_mesh: flm.DeviceMesh) -> None:
 
 
 def test_one_dim_on_axes_of_both_types() -> None:
-    mesh = flm.DeviceMesh((2, 4), NAMES, axis_types=("explicit", "auto"))
+    mesh = grid("explicit data")
     layout = flm.TensorLayout((("data", "model"), None), mesh)
     assert_lies(flm.distribute_tensor(X, layout), (("data", "model"), ()), mesh, X)
     with jax.set_mesh(bare(mesh)), pytest.raises(flm.LayoutError) as caught:
         jax.jit(lambda x: flm.distribute_tensor(x, layout))(X)
     assert str(caught.value) == (
-        "distribute_tensor of a traced array (8, 8) to (('data', 'model'), None): dim "
-        "0 is on Explicit and on Auto axes of the mesh DeviceMesh('data=2,model=4', "
-        "axis_types=explicit/auto); use axes of one type for it"
+        "distribute_tensor of a traced array (8, 8) to (('data', 'model'), None): on a "
+        "mesh with Explicit and Auto axes, DeviceMesh('data=2,model=4', "
+        "axis_types=explicit/auto), name for each dim axes of one type"
     )
 
 
