@@ -407,8 +407,8 @@ def _constrain(
     for axes in dims if explicit else ():
         if axes is _FREE or len({axis in explicit for axis in axes}) > 1:
             raise LayoutError(
-                f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
-                f"Explicit and Auto axes, {mesh!r}, name for each dim axes of one type"
+                f"{what} of a traced array {tuple(x.shape)} to {layout}: for each dim, "
+                f"name axes of one type; the mesh {mesh!r} has Explicit and Auto ones"
             )
     jax_mesh: Any = mesh.jax_mesh
     if inside_manual:

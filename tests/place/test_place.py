@@ -1,7 +1,6 @@
 """distribute_tensor and place: the shards of each device, and errors."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.scope import using_rules
 
@@ -28,9 +26,11 @@ KINDS: dict[str, Any] = {
 }
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 BOTH: Dims = (("data",), ("model",))
+COLUMNS: Dims = ((), ("model",))
+WAYS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
-def grid(kind: str) -> flm.DeviceMesh:
+def grid(kind: str = "auto") -> flm.DeviceMesh:
     return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
 
 
@@ -40,37 +40,26 @@ def any_mesh(request: pytest.FixtureRequest) -> flm.DeviceMesh:
     return grid(request.param)
 
 
-@pytest.fixture(params=KINDS)
-def mesh_in_context(request: pytest.FixtureRequest) -> Iterator[flm.DeviceMesh]:
-    """The same, entered: JAX's own functions on Explicit axes need that."""
-    found = grid(request.param)
-    with jax.set_mesh(bare(found)):
-        yield found
-
-
 def test_control_another_layout_is_noticed(mesh: flm.DeviceMesh) -> None:
     array = jax.device_put(X, NamedSharding(bare(mesh), P("data", "model")))
     assert_lies(array, BOTH, mesh, X)
-    assert not lies(array, (("model",), ("data",)), mesh)
-    assert not lies(array, (("data",), ()), mesh)
+    for dims in ((("model",), ("data",)), (("data",), ())):
+        assert not lies(array, dims, mesh)
     assert not lies(jnp.asarray(X), BOTH, mesh)
 
 
-# ------------------------------------------------------------------------- eager
+# --------------------------------------------------------- what has a layout, and where
 
 
 @pytest.mark.parametrize(
     ("axes", "dims"),
     [
         (("data", "model"), BOTH),
-        (("model", "data"), (("model",), ("data",))),
         ((("data", "model"), None), (("data", "model"), ())),
         ((("model", "data"), None), (("model", "data"), ())),
-        ((None, ...), ((), ())),
-        ((..., "model"), ((), ("model",))),
+        ((..., "model"), COLUMNS),
         (["data", None], (("data",), ())),
         (None, ((), ())),
-        ((), ((), ())),
         (P("data"), (("data",), ())),
     ],
 )
@@ -81,90 +70,55 @@ def test_eager(any_mesh: flm.DeviceMesh, axes: Any, dims: Dims) -> None:
     spelled = NamedSharding(bare(any_mesh), P("data", None))
     on_mesh = (jax.device_put(X, sharding) for sharding in (columns, spelled))
     for x in (X, jnp.asarray(X), *on_mesh):
-        for given in (layout, layout.sharding(2)):
-            moved = flm.distribute_tensor(x, given)
-            assert_lies(moved, dims, any_mesh, X)
-            assert moved.sharding == layout.sharding(2)
+        moved = flm.distribute_tensor(x, layout)
+        assert_lies(moved, dims, any_mesh, X)
+        assert moved.sharding == layout.sharding(2)
+        assert flm.distribute_tensor(moved, layout.sharding(2)) is moved
 
 
-def test_what_is_there_already_is_the_same_object(any_mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data", None), any_mesh)
-    x = flm.distribute_tensor(X, layout)
-    assert flm.distribute_tensor(x, layout) is x
-    assert flm.distribute_tensor({"a": [x]}, layout)["a"][0] is x
-    assert flm.distribute_tensor(x, flm.TensorLayout(P("data"), any_mesh)) is x
-
-
-def test_an_uncommitted_array_is_committed() -> None:
-    one = flm.DeviceMesh((1,), ("data",), devices=jax.devices()[:1])
-    x = jnp.asarray(X)
-    assert not x.committed
-    moved = flm.distribute_tensor(x, flm.TensorLayout(("data", None), one))
-    assert moved.committed
-    assert isinstance(moved.sharding, NamedSharding)
-    assert_lies(moved, (("data",), ()), one, X)
-
-
-def test_to_other_devices(mesh: flm.DeviceMesh) -> None:
-    half = flm.DeviceMesh((4,), ("data",), devices=jax.devices()[4:])
+@pytest.mark.parametrize("devices", [slice(0, 1), slice(3, 4), slice(4, 8)])
+def test_to_other_devices(mesh: flm.DeviceMesh, devices: slice) -> None:
+    other = flm.DeviceMesh("data=-1,model=1", devices=jax.devices()[devices])
     x = flm.distribute_tensor(X, flm.TensorLayout(("data", "model"), mesh))
-    moved = flm.distribute_tensor(x, flm.TensorLayout((None, "data"), half))
-    assert_lies(moved, ((), ("data",)), half, X)
+    for value in (x, jnp.asarray(X)):
+        moved = flm.distribute_tensor(value, flm.TensorLayout((None, "data"), other))
+        assert moved.committed and isinstance(moved.sharding, NamedSharding)
+        assert_lies(moved, ((), ("data",)), other, X)
 
 
-def test_a_mesh_of_one_device() -> None:
-    one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[3:4])
-    moved = flm.distribute_tensor(X, flm.TensorLayout(("data", "model"), one))
-    assert_lies(moved, BOTH, one, X)
-
-
-def test_trees_keep_none(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data", ...), mesh)
-    tree = {"a": X, "b": None, "c": [X[:, 0], (None, X)]}
-    moved = flm.distribute_tensor(tree, layout)
-    assert jax.tree.structure(moved) == jax.tree.structure(tree)
-    assert moved["b"] is None and moved["c"][1][0] is None
-    assert_lies(moved["a"], (("data",), ()), mesh, X)
-    assert_lies(moved["c"][0], (("data",),), mesh, X[:, 0])
-    assert_lies(moved["c"][1][1], (("data",), ()), mesh, X)
-    assert flm.distribute_tensor(None, layout) is None
-
-
-def test_zero_size_and_scalars(any_mesh: flm.DeviceMesh) -> None:
-    empty = flm.distribute_tensor(
-        np.zeros((0, 8), np.float32), flm.TensorLayout(("data", "model"), any_mesh)
-    )
-    assert_lies(empty, BOTH, any_mesh)
-    for number in (3, 2.5, True, np.float32(4), jnp.int32(5)):
-        replicated = flm.distribute_tensor(number, flm.TensorLayout((), any_mesh))
-        assert_lies(replicated, (), any_mesh, np.asarray(number, replicated.dtype))
-
-
-def test_prng_keys(any_mesh: flm.DeviceMesh) -> None:
+@WAYS
+def test_trees_keys_scalars_and_none(any_mesh: flm.DeviceMesh, wrap: Any) -> None:
     keys = jax.random.split(jax.random.key(0), (8, 4))
+    empty = X if wrap is jax.jit else X[:0]  # XLA does not split what is empty
+    tree = {"a": X, "b": None, "c": [keys, (None, empty)]}
     layout = flm.TensorLayout(("data", "model"), any_mesh)
-    moved = flm.distribute_tensor(keys, layout)
-    assert moved.dtype == keys.dtype
-    assert_lies(moved, BOTH, any_mesh, jax.random.key_data(keys))
     with jax.set_mesh(bare(any_mesh)):
-        traced = jax.jit(lambda k: flm.distribute_tensor(k, layout))(keys)
-    assert_lies(traced, BOTH, any_mesh, jax.random.key_data(keys))
+        moved = wrap(lambda tree: flm.distribute_tensor(tree, layout))(tree)
+        assert jax.tree.structure(moved) == jax.tree.structure(tree)
+        assert_lies(moved["a"], BOTH, any_mesh, X)
+        assert_lies(moved["c"][0], BOTH, any_mesh, jax.random.key_data(keys))
+        assert_lies(moved["c"][1][1], BOTH, any_mesh)
+        for number in (3, 2.5, True, np.float32(4), jnp.int32(5)):
+            scalar = flm.TensorLayout((), any_mesh)
+            whole = wrap(lambda n, to=scalar: flm.distribute_tensor(n, to))(number)
+            assert_lies(whole, (), any_mesh, np.asarray(number, whole.dtype))
 
 
-@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
-def test_memory_kind_eagerly(any_mesh: flm.DeviceMesh, kind: str) -> None:
+@WAYS
+def test_memory_kinds(any_mesh: flm.DeviceMesh, wrap: Any) -> None:
+    kind = "pinned_host" if wrap is jax.jit else "unpinned_host"
     layout = flm.TensorLayout(("data", "model"), any_mesh, memory_kind=kind)
-    moved = flm.distribute_tensor(X, layout)
+    with jax.set_mesh(bare(any_mesh)):
+        moved = wrap(lambda x: flm.distribute_tensor(x * 2, layout))(X)
     assert moved.sharding.memory_kind == kind
-    assert_lies(moved, BOTH, any_mesh, X)
+    assert_lies(moved, BOTH, any_mesh, X * 2)
     back = flm.distribute_tensor(moved, flm.TensorLayout(("data", "model"), any_mesh))
     assert back.sharding.memory_kind == jax.devices()[0].default_memory().kind
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@WAYS
 def test_a_memory_that_the_devices_lack(wrap: Any) -> None:
-    mesh = flm.DeviceMesh("data=8")
-    layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_hots")
+    layout = flm.TensorLayout(("data",), "data=8", memory_kind="pinned_hots")
     with pytest.raises(flm.LayoutError) as error:
         wrap(lambda x: flm.distribute_tensor(x, layout))(np.ones(8, np.float32))
     assert str(error.value) == (
@@ -174,78 +128,67 @@ def test_a_memory_that_the_devices_lack(wrap: Any) -> None:
     )
 
 
-def test_memory_kind_inside_jit(mesh_in_context: flm.DeviceMesh) -> None:
-    mesh = mesh_in_context
-    layout = flm.TensorLayout(("data", "model"), mesh, memory_kind="pinned_host")
-    moved = jax.jit(lambda x: flm.distribute_tensor(x * 2, layout))(X)
-    assert moved.sharding.memory_kind == "pinned_host"
-    assert_lies(moved, BOTH, mesh, X * 2)
-
-
 # ------------------------------------------------------------------------ traced
 
 
-def sum_of_squares(d: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def test_inside_jit(any_mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", "model"), any_mesh)
+    whole = flm.distribute_tensor(X, flm.TensorLayout(None, any_mesh))
+
+    def d(x: Any) -> Any:
+        return flm.distribute_tensor(x, layout)
+
+    with jax.set_mesh(bare(any_mesh)):
+        for x in (X, whole):
+            assert_lies(jax.jit(lambda x: d(x * 2))(x), BOTH, any_mesh, X * 2)
+            # Constants are no tracers; device_put would add nothing to the program.
+            assert_lies(jax.jit(lambda: d(x) + 1)(), BOTH, any_mesh, X + 1)  # noqa: B023
+        zeros = jax.jit(lambda: d(jnp.zeros((8, 8))))()
+        shape = jax.eval_shape(d, X)
+    assert_lies(zeros, BOTH, any_mesh, 0 * X)
+    assert shape.shape == (8, 8) and shape.dtype == np.float32
+
+
+def squares(d: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: (d(x) ** 2).sum()
 
 
-def test_inside_jit(mesh_in_context: flm.DeviceMesh) -> None:
-    mesh = mesh_in_context
+# A function of an array, and of another function.
+TRANSFORMS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
+    "itself": lambda f, x: f(x),
+    "grad": lambda f, x: jax.grad(squares(f))(x),
+    "vmap": lambda f, x: jax.vmap(f)(x[None])[0],
+    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c + 1), None), f(x), length=2)[0],
+    "remat": lambda f, x: jax.grad(jax.checkpoint(squares(f)))(x),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@WAYS
+def test_transformations_give_the_values_without_it(kind: str, wrap: Any) -> None:
+    mesh = grid(kind)
     layout = flm.TensorLayout(("data", "model"), mesh)
-
-    def d(x: Any) -> Any:
-        return flm.distribute_tensor(x, layout)
-
-    on_mesh = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
-    assert_lies(jax.jit(lambda x: d(x * 2))(on_mesh), BOTH, mesh, X * 2)
-    assert_lies(jax.jit(lambda x: d(x * 2))(X), BOTH, mesh, X * 2)
-    # Constants are no tracers; device_put would add nothing to the program.
-    assert_lies(jax.jit(lambda: d(X) + 1)(), BOTH, mesh, X + 1)
-    ones = np.ones((8, 8), np.float32)
-    assert_lies(jax.jit(lambda: d(jnp.ones((8, 8))))(), BOTH, mesh, ones)
-    assert_lies(jax.jit(lambda: d(on_mesh) + 1)(), BOTH, mesh, X + 1)
-    tree = jax.jit(lambda x: d({"a": x, "b": None}))(X)
-    assert_lies(tree["a"], BOTH, mesh, X)
-    assert tree["b"] is None
-
-
-def test_inside_transformations(mesh_in_context: flm.DeviceMesh) -> None:
-    mesh = mesh_in_context
-    layout = flm.TensorLayout(("data", "model"), mesh)
-    row = flm.TensorLayout(("model",), mesh)
-
-    def d(x: Any) -> Any:
-        return flm.distribute_tensor(x, layout)
-
-    def loop(x: Any) -> Any:
-        return jax.lax.scan(lambda c, _: (d(c + 1), None), d(x), None, length=2)[0]
-
-    def loss(x: Any) -> Any:
-        return (jnp.sin(d(x)) ** 2).sum()
-
     x = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
-    wanted = np.asarray(jax.grad(sum_of_squares(lambda v: v))(jnp.asarray(X)))
-    for wrap in (lambda f: f, jax.jit):
-        np.testing.assert_array_equal(wrap(jax.grad(sum_of_squares(d)))(x), wanted)
-        assert_lies(wrap(loop)(x), BOTH, mesh, X + 2)
-        rows = wrap(jax.vmap(lambda v: flm.distribute_tensor(v, row)))(x)
-        assert_lies(rows, ((), ("model",)), mesh, X)
-        remat = wrap(jax.grad(jax.checkpoint(loss)))(x)
-        np.testing.assert_allclose(remat, jax.grad(loss)(x), rtol=1e-6)
+    for name, transform in TRANSFORMS.items():
+        if wrap is not jax.jit and name in ("grad", "remat") and " " in kind:
+            continue  # JAX's own constraints fail there
+
+        def program(x: Any, transform: Any = transform) -> Any:
+            return transform(lambda x: flm.distribute_tensor(x, layout), x)
+
+        with jax.set_mesh(bare(mesh)):
+            made = wrap(program)(x)
+        wanted = transform(lambda x: x, jnp.asarray(X))
+        np.testing.assert_array_equal(made, wanted, name)
+        assert name in ("grad", "remat") or lies(made, BOTH, mesh), name
 
 
 def test_the_constraint_is_in_the_program(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout((None, "model"), mesh)
     text = jax.jit(lambda x: flm.distribute_tensor(x, layout)).lower(X).as_text()
-    assert "sharding_constraint" in text or "@Sharding" in text
+    assert "sharding_constraint" in text
     plain = jax.jit(lambda x: jax.device_put(x, layout.sharding())).lower(X).as_text()
-    assert "sharding_constraint" not in plain and "@Sharding" not in plain
-
-
-def test_eval_shape_moves_nothing(any_mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data", "model"), any_mesh)
-    found = jax.eval_shape(lambda x: flm.distribute_tensor(x, layout), X)
-    assert found.shape == (8, 8) and found.dtype == np.float32
+    assert "sharding_constraint" not in plain
 
 
 def test_one_dim_on_axes_of_both_types() -> None:
@@ -255,148 +198,133 @@ def test_one_dim_on_axes_of_both_types() -> None:
     with jax.set_mesh(bare(mesh)), pytest.raises(flm.LayoutError) as caught:
         jax.jit(lambda x: flm.distribute_tensor(x, layout))(X)
     assert str(caught.value) == (
-        "distribute_tensor of a traced array (8, 8) to (('data', 'model'), None): on a "
-        "mesh with Explicit and Auto axes, DeviceMesh('data=2,model=4', "
-        "axis_types=explicit/auto), name for each dim axes of one type"
+        "distribute_tensor of a traced array (8, 8) to (('data', 'model'), None): for "
+        "each dim, name axes of one type; the mesh DeviceMesh('data=2,model=4', "
+        "axis_types=explicit/auto) has Explicit and Auto ones"
     )
 
 
-# --------------------------------------------------------- rank and divisibility
-
-
-# A function, and what it is called with.
-WAYS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
-    "eagerly": lambda f, x: f(x),
-    "jit": lambda f, x: jax.jit(f)(x),
-    "grad": lambda f, x: jax.grad(sum_of_squares(f))(x),
-    "jit and grad": lambda f, x: jax.jit(jax.grad(sum_of_squares(f)))(x),
-    "vmap": lambda f, x: jax.vmap(f)(x[None]),
-    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2),
-    "remat": lambda f, x: jax.grad(jax.checkpoint(sum_of_squares(f)))(x),
-    "eval_shape": lambda f, x: jax.eval_shape(f, x),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSFORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_and_divisibility_are_always_checked(way: str, kind: str) -> None:
+@WAYS
+def test_rank_and_divisibility_are_always_checked(
+    way: str, kind: str, wrap: Any
+) -> None:
     mesh = grid(kind)
-    odd = jnp.ones((6, 8))
 
     def call(axes: Any) -> str:
         layout = flm.TensorLayout(axes, mesh)
         with pytest.raises(flm.LayoutError) as caught:
-            WAYS[way](lambda x: flm.distribute_tensor(x, layout), odd)
+            wrap(
+                lambda x: TRANSFORMS[way](lambda y: flm.distribute_tensor(y, layout), x)
+            )(jnp.ones((6, 8)))
         return str(caught.value)
 
     assert call(("model", None)) == (
         "distribute_tensor of an array (6, 8) to ('model', None): dim 0 of size 6 does "
         "not divide by mesh axis 'model' of size 4"
     )
-    assert call((None, ("data", "model"), None)) == (
-        "distribute_tensor of an array (6, 8): the layout (None, ('data', 'model'), "
-        "None) has 3 dims, the array has 2"
-    )
     assert call(("data",)) == (
         "distribute_tensor of an array (6, 8): the layout ('data',) has 1 dims, the "
         "array has 2"
-    )
-    assert call((("data", "model"), None)).endswith(
-        "dim 0 of size 6 does not divide by mesh axes 'data' (2) × 'model' (4), 8 "
-        "together"
     )
 
 
 def test_control_jax_drops_an_indivisible_constraint(mesh: flm.DeviceMesh) -> None:
     sharding = NamedSharding(bare(mesh), P("model"))
     dropped = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding))
-    found = dropped(jnp.ones((6, 8))).sharding
-    assert not found.is_equivalent_to(sharding, 2)
+    assert not dropped(jnp.ones((6, 8))).sharding.is_equivalent_to(sharding, 2)
 
 
 # ------------------------------------------------------------- finding the mesh
 
 
-def test_the_mesh_of_set_mesh() -> None:
-    for kind in KINDS:
-        mesh = grid(kind)
-        with jax.set_mesh(bare(mesh)):
-            for axes in (("data", "model"), P("data", "model")):
-                assert_lies(flm.distribute_tensor(X, axes), BOTH, mesh, X)
-                traced = jax.jit(lambda x, axes=axes: flm.distribute_tensor(x, axes))
-                assert_lies(traced(X), BOTH, mesh, X)
+@WAYS
+def test_the_mesh_of_set_mesh(any_mesh: flm.DeviceMesh, wrap: Any) -> None:
+    with jax.set_mesh(bare(any_mesh)):
+        for axes in (("data", "model"), P("data", "model")):
+            moved = wrap(lambda x, to=axes: flm.distribute_tensor(x, to))(X)
+            assert_lies(moved, BOTH, any_mesh, X)
 
 
-def test_the_mesh_of_the_surrounding_jit(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
+def test_the_mesh_of_the_surrounding_jit_and_its_own(mesh: flm.DeviceMesh) -> None:
+    other = flm.DeviceMesh((8,), ("data",))
 
-    @flm.jit(layout_map=layout_map)
+    @flm.jit(layout_map=flm.LayoutMap(mesh, strict=False))
     def f(x: Any) -> Any:
         return flm.distribute_tensor(x, (None, "model"))
 
-    assert_lies(f(X), ((), ("model",)), mesh, X)
-
-
-def test_an_own_mesh_wins(mesh: flm.DeviceMesh) -> None:
-    other = flm.DeviceMesh((8,), ("data",))
-    layout = flm.TensorLayout(("data", None), other)
     with jax.set_mesh(bare(mesh)):
+        assert_lies(f(X), COLUMNS, mesh, X)
+        layout = flm.TensorLayout(("data", None), other)
         assert_lies(flm.distribute_tensor(X, layout), (("data",), ()), other, X)
-    with using_rules(flm.LayoutMap(mesh, strict=False).freeze()):
-        assert_lies(flm.distribute_tensor(X, layout), (("data",), ()), other, X)
 
 
-@pytest.mark.parametrize("axes", [("data", None), P("data"), None, ()])
-def test_no_mesh_anywhere(axes: Any) -> None:
-    shown = {("data", None): "('data', None)", P("data"): "('data', ...)"}
-    text = (
-        f"no mesh for the layout {shown.get(axes, 'replicated')}: give it one, "
-        "flm.TensorLayout(axes, mesh); or call inside a flm.jit(layout_map=…), "
-        "flm.dtensor.default_mesh(mesh) or jax.set_mesh(mesh)"
-    )
-    for call in (
-        flm.distribute_tensor,
-        jax.jit(flm.distribute_tensor, static_argnums=1),
-    ):
-        with pytest.raises(flm.errors.MeshError) as caught:
-            call(X, axes)
-        assert str(caught.value) == text
-
-
-def test_an_abstract_mesh(abstract_mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data", None), abstract_mesh)
-    text = (
-        "DeviceMesh('data=2,model=4', abstract) has no devices to move an array to; "
-        "use a concrete mesh"
-    )
+@pytest.mark.parametrize("axes", [("data", None), None])
+@WAYS
+def test_no_mesh_anywhere(axes: Any, wrap: Any) -> None:
+    shown = "replicated" if axes is None else "('data', None)"
     with pytest.raises(flm.errors.MeshError) as caught:
-        flm.distribute_tensor(X, layout)
-    assert str(caught.value) == text
-    with jax.sharding.use_abstract_mesh(bare(abstract_mesh)):
-        with pytest.raises(flm.errors.MeshError, match="has no devices"):
-            flm.distribute_tensor(X, ("data", None))
+        wrap(lambda x: flm.distribute_tensor(x, axes))(X)
+    assert str(caught.value) == (
+        f"no mesh for the layout {shown}: give it one, flm.TensorLayout(axes, mesh); "
+        "or call inside a flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
+        "jax.set_mesh(mesh)"
+    )
+
+
+def test_an_abstract_mesh(abstract_mesh: flm.DeviceMesh, mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", None), abstract_mesh)
+    for axes in (("data", None), layout):
+        with (
+            jax.sharding.use_abstract_mesh(bare(abstract_mesh)),
+            pytest.raises(flm.errors.MeshError, match="abstract. has no devices"),
+        ):
+            flm.distribute_tensor(X, axes)
     # Traced, it is as good as a concrete one: the program's own devices decide.
-    concrete = flm.DeviceMesh((2, 4), NAMES)
-    x = flm.distribute_tensor(X, flm.TensorLayout(None, concrete))
-    found = jax.jit(lambda v: flm.distribute_tensor(v * 1, layout))(x)
-    assert_lies(found, (("data",), ()), concrete, X)
+    x = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
+    moved = jax.jit(lambda v: flm.distribute_tensor(v * 1, layout))(x)
+    assert_lies(moved, (("data",), ()), mesh, X)
 
 
 # ---------------------------------------------------------------- names of layouts
 
 
-def test_names_inside_jit(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map.names["hidden"] = (None, "model")
+def named(mesh: flm.DeviceMesh, **options: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False, **options)
+    layout_map.names["hid.*"] = (None, "model")
     layout_map.names["block_[0-9]+"] = ("model", None)
+    return layout_map
 
-    @flm.jit(layout_map=layout_map)
+
+def test_names_inside_jit(mesh: flm.DeviceMesh) -> None:
+    @flm.jit(layout_map=named(mesh))
     def f(x: Any) -> Any:
-        return flm.distribute_tensor(x, "hidden"), flm.distribute_tensor(x, "block_12")
+        return flm.distribute_tensor(x, "hidden"), flm.relayout(x, "block_12")
 
     hidden, block = f(X)
-    assert_lies(hidden, ((), ("model",)), mesh, X)
+    assert_lies(hidden, COLUMNS, mesh, X)
     assert_lies(block, (("model",), ()), mesh, X)
+
+
+@pytest.mark.parametrize("move", [flm.distribute_tensor, flm.relayout])
+def test_indivisible_dims_of_a_layout_by_name(mesh: flm.DeviceMesh, move: Any) -> None:
+    """Follow the rules; those of a layout that is written out are an error."""
+    odd = X[:6]
+
+    def run(to: Any, **options: Any) -> Any:
+        step = flm.jit(lambda x: move(x + 0, to), layout_map=named(mesh, **options))
+        return step(odd)
+
+    assert_lies(run("block_1", indivisible="replicate"), ((), ()), mesh, odd)
+    text = " of an array (6, 8) to ('model', None): dim 0 of size 6 does not divide by"
+    for to, shown, options in (
+        ("block_1", "(x, 'block_1')", {}),
+        (("model", None), "", {"indivisible": "replicate"}),
+    ):
+        with pytest.raises(flm.LayoutError) as caught:
+            run(to, **options)
+        assert str(caught.value).startswith(f"{move.__name__}{shown}{text}")
 
 
 def test_names_that_are_not_there(mesh: flm.DeviceMesh) -> None:
@@ -406,22 +334,16 @@ def test_names_that_are_not_there(mesh: flm.DeviceMesh) -> None:
         "'hidden' is the name of a layout only inside a flm.jit(layout_map=…) whose "
         "layout_map.names['hidden'] is set; elsewhere pass the layout itself"
     )
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map.names["hidden"] = (None, "model")
     with (
-        using_rules(layout_map.freeze()),
-        pytest.raises(flm.errors.RuleError) as caught,
+        using_rules(named(mesh).freeze()),
+        pytest.raises(flm.errors.RuleError, match="has no 'block'; it has"),
     ):
-        flm.distribute_tensor(X, "hiden")
-    assert str(caught.value) == (
-        "layout_map.names has no 'hiden'; did you mean 'hidden'?; it has ['hidden']"
-    )
+        flm.distribute_tensor(X, "block")
 
 
 def test_names_that_clash(mesh: flm.DeviceMesh) -> None:
     def call(overlap: Any) -> Any:
-        layout_map = flm.LayoutMap(mesh, strict=False, overlap=overlap)
-        layout_map.names["hid.*"] = (None, "model")
+        layout_map = named(mesh, overlap=overlap)
         layout_map.names[".*den"] = ("model", None)
         with using_rules(layout_map.freeze()):
             return flm.distribute_tensor(X, "hidden")
@@ -432,7 +354,7 @@ def test_names_that_clash(mesh: flm.DeviceMesh) -> None:
         "several names with different layouts match 'hidden': 'hid.*', '.*den'; make "
         'one narrower, or use overlap="first" or "last"'
     )
-    assert_lies(call("first"), ((), ("model",)), mesh, X)
+    assert_lies(call("first"), COLUMNS, mesh, X)
     assert_lies(call("last"), (("model",), ()), mesh, X)
 
 
@@ -443,82 +365,77 @@ def mapped(
     function: Callable[[Any], Any], mesh: flm.DeviceMesh, manual: set[str]
 ) -> Callable[[Any], Any]:
     spec = P(*(name if name in manual else None for name in NAMES))
-    return jax.shard_map(
-        function,
-        mesh=bare(mesh),
-        in_specs=spec,
-        out_specs=spec,
-        axis_names=manual,
-    )
+    options: Any = {"mesh": bare(mesh), "in_specs": spec, "out_specs": spec}
+    return jax.shard_map(function, axis_names=manual, **options)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@WAYS
+@pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}])
 def test_manual_axes_are_refused(
-    mesh: flm.DeviceMesh, wrap: Callable[[Any], Any]
+    mesh: flm.DeviceMesh, wrap: Any, manual: set[str]
 ) -> None:
-    text = (
-        "distribute_tensor names the mesh axis 'data', which is manual here: inside "
-        "shard_map each device already holds its part, so drop the call or name other "
-        "axes only"
-    )
-    for manual in ({"data", "model"}, {"data"}):
-        layout = flm.TensorLayout(("data", None), mesh)
-        f = wrap(mapped(lambda x: flm.distribute_tensor(x, layout), mesh, manual))  # noqa: B023
-        for x in (
-            X,
-            X[:2],
-        ):  # before the shape of a part, in which 1 row would not divide
-            with pytest.raises(flm.errors.MeshError) as caught:
-                f(x)
-            assert str(caught.value) == text
+    """Before the shape of a part, in which one row would not divide."""
+    layout = flm.TensorLayout(("data", None), mesh)
+    f = wrap(mapped(lambda x: flm.distribute_tensor(x, layout), mesh, manual))
+    for x in (X, X[:2]):
+        with pytest.raises(flm.errors.MeshError) as caught:
+            f(x)
+        assert str(caught.value) == (
+            "distribute_tensor names the mesh axis 'data', which is manual here: "
+            "inside shard_map each device already holds its part, so drop the call or "
+            "name other axes only"
+        )
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_other_axes_work_inside_shard_map(
-    mesh: flm.DeviceMesh, wrap: Callable[[Any], Any]
-) -> None:
+@WAYS
+def test_other_axes_work_inside_shard_map(mesh: flm.DeviceMesh, wrap: Any) -> None:
     layout = flm.TensorLayout((None, "model"), mesh)
     f = wrap(mapped(lambda x: flm.distribute_tensor(x * 2, layout), mesh, {"data"}))
     assert_lies(f(X), BOTH, mesh, X * 2)
-    everywhere = flm.TensorLayout(None, mesh)
-    g = wrap(mapped(lambda x: flm.distribute_tensor(x, everywhere), mesh, set(NAMES)))
+    whole = flm.TensorLayout(None, mesh)
+    g = wrap(mapped(lambda x: flm.distribute_tensor(x, whole), mesh, set(NAMES)))
     assert_lies(g(X), BOTH, mesh, X)
 
 
 # ---------------------------------------------------------------------- bad input
 
 
-def test_what_is_no_array(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(None, mesh)
-    with pytest.raises(flm.LayoutError) as caught:
-        flm.distribute_tensor({"a": "text"}, layout)
-    assert str(caught.value) == (
-        "distribute_tensor takes arrays and numbers, got the str 'text'"
-    )
-    with pytest.raises(flm.LayoutError, match="got the object"):
-        flm.distribute_tensor(object(), layout)
-
-
-def test_a_module_is_refused(mesh: flm.DeviceMesh) -> None:
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flm.distribute_tensor(model, flm.TensorLayout(None, mesh))
-    assert str(caught.value) == (
-        "distribute_tensor takes arrays, not a Linear: move a module by rules, "
-        "layout_map.place(module), or its arrays one by one"
-    )
-
-
-def test_a_bad_layout(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.errors.RuleError, match="not a layout: 3"):
-        flm.distribute_tensor(X, 3)
+def test_bad_layouts(mesh: flm.DeviceMesh) -> None:
     with jax.set_mesh(bare(mesh)):
-        with pytest.raises(
-            flm.errors.RuleError, match="no such axis; did you mean 'data'"
-        ):
-            flm.distribute_tensor(X, ("dat", None))
-        with pytest.raises(flm.errors.RuleError, match="axis 'data' twice"):
-            flm.distribute_tensor(X, ("data", "data"))
+        for layout, text in {
+            3: "not a layout: 3",
+            ("dat", None): "no such axis; did you mean 'data'",
+            ("data", "data"): "axis 'data' twice",
+        }.items():
+            with pytest.raises(flm.errors.RuleError, match=text):
+                flm.distribute_tensor(X, layout)
+
+
+def test_what_cannot_be_moved(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    whole = flm.TensorLayout(None, mesh)
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    module: Any = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    texts = np.array(["x", "y"])
+    for tree, text in (
+        ({"a": X, "b": [shape]}, "but b/0 is abstract, a jax.ShapeDtypeStruct"),
+        ({"m": module}, "but m/bias is abstract"),
+        (shape, "but the leaf is abstract"),
+        ({"a": X, "b": [texts]}, "but b/0 is a NumPy array of <U1"),
+    ):
+        with pytest.raises(flm.LayoutError, match=text):
+            layout_map.place(tree)
+    for tree, text in (
+        ({"a": X, "b": [shape]}, "got the abstract Shape.* at b/0;"),
+        (texts, "takes arrays and numbers, got the ndarray"),
+        ({"a": "text"}, "takes arrays and numbers, got the str 'text'"),
+        (object(), "got the object"),
+        (module, "not a Linear: move a module by rules, layout_map.place"),
+    ):
+        with pytest.raises(flm.LayoutError, match=text):
+            flm.distribute_tensor(tree, whole)
+    # A single text is kept as it is.
+    assert layout_map.place({"a": X, "name": "x"})["name"] == "x"
 
 
 # -------------------------------------------------------------------------- place
@@ -543,21 +460,25 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     return layout_map
 
 
-def test_place_updates_a_module_in_place(any_mesh: flm.DeviceMesh) -> None:
+def test_place_updates_modules_in_place(any_mesh: flm.DeviceMesh) -> None:
     model: Any = Tied(nnx.Rngs(0))
-    kernel, values = (
-        model.embed.kernel,
-        jax.tree.map(np.asarray, nnx.state(model, nnx.Param)),
-    )
+    optimizer: Any = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    kernel, values = model.embed.kernel, np.asarray(model.embed.kernel[...])
     assert rules(any_mesh).place(model) is model
     assert model.embed.kernel is kernel and model.head is model.embed
-    assert_lies(kernel[...], BOTH, any_mesh, values["embed"]["kernel"][...])
+    assert_lies(kernel[...], BOTH, any_mesh, values)
     assert_lies(model.norm.scale[...], (("model",),), any_mesh)
     assert_lies(model.norm.mean[...], ((),), any_mesh)
     assert_lies(model.drop.rngs.count[...], (), any_mesh)
     assert_lies(model.drop.rngs.key[...], (), any_mesh)
     assert_lies(model.steps.get_value(), (), any_mesh, np.int32(3))
     assert model.name == "tied"
+    moved = rules(any_mesh).place({"model": model, "optimizer": optimizer, "step": 1})
+    assert moved["model"] is model and moved["optimizer"] is optimizer
+    moments = optimizer.opt_state[0]
+    assert_lies(moments.mu["embed"]["kernel"][...], BOTH, any_mesh)
+    assert_lies(moments.count[...], (), any_mesh)
+    assert_lies(moved["step"], (), any_mesh, np.int32(1))
 
 
 def test_place_moves_a_tree(any_mesh: flm.DeviceMesh) -> None:
@@ -576,43 +497,21 @@ def test_place_moves_a_tree(any_mesh: flm.DeviceMesh) -> None:
     assert moved["none"] is None
     assert_lies(moved["key"], (), any_mesh)
     assert_lies(moved["empty"], ((), ()), any_mesh)
+    again = rules(any_mesh).place(moved)
+    pairs = zip(*map(jax.tree.leaves, (moved, again)), strict=True)
+    assert all(a is b for a, b in pairs)
 
 
-def test_place_keeps_what_is_in_place(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    first = layout_map.place({"kernel": X, "bias": X[0]})
-    again = layout_map.place(first)
-    assert all(again[name] is first[name] for name in first)
-
-
-def test_place_takes_modules_inside_a_tree(mesh: flm.DeviceMesh) -> None:
-    model: Any = Tied(nnx.Rngs(0))
-    optimizer: Any = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    tree = {"model": model, "optimizer": optimizer, "step": 1}
-    moved = rules(mesh).place(tree)
-    assert moved["model"] is model and moved["optimizer"] is optimizer
-    assert_lies(model.embed.kernel[...], BOTH, mesh)
-    moments = optimizer.opt_state[0]
-    assert_lies(moments.mu["embed"]["kernel"][...], BOTH, mesh)
-    assert_lies(moments.count[...], (), mesh)
-    assert_lies(moved["step"], (), mesh, np.int32(1))
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param(lambda: Tied(nnx.Rngs(0)), id="module"),
-        pytest.param(
-            lambda: {"kernel": np.ones((8, 8)), "bias": np.ones(8)}, id="dict"
-        ),
-    ],
-)
+@pytest.mark.parametrize("is_module", [False, True])
 def test_a_failure_leaves_the_tree_as_it_was(
-    mesh: flm.DeviceMesh, tree: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: flm.DeviceMesh, is_module: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = tree()
-    before = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
-    moved: list[Any] = []
+    tree: Any = Tied(nnx.Rngs(0)) if is_module else {"kernel": X, "bias": X[0]}
+
+    def leaves() -> list[Any]:
+        return jax.tree.leaves(nnx.state(tree) if is_module else tree)
+
+    before, moved = leaves(), []
 
     def failing(x: Any, sharding: Any) -> Any:
         if moved:
@@ -623,85 +522,11 @@ def test_a_failure_leaves_the_tree_as_it_was(
     monkeypatch.setattr("flax_layoutmap._place.place.put", failing)
     with pytest.raises(MemoryError):
         rules(mesh).place(tree)
-    after = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
-    assert moved and all(a is b for a, b in zip(before, after, strict=True))
-
-
-def test_an_indivisible_leaf_moves_nothing(mesh: flm.DeviceMesh) -> None:
-    model: Any = nnx.Linear(6, 8, rngs=nnx.Rngs(0))
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["bias"] = ("model",)
-    layout_map["kernel"] = ("model", None)
-    before = model.bias[...]
-    with pytest.raises(
-        flm.errors.ResolveError, match="dim 0 of size 6 does not divide"
-    ):
-        layout_map.place(model)
-    assert (
-        model.bias.get_value() is before or model.bias[...].sharding == before.sharding
-    )
-    assert not isinstance(model.bias[...].sharding, NamedSharding)
-
-
-def test_put_makes_no_copy_where_there_is_nothing_to_do(mesh: flm.DeviceMesh) -> None:
-    sharding = NamedSharding(bare(mesh), P("data"))
-    x = jax.device_put(X, sharding)
-    assert put(x, NamedSharding(bare(mesh), P("data"))) is x
-    for other in ("text", None, print):
-        assert put(other, sharding) is other
-
-
-def test_metadata_that_loses_is_rewritten(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-    variables = {
-        "params": {
-            "kernel": linen.Partitioned(jnp.asarray(X), ("data", None)),
-            "other": linen.Partitioned(jnp.asarray(X), ("data", None)),
-        }
-    }
-    settled = settle_metadata(variables, layout_map.resolve(variables))
-    assert settled["params"]["kernel"].names == (None, "model")
-    assert settled["params"]["other"].names == ("data", None)
-    assert variables["params"]["kernel"].names == ("data", None)
+    assert moved and all(a is b for a, b in zip(before, leaves(), strict=True))
 
 
 def test_contexts_are_left_as_they_were(mesh: flm.DeviceMesh) -> None:
-    with contextlib.suppress(flm.LayoutError):
-        flm.distribute_tensor(np.ones((6,)), flm.TensorLayout(("model",), mesh))
+    with pytest.raises(flm.LayoutError):
+        flm.distribute_tensor(np.ones(6), flm.TensorLayout(("model",), mesh))
     assert jax.sharding.get_mesh().empty
     assert not jax.sharding.get_abstract_mesh().axis_names
-
-
-# -------------------------------------------------------------------- no arrays
-
-
-def test_what_is_abstract_cannot_be_moved(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout = flm.TensorLayout(("data", None), mesh)
-    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    module = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    for tree, path in (
-        ({"a": X, "b": [shape]}, "b/0"),
-        (module, "bias"),
-        ({"m": module}, "m/bias"),
-        (shape, "the leaf"),
-    ):
-        with pytest.raises(flm.LayoutError) as caught:
-            layout_map.place(tree)
-        assert f"but {path} is abstract, a jax.ShapeDtypeStruct" in str(caught.value)
-    for tree, path in (({"a": X, "b": [shape]}, " at b/0;"), (shape, "float32);")):
-        with pytest.raises(flm.LayoutError, match="got the abstract Shape") as caught:
-            flm.distribute_tensor(tree, layout)
-        assert path in str(caught.value)
-
-
-def test_arrays_of_text_cannot_be_moved(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    before = {"a": X, "names": [np.array(["x", "y"])]}
-    with pytest.raises(flm.LayoutError, match="but names/0 is a NumPy array of <U1"):
-        layout_map.place(before)
-    with pytest.raises(flm.LayoutError, match="takes arrays and numbers, got the nda"):
-        flm.distribute_tensor(before["names"][0], flm.TensorLayout(None, mesh))
-    # A single text is kept as it is.
-    assert layout_map.place({"a": X, "name": "x"})["name"] == "x"
