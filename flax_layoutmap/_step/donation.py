@@ -7,7 +7,7 @@ and use the other ends the process (jax 0.10.2), or fails while it runs (jax 0.1
 import collections
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,42 +77,38 @@ def _buffers_of(leaf: Any) -> set[Any]:
     return set(map(memory_of, parts)) - {None} or {id(leaf)}
 
 
-# The state after the last few calls, by the ids of weak references: arrays that share
-# memory with no others, as programs have written them, or they were compared before.
-_APART: collections.deque[dict[int, Any]] = collections.deque(maxlen=8)
+# For the last few calls, references to arrays that share memory with no others, as a
+# program has written them, or they were compared before.
+_APART: dict[int, Sequence[Any]] = {}
+_NUMBERS = itertools.count(1)
 
 
-def are_apart(arrays: Sequence[Any]) -> bool:
+def are_apart(arrays: Iterable[Any]) -> bool:
     """Whether all of these are known to share memory with no others."""
     try:
         # An array has one reference while that lives.
         left = set(map(id, map(weakref.ref, arrays)))
     except TypeError:  # not arrays
         return False
-    for known in _APART:
-        left.difference_update(known)
+    for known in reversed(list(_APART.values())):
+        left.difference_update(map(id, known))
         if not left:
             break
     return not left
 
 
-def note_outputs(
-    program: Any, leaves: Sequence[Any], new: Any, result: Any
-) -> list[Any]:
+def note_apart(
+    program: Any, state: Sequence[Any], new: Any, result: Any, key: int = 0
+) -> None:
     """Record the arrays that share memory with no others after a call.
 
-    Returns:
-        References to the state after it; none if something there is not an array.
+    `state` are references to its state then; records with one `key` replace each other.
     """
-    refs = map(weakref.ref, jax.tree.leaves(new))
-    changed = dict(zip(program.outcome.leaves, refs, strict=True))
-    try:
-        after = [changed.get(at) or weakref.ref(leaves[at]) for at in program.state]
-    except TypeError:
-        after = []
-    apart = after if program.donated else [*changed.values()]
+    apart = state if program.donated else [*map(weakref.ref, jax.tree.leaves(new))]
     if program.gives_trees:
-        apart = [*apart, *map(weakref.ref, jax.tree.leaves(result))]
-    if apart:
-        _APART.appendleft(dict(zip(map(id, apart), apart, strict=True)))
-    return after
+        key, apart = 0, [*apart, *map(weakref.ref, jax.tree.leaves(result))]
+    key = key or next(_NUMBERS)
+    _APART.pop(key, None)
+    _APART[key] = apart
+    for oldest in list(_APART)[:-8]:
+        _APART.pop(oldest, None)

@@ -12,6 +12,7 @@ GraphDefs afterwards, as by `nnx.jit`.
 import dataclasses
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     strong,
 )
-from flax_layoutmap._step.donation import note_outputs
+from flax_layoutmap._step.donation import note_apart
 from flax_layoutmap._step.explicit import has_explicit_axes, on_auto_axes, typed
 from flax_layoutmap._step.refusals import (
     check_apart,
@@ -57,7 +58,7 @@ from flax_layoutmap._step.trace import (
     mesh_needed,
     roots_of,
 )
-from flax_layoutmap._tree.flax_internals import write_value
+from flax_layoutmap._tree.flax_internals import was_made_here, write_value
 from flax_layoutmap._tree.graph import (
     TAG,
     Graph,
@@ -144,6 +145,7 @@ class Program:
         fingerprints: lines of rules, mesh and table, which processes compare.
         mesh: the Explicit mesh, if it is traced as on Auto axes; or None.
         agreed: whether the processes have compared them.
+        misses: how many calls of it in a row were not recognised.
     """
 
     jitted: Any
@@ -159,6 +161,7 @@ class Program:
     fingerprints: Mapping[str, Sequence[str]]
     mesh: Any
     agreed: bool = False
+    misses: int = 0
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """The new values and the result."""
@@ -390,7 +393,10 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
             after[at] = distribute_tensor(after[at], where)
         nodes = outcome.structure.apply(call.objects, after)
         return with_objects(result, nodes)
-    note_outputs(program, leaves, new, result)
+    changed = dict(zip(outcome.leaves, jax.tree.leaves(new), strict=True))
+    state = [changed.get(at, leaves[at]) for at in program.state]
+    refs = [weakref.ref(x) for x in state if isinstance(x, jax.Array)]
+    note_apart(program, refs, new, result)
     for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
         argument.write(leaves[span.start : span.stop])
     for at, value in zip(outcome.changed, new, strict=True):
@@ -405,7 +411,7 @@ def check_level(parts: Sequence[Any]) -> None:
 
     Before anything runs, as their arrays may be donated.
     """
-    if parts:
+    if parts and not was_made_here(parts[0]):
         parts[0].set_raw_value(parts[0].get_raw_value())
 
 

@@ -51,19 +51,6 @@ def contents(value: Any) -> Any:
     return text.getvalue(), tuple(reader.parts)
 
 
-class _Same:
-    """Equal to what holds the very same object, which it keeps alive."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class _Reader(pickle.Pickler):
     """Writes the structure of a value; its hashable parts are collected in `parts`."""
 
@@ -75,7 +62,8 @@ class _Reader(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, _BY_IDENTITY):
-            self.parts.append(_Same(value))
+            # Equal to another method of the very same object, which it keeps alive.
+            self.parts.append(types.MethodType(id, value))
         elif type(value) is not tuple and is_hashable(value):
             self.parts.append((type(value), value))
         else:

@@ -22,6 +22,7 @@ class Model(nnx.Module):
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))  # a scalar, which `==` compares
         self.scale = 1.0
         self.config = types.SimpleNamespace(scale=1.0)
         self.sizes = [1.0]
@@ -33,7 +34,7 @@ class Model(nnx.Module):
             x = jnp.tanh(layer(x))
         extra = getattr(self, "extra", None)
         x = x if extra is None else x + extra[...]
-        scale = self.scale * self.config.scale * self.sizes[0]
+        scale = self.gain[...] * self.scale * self.config.scale * self.sizes[0]
         bias: Any = self.layers[0].bias
         scale = scale * bias.get_metadata().get("tags", [1.0])[0]
         return scale * self.drop(self.norm(x))
@@ -67,6 +68,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "in metadata": lambda m: m.layers[0].bias.tags.__setitem__(0, 3.0),
     "all metadata": lambda m: m.layers[0].bias.set_metadata({"tags": [4.0]}),
     "a new Variable": lambda m: setattr(m, "extra", nnx.Param(jnp.full(8, 0.5))),
+    "an equal Variable": lambda m: setattr(m, "gain", nnx.Param(m.gain[...])),
     "the order": lambda m: m.layers.reverse(),
     "tied": lambda m: setattr(m.layers[1], "kernel", m.layers[0].kernel),
     "a module": lambda m: m.layers.__setitem__(0, nnx.Linear(8, 8, rngs=nnx.Rngs(7))),
