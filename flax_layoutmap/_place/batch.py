@@ -1,17 +1,17 @@
 """Pad host batches, and make global arrays of them over the batch axes."""
 
-import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.axes import clash
+from flax_layoutmap._core.axes import divides
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -29,10 +29,24 @@ from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
-Rows = Literal["local", "global", "partial"]
+Rows = Literal["local", "global"]
 Fill = Literal["repeat", "zeros"]
 
 _NUMBERS = bool | int | float | complex
+
+# Path and leaf: an array of NumPy or JAX, or a Python number.
+_Leaves = list[tuple[str, Any]]
+
+
+class _Share(NamedTuple):
+    """How many parts of a global batch a process passes, and how many there are."""
+
+    own: int
+    parts: int
+
+    def total(self, leaf: Any) -> int:
+        """Rows of the global array of which the process passes a leaf."""
+        return len(leaf) if _is_spread(leaf) else len(leaf) * self.parts // self.own
 
 
 def distribute_batch(
@@ -57,9 +71,6 @@ def distribute_batch(
               as replicas along other axes, pass the same rows, which is not checked.
             - `"global"`: all rows, the same in every process, as `flm.jit` takes a
               batch on the host.
-            - `"partial"`: as `"local"`, but processes with the same part share the
-              reading: each passes an equal share, in the order of their numbers, and
-              the devices exchange them.
 
         check: with several processes, whether to compare structures, shapes and the
             values of scalars and keys first, so that a difference is an error in every
@@ -89,16 +100,31 @@ def distribute_batch(
     rules = rule_set_of(layout_map, "distribute_batch(batch, layout_map)")
     need_devices(rules, "distribute_batch")
     _check_choice("rows", rows, get_args(Rows))
-    split = _split_on(rules, rows)
+    share = _share_on(rules, rows)
     with Agreement("distributing a batch", rules.mesh if check else None) as agreement:
-        flat = _flatten(batch, "distribute_batch")
-        _check_same_rows(flat, split)
-        _check_divides(flat, rules, split, rows)
+        leaves, structure = _flatten(batch, "distribute_batch")
+        _check_same_rows(leaves, share)
+        _check_divides(leaves, rules, rows, share)
         if check and jax.process_count() > 1:
             # Compute here, not when called, so that other processes learn of an error.
-            parts = _parts(flat, rules, split, rows)
-            agreement.add(lambda: parts)
-    return jax.tree.unflatten(flat.structure, _placed(flat.leaves, rules, split))
+            compared = _compared(leaves, structure, rules, rows, share)
+            agreement.add(lambda: compared)
+    arrays = [leaf for _, leaf in leaves]
+    shardings = [
+        rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
+        for leaf in arrays
+    ]
+    if jax.process_count() == 1:
+        # In one go: many small transfers take longer.
+        placed = jax.device_put(arrays, shardings)
+    else:
+        placed = [
+            _from_own_rows(leaf, sharding, share)
+            if share.own < share.parts and has_rows(leaf) and not _is_spread(leaf)
+            else put(leaf, sharding)
+            for leaf, sharding in zip(arrays, shardings, strict=True)
+        ]
+    return jax.tree.unflatten(structure, placed)
 
 
 def pad_batch(
@@ -131,9 +157,8 @@ def pad_batch(
         a bool array of shape (rows,), True for the rows of `batch`.
 
     Raises:
-        LayoutError: leaves that are not arrays or differ in their rows, no leaf with
-            rows, no row to repeat, or a `size` that is too small or does not divide.
-        MeshError: a map without a mesh.
+        LayoutError: leaves that are not arrays or differ in their rows, or a number of
+            rows that cannot be reached.
 
     Example:
         >>> import jax, numpy as np, flax_layoutmap as flm
@@ -152,15 +177,14 @@ def pad_batch(
     _check_choice("fill", fill, get_args(Fill))
     _check_choice("rows", rows, get_args(Rows))
     multiple = _multiple_of(multiple, rows)
-    flat = _flatten(batch, "pad_batch")
-    _check_same_rows(flat, _WHOLE)
-    counts = [len(leaf) for leaf in flat.leaves if has_rows(leaf)]
-    if not counts:
+    leaves, structure = _flatten(batch, "pad_batch")
+    _check_same_rows(leaves, _Share(1, 1))
+    count = next((len(leaf) for _, leaf in leaves if has_rows(leaf)), None)
+    if count is None:
         raise LayoutError(
             "pad_batch found no rows: the batch has no array with a dim, except for "
             "PRNG keys"
         )
-    count = counts[0]
     wanted = math.ceil(count / multiple) * multiple if size is None else size
     if wanted < count or wanted % multiple:
         need = f"a multiple of {multiple} and at least {count}, the rows of the batch"
@@ -176,11 +200,31 @@ def pad_batch(
             "pad_batch has no last row to repeat, as the batch has 0 rows; use "
             'fill="zeros"'
         )
-    leaves = [
+    padded = [
         _padded(leaf, wanted - count, fill) if has_rows(leaf) else leaf
-        for leaf in flat.leaves
+        for _, leaf in leaves
     ]
-    return jax.tree.unflatten(flat.structure, leaves), mask
+    return jax.tree.unflatten(structure, padded), mask
+
+
+def _multiple_of(multiple: Any, rows: Rows) -> int:
+    """What the number of rows must divide by, from a number or a map."""
+    if isinstance(multiple, int | np.integer) and not isinstance(multiple, bool):
+        if multiple < 1:
+            raise LayoutError(f"multiple must be 1 or more, got {multiple}")
+        return int(multiple)
+    rules = rule_set_of(multiple, "pad_batch(batch, multiple), without a number,")
+    if rules.mesh is None:
+        need_devices(rules, "pad_batch")
+    return _share_on(rules, rows).own
+
+
+def _padded(leaf: Any, missing: int, fill: Fill) -> np.ndarray:
+    host = np.asarray(leaf)
+    added = np.zeros((missing, *host.shape[1:]), host.dtype)
+    if fill == "repeat":
+        added[:] = host[-1]
+    return np.concatenate([host, added])
 
 
 # ------------------------------------------------------------- leaves and rows
@@ -199,41 +243,21 @@ def has_rows(leaf: Any) -> bool:
     return not (old_key and isinstance(leaf, jax.Array))
 
 
-def leaf_sharding(leaf: Any, rules: RuleSet) -> NamedSharding:
-    """The sharding of a leaf of a batch; divisibility is not checked."""
-    return rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
-
-
 @functools.lru_cache(maxsize=64)
-def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh) -> NamedSharding:
+def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh | None) -> NamedSharding:
     """Dim 0 over some axes; replicated without any."""
     return TensorLayout((axes, ...), mesh).sharding()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A flattened batch; leaves are arrays of NumPy or JAX, and Python numbers."""
-
-    paths: tuple[str, ...]
-    leaves: tuple[Any, ...]
-    structure: Any
-
-    def rows(self) -> list[tuple[str, Any]]:
-        """Path and leaf of those that have rows."""
-        pairs = zip(self.paths, self.leaves, strict=True)
-        return [(path, leaf) for path, leaf in pairs if has_rows(leaf)]
-
-
-def _flatten(batch: Any, what: str) -> _Flat:
-    """Flatten a batch; raise LayoutError for leaves that are no data."""
+def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
+    """The leaves of a batch and its structure; raises for leaves that are not data."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=is_nnx_object
     )
-    paths = tuple(join_keys(keys) or "the batch" for keys, _ in pairs)
-    leaves = tuple(_as_array(leaf) for _, leaf in pairs)
+    leaves = [(join_keys(keys) or "the batch", _as_array(leaf)) for keys, leaf in pairs]
     problems = [
         f"{path}: {trouble}"
-        for path, leaf in zip(paths, leaves, strict=True)
+        for path, leaf in leaves
         if (trouble := _trouble(leaf, what))
     ]
     if problems:
@@ -242,7 +266,7 @@ def _flatten(batch: Any, what: str) -> _Flat:
             f"{bullet_list(problems)}\ntake these out of the batch; inside jit, use "
             "flm.distribute_tensor"
         )
-    return _Flat(paths, leaves, structure)
+    return leaves, structure
 
 
 def _as_array(leaf: Any) -> Any:
@@ -278,108 +302,52 @@ def _is_spread(leaf: Any) -> bool:
 # --------------------------------------------- which rows of which process
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """How the rows that a process passes map to the global batch.
-
-    The batch axes split the global batch into `parts`; this process fills `own` of
-    them, together with `sharers` processes that each pass a share, in `order` of their
-    rows.
-    """
-
-    parts: int
-    own: int
-    sharers: int = 1
-    order: tuple[int, ...] = ()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this process passes all rows."""
-        return self.own == self.parts and self.sharers == 1
-
-    @property
-    def multiple(self) -> int:
-        """What the number of rows that a process passes must divide by."""
-        return self.own // math.gcd(self.own, self.sharers)
-
-    def total(self, count: int) -> int:
-        """Rows of the global batch where this process passes `count`."""
-        return count * self.sharers * self.parts // self.own
-
-
-_WHOLE = Split(1, 1)
-
-
-def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
-    """Find which rows of a global batch a process passes.
-
-    `owners` has the process of each device: one row per part of the batch, one column
-    per copy of it.
-    """
-    parts = len(owners)
-    if process not in owners:
-        raise MeshError(
-            f"process {process} has no device on the mesh of the rules, so no rows of "
-            f"the batch: it belongs to the processes {np.unique(owners).tolist()}; use "
-            "a mesh that all have devices on, or call distribute_batch in those only"
-        )
-    if rows == "global":
-        return Split(parts, parts)
-    held = {
-        other: tuple(np.flatnonzero((owners == other).any(1)).tolist())
-        for other in np.unique(owners).tolist()
-    }
-    for holders in owners.tolist():
-        if len({held[other] for other in holders}) > 1:
-            one, *others = sorted({*holders})
-            other = next(p for p in others if held[p] != held[one])
-            raise MeshError(
-                f'rows="{rows}" needs processes that hold the same parts of the batch '
-                f"or none in common, but of the {parts} parts process {one} holds "
-                f"{_few(held[one])} and process {other} {_few(held[other])}; use "
-                'another order of devices, or rows="global"'
-            )
-    own = held[process]
-    if rows == "local":
-        return Split(parts, len(own))
-    order = sorted(held, key=lambda other: (held[other], other))
-    groups = [[p for p in order if held[p] == mine] for mine in {*held.values()}]
-    devices = np.unique(owners, return_counts=True)[1]
-    apart = [p for p in order if held[p][-1] - held[p][0] >= len(held[p])]
-    if apart or len({*map(len, groups)}) > 1 or len({*devices.tolist()}) > 1:
-        raise MeshError(
-            'rows="partial" needs processes with equally many devices, each with parts '
-            f"of the batch side by side; process {process} has "
-            f"{(owners == process).sum()} devices, with {_few(own)} of {parts} parts; "
-            'use rows="local" or "global"'
-        )
-    sharers = len(held) * len(own) // parts
-    return Split(parts, len(own), sharers, tuple(order) if sharers > 1 else ())
-
-
-def _few(parts: Sequence[int]) -> str:
-    more = ", …" if len(parts) > 8 else ""
-    return f"[{', '.join(map(str, parts[:8]))}{more}]"
-
-
-def _split_on(rules: RuleSet, rows: Rows) -> Split:
+def _share_on(rules: RuleSet, rows: Rows) -> _Share:
     mesh = rules.mesh
     assert mesh is not None
     TensorLayout((rules.batch, ...), mesh)  # raises where the mesh lacks an axis
     if mesh.is_abstract or jax.process_count() == 1:
         parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
-        return Split(parts, parts)
-    return _split_in_processes(mesh, rules.batch, rows)
+        return _Share(parts, parts)
+    return _share_in_processes(mesh, rules.batch, rows)
 
 
 @functools.lru_cache(maxsize=32)
-def _split_in_processes(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> Split:
-    numbers = np.array([device.process_index for device in mesh.devices.flat])
-    axes = [mesh.axis_names.index(axis) for axis in batch]
-    rest = [axis for axis in range(len(mesh.shape)) if axis not in axes]
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    owners = numbers.reshape(mesh.shape).transpose(*axes, *rest).reshape(parts, -1)
-    return split_of(owners, jax.process_index(), rows)
+def _share_in_processes(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
+    parts = math.prod(mesh.axis_sizes[axis] for axis in batch)
+    held: dict[int, set[int]] = {}
+    places = rows_sharding(batch, mesh).devices_indices_map((parts,))
+    for device, (index,) in places.items():
+        held.setdefault(device.process_index, set()).update(range(parts)[index])
+    process = jax.process_index()
+    if process not in held:
+        raise MeshError(
+            f"process {process} has no device on the mesh of the rules, so no rows of "
+            f"the batch: it belongs to the processes {sorted(held)}; use "
+            "a mesh that all have devices on, or call distribute_batch in those only"
+        )
+    if rows == "global":
+        return _Share(parts, parts)
+    first_holder: dict[int, int] = {}
+    for other in sorted(held):
+        for part in held[other]:
+            first = first_holder.setdefault(part, other)
+            if held[first] != held[other]:
+                lists = [reprlib.repr(sorted(held[p])) for p in (first, other)]
+                raise MeshError(
+                    'rows="local" needs processes that hold the same parts of the '
+                    f"batch or none in common, but of the {parts} parts process "
+                    f"{first} holds {lists[0]} and process {other} {lists[1]}; use "
+                    'another order of devices, or rows="global"'
+                )
+    return _Share(len(held[process]), parts)
+
+
+def _from_own_rows(leaf: Any, sharding: NamedSharding, share: _Share) -> jax.Array:
+    """A global array of which each process has some rows."""
+    host = np.asarray(leaf)
+    shape = (share.total(host), *host.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
 # ------------------------------------------------------------------- checks
@@ -393,18 +361,17 @@ def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
         )
 
 
-def _check_same_rows(flat: _Flat, split: Split) -> None:
+def _check_same_rows(leaves: _Leaves, share: _Share) -> None:
     """Raise LayoutError where arrays of a batch differ in their rows."""
     counts: set[int] = set()
     shown: list[str] = []
-    for path, leaf in flat.rows():
-        count, note = leaf.shape[0], ", global already"
-        if not _is_spread(leaf):
-            total = split.total(count)
-            note = "" if total == count else f", of {total} rows in all"
-            count = total
-        counts.add(count)
-        shown.append(f"{path} {show_shape(leaf.shape)}{note}")
+    for path, leaf in leaves:
+        if has_rows(leaf):
+            total = share.total(leaf)
+            note = "" if total == len(leaf) else f", of {total} rows in all"
+            note = ", global already" if _is_spread(leaf) else note
+            counts.add(total)
+            shown.append(f"{path} {show_shape(leaf.shape)}{note}")
     if len(counts) > 1:
         raise LayoutError(
             "the arrays of a batch must have equally many rows (dim 0):\n"
@@ -413,36 +380,28 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
         )
 
 
-def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str:
-    """Say why `count` rows do not divide over the batch axes; empty if they do."""
-    mesh = rules.mesh
-    assert mesh is not None
-    parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
-    if split is None or split.is_whole:
-        if count % parts:
-            return clash(0, count, rules.batch, mesh.axis_sizes)
-    elif count % split.multiple:
-        axes = ", ".join(f"{axis!r} ({mesh.axis_sizes[axis]})" for axis in rules.batch)
-        return (
-            f"dim 0 of size {count} does not divide by {split.multiple}, for this "
-            f"process fills {split.own} of the {parts} parts over the mesh axes {axes}"
-        )
-    return ""
+def clash_of_rows(count: int, rules: RuleSet) -> str | None:
+    """Say why `count` rows do not divide over the batch axes; None if they do."""
+    assert rules.mesh is not None
+    return divides((count,), (rules.batch,), rules.mesh.axis_sizes)
 
 
-def _check_divides(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> None:
-    problems = [
-        f"{path} {show_shape(leaf.shape)}: {trouble}"
-        for path, leaf in flat.rows()
-        if (
-            trouble := clash_of_rows(
-                len(leaf), rules, None if _is_spread(leaf) else split
+def _check_divides(leaves: _Leaves, rules: RuleSet, rows: Rows, share: _Share) -> None:
+    problems = []
+    for path, leaf in leaves:
+        trouble = None
+        if has_rows(leaf) and (_is_spread(leaf) or share.own == share.parts):
+            trouble = clash_of_rows(len(leaf), rules)
+        elif has_rows(leaf) and len(leaf) % share.own:
+            trouble = (
+                f"dim 0 of size {len(leaf)} does not divide by {share.own}, for this "
+                f"process fills {share.own} of the {share.parts} parts"
             )
-        )
-    ]
+        if trouble:
+            problems.append(f"{path} {show_shape(leaf.shape)}: {trouble}")
     if problems:
-        alone = rows == "local" or jax.process_count() == 1
-        more = "" if alone else f', rows="{rows}"'
+        is_local = rows == "local" or jax.process_count() == 1
+        more = "" if is_local else f', rows="{rows}"'
         raise LayoutError(
             f"the batch does not divide over the batch axes {rules.batch}:\n"
             f"{bullet_list(problems)}\npad it, batch, mask = "
@@ -450,83 +409,26 @@ def _check_divides(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Non
         )
 
 
-def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
+def _compared(
+    leaves: _Leaves, structure: Any, rules: RuleSet, rows: Rows, share: _Share
+) -> Parts:
     """What must be the same in every process; see `Agreement`."""
     shapes, same = [], []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, leaf in leaves:
         shape = np.shape(leaf)
         if not has_rows(leaf):
             same.append(leaf)
-        elif not _is_spread(leaf):
-            shape = (split.total(shape[0]), *shape[1:])
-            if rows == "global":
-                # The first row only: comparing a large batch would take too long.
-                same.append(np.asarray(leaf)[:1])
+        elif rows == "global" and not _is_spread(leaf):
+            # The first row only: comparing a large batch would take too long.
+            same.append(np.asarray(leaf)[:1])
+        if has_rows(leaf):
+            shape = (share.total(leaf), *shape[1:])
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         shapes.append(f"{path} {show_shape(shape)} {dtype}")
     return {
-        "batch structure": str(flat.structure),
+        "batch structure": str(structure),
         "global batch shapes": shapes,
         "batch axes": repr(rules.batch),
         "option rows": rows,
         "batch values": digest_of_values(same),
     }
-
-
-# ------------------------------------------------------------------ the work
-
-
-def _placed(leaves: Sequence[Any], rules: RuleSet, split: Split) -> list[Any]:
-    shardings = [leaf_sharding(leaf, rules) for leaf in leaves]
-    if jax.process_count() == 1:
-        # In one go: many small transfers take longer.
-        return jax.device_put(list(leaves), shardings)
-    placed: list[Any] = []
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        is_part = not split.is_whole and has_rows(leaf) and not _is_spread(leaf)
-        made = _from_process(leaf, rules, split) if is_part else put(leaf, sharding)
-        placed.append(made)
-    return placed
-
-
-def _from_process(leaf: Any, rules: RuleSet, split: Split) -> jax.Array:
-    """A global array of which each process has some rows."""
-    host, sharding = np.asarray(leaf), leaf_sharding(leaf, rules)
-    shape = (split.total(len(host)), *host.shape[1:])
-    if split.sharers == 1:
-        return jax.make_array_from_process_local_data(sharding, host, shape)
-    assert rules.mesh is not None
-    grid = _by_process(rules.mesh, split.order)
-    divides = len(host) % grid.shape["device"] == 0
-    start = PartitionSpec(grid.axis_names if divides else "process")
-    return put(
-        jax.make_array_from_process_local_data(NamedSharding(grid, start), host, shape),
-        sharding,
-    )
-
-
-def _by_process(mesh: DeviceMesh, order: Sequence[int]) -> Mesh:
-    """The devices of a mesh, one row per process."""
-    devices = list(mesh.devices.flat)
-    grid = [[d for d in devices if d.process_index == process] for process in order]
-    return Mesh(np.array(grid, dtype=object), ("process", "device"))
-
-
-def _multiple_of(multiple: Any, rows: Rows) -> int:
-    """What the number of rows must divide by, from a number or a map."""
-    if isinstance(multiple, int | np.integer) and not isinstance(multiple, bool):
-        if multiple < 1:
-            raise LayoutError(f"multiple must be 1 or more, got {multiple}")
-        return int(multiple)
-    rules = rule_set_of(multiple, "pad_batch(batch, multiple), without a number,")
-    if rules.mesh is None:
-        need_devices(rules, "pad_batch")
-    return _split_on(rules, rows).multiple
-
-
-def _padded(leaf: Any, missing: int, fill: Fill) -> np.ndarray:
-    host = np.asarray(leaf)
-    result = np.empty((len(host) + missing, *host.shape[1:]), host.dtype)
-    result[: len(host)] = host
-    result[len(host) :] = host[-1] if fill == "repeat" else np.zeros((), host.dtype)
-    return result

@@ -54,11 +54,7 @@ def rows_of(array: np.ndarray, layout_map: flm.LayoutMap, rows: str) -> np.ndarr
     if rows == "global":
         return array
     parts = max(map(max, held.values())) + 1
-    own = np.concatenate([np.split(array, parts)[part] for part in held[PROCESS]])
-    if rows == "local":
-        return own
-    peers = [process for process in held if held[process] == held[PROCESS]]
-    return np.split(own, len(peers))[peers.index(PROCESS)]
+    return np.concatenate([np.split(array, parts)[part] for part in held[PROCESS]])
 
 
 def holds(array: Any, whole: np.ndarray, layout_map: flm.LayoutMap) -> bool:
@@ -98,13 +94,11 @@ def grids() -> Iterator[tuple[str, flm.LayoutMap]]:
 def placed() -> dict[str, bool]:
     """Every grid, with the rows passed in every way that it allows.
 
-    Of two processes on `turned`, each fills a part; of four, two fill one together.
+    Of two processes on `turned`, each fills a part; of four, two have the same one.
     """
     checks = {}
     for name, layout_map in grids():
-        for rows in ("local", "global", "partial"):
-            if (name, rows) == ("crossed", "partial"):
-                continue  # refused, see below
+        for rows in ("local", "global"):
             batch = {k: rows_of(v, layout_map, rows) for k, v in WHOLE.items()}
             made = flm.distribute_batch(batch | EVERYWHERE, layout_map, rows=rows)
             for key, whole in WHOLE.items():
@@ -234,11 +228,6 @@ def padding_a_global_array() -> None:
     flm.pad_batch(whole, rules("data=8"))
 
 
-def crossed() -> None:
-    layout_map = rules("data=2,model=4", ("model", "data"))
-    flm.distribute_batch(np.ones(16), layout_map, rows="partial")
-
-
 def overlapping() -> None:
     devices = jax.devices()
     order = devices[-1:] + devices[:-1]
@@ -267,7 +256,6 @@ CASES = (
     all_that_do_not_divide,
     a_global_array_of_other_rows,
     padding_a_global_array,
-    crossed,
     overlapping,
     without_a_device,
     all_the_same,

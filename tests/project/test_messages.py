@@ -20,7 +20,6 @@ import flax_layoutmap as flm
 from flax_layoutmap._core import errors as _errors
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
-from flax_layoutmap._place.batch import split_of
 from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._show.snapshot import snapshot_of
@@ -1012,19 +1011,10 @@ CASES: dict[str, Case] = {
         "  - y (5,): dim 0 of size 5 does not divide by mesh axis 'data' of size 2\n"
         "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest",
     ),
-    "batch: indivisible by two axes": Case(
-        lambda: flm.distribute_batch(np.ones(12), placed(batch=("model", "data"))),
-        flm.LayoutError,
-        "the batch does not divide over the batch axes ('model', 'data'):\n"
-        "  - the batch (12,): dim 0 of size 12 does not divide by mesh axes "
-        "'model' (4) × 'data' (2), 8 together\n"
-        "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest",
-    ),
     "batch: option": Case(
         lambda: flm.distribute_batch(np.ones(8), placed(), rows="locale"),  # type: ignore[arg-type]
         flm.LayoutError,
-        "rows must be one of ('local', 'global', 'partial'), got 'locale'; did you "
-        "mean 'local'?",
+        "rows must be one of ('local', 'global'), got 'locale'; did you mean 'local'?",
     ),
     "batch: axis": Case(
         lambda: flm.distribute_batch(
@@ -1040,35 +1030,6 @@ CASES: dict[str, Case] = {
         "distribute_batch needs a mesh of devices, the rules have no mesh; use "
         "layout_map.on(flm.DeviceMesh(...))",
     ),
-    "batch: abstract mesh": Case(
-        lambda: flm.distribute_batch(np.ones(8), mapped()),
-        flm.errors.MeshError,
-        "distribute_batch needs a mesh of devices, the rules have "
-        "DeviceMesh('data=2,model=4', abstract); use "
-        "layout_map.on(flm.DeviceMesh(...))",
-    ),
-    "batch: no device": Case(
-        lambda: split_of(np.array([[0], [1]]), 2, "local"),
-        flm.errors.MeshError,
-        "process 2 has no device on the mesh of the rules, so no rows of the batch: it "
-        "belongs to the processes [0, 1]; use a mesh that all have devices on, or call "
-        "distribute_batch in those only",
-    ),
-    "batch: parts that overlap": Case(
-        lambda: split_of(np.array([[0, 0], [0, 1], [1, 1]]), 1, "local"),
-        flm.errors.MeshError,
-        'rows="local" needs processes that hold the same parts of the batch or none in '
-        "common, but of the 3 parts process 0 holds [0, 1] and process 1 [1, 2]; use "
-        'another order of devices, or rows="global"',
-    ),
-    "batch: parts that lie apart": Case(
-        lambda: split_of(np.array([[0, 1]] + [[2, 3], [0, 1]] * 9), 2, "partial"),
-        flm.errors.MeshError,
-        'rows="partial" needs processes with equally many devices, each with parts of '
-        "the batch side by side; process 2 has 9 devices, with "
-        "[1, 3, 5, 7, 9, 11, 13, 15, …] of 19 parts; use "
-        'rows="local" or "global"',
-    ),
     "pad: multiple": Case(
         lambda: flm.pad_batch(np.ones(3), 0),
         flm.LayoutError,
@@ -1080,12 +1041,6 @@ CASES: dict[str, Case] = {
         "pad_batch(batch, multiple), without a number, needs a LayoutMap or a RuleSet, "
         "got 'data'; make one of a list of pairs with "
         "flm.LayoutMap.from_rules(pairs, mesh)",
-    ),
-    "pad: no mesh": Case(
-        lambda: flm.pad_batch(np.ones(3), flm.LayoutMap()),
-        flm.errors.MeshError,
-        "pad_batch needs a mesh of devices, the rules have no mesh; use "
-        "layout_map.on(flm.DeviceMesh(...))",
     ),
     "pad: no rows": Case(
         lambda: flm.pad_batch({"n": 3, "key": jax.random.key(0)}, 4),
