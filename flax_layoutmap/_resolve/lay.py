@@ -13,8 +13,7 @@ from flax_layoutmap._core.errors import did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._resolve.leaves import Leaves
-from flax_layoutmap._resolve.match import MatchedRules
-from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.matching import MatchedRules, Rule
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
@@ -111,6 +111,13 @@ _MOST_PATHS = 1 << 16
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
+class MatchedRules(NamedTuple):
+    """The positions of the rules that match a path, and of its exact key."""
+
+    rules: tuple[int, ...] = ()
+    key: int | None = None
+
+
 class Matcher:
     """Finds the rules that match a path: the only place where patterns are tried.
 
@@ -127,41 +134,44 @@ class Matcher:
         self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
         self._naming: dict[str, list[int]] = {}
-        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._known: dict[tuple[str, ...], MatchedRules] = {}
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
-        return self.matching_forms((path,))
+        return self.match((path,)).rules
 
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
-        """Positions of the rules that match a path, given in all its forms.
+        """Positions of the rules that match a path, given in all its forms."""
+        return self.match(tuple(forms)).rules
 
-        The longest form is first. Of exact keys the longest wins, alone, unless it may
-        be skipped (`rank="skip"`).
+    def match(self, forms: tuple[str, ...]) -> MatchedRules:
+        """The rules that match a path, given in all its forms, the longest first.
+
+        Of exact keys the longest wins, alone, unless it may be skipped (`rank="skip"`).
         """
-        forms = tuple(forms)
         matched = self._known.get(forms)
         if matched is None:
             if len(self._known) >= _MOST_PATHS:
                 self._known.clear()
-            keys = (at for at in self.keys(forms) if self._rules[at].rank == "error")
-            key = next(keys, None)
-            matched = self.matching_patterns(forms) if key is None else (key,)
+            keys = [self._positions[form] for form in forms if form in self._positions]
+            alone = [at for at in keys if self._rules[at].rank == "error"]
+            if alone:
+                matched = MatchedRules((alone[0],), alone[0])
+            else:
+                key = keys[0] if keys else None
+                matched = MatchedRules(self.matching_patterns(forms), key)
             self._known[forms] = matched
         return matched
 
-    def keys(self, forms: Sequence[str]) -> list[int]:
-        """Positions of the rules whose pattern is one of the forms of a path."""
-        return [self._positions[form] for form in forms if form in self._positions]
-
-    def matching_patterns(self, forms: Sequence[str]) -> tuple[int, ...]:
-        """The same as `matching_forms`, if no exact key hid the other rules."""
+    def matching_patterns(self, forms: tuple[str, ...]) -> tuple[int, ...]:
+        """Positions of the matching rules, if no exact key hid the others."""
         tests, path = self._tests, forms[-1]
-        matched = {at for at, test in enumerate(tests) if test(path)}
+        matched = [at for at, test in enumerate(tests) if test(path)]
         for form in forms[:-1]:
             naming = self._naming_of(form.removesuffix(path))
-            matched.update(at for at in naming if tests[at](form))
-        return tuple(sorted(matched.union(self.keys(forms))))
+            matched += [at for at in naming if tests[at](form)]
+        matched += [self._positions[form] for form in forms if form in self._positions]
+        return tuple(sorted({*matched}))
 
     def _naming_of(self, prefix: str) -> list[int]:
         """Positions of the rules that name the section with this prefix."""

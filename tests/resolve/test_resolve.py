@@ -740,7 +740,7 @@ def test_no_pattern_is_asked_again_on_another_mesh(
     def ask(*_: Any) -> Any:
         raise AssertionError("a pattern was asked")
 
-    monkeypatch.setattr(Matcher, "matching_forms", ask)
+    monkeypatch.setattr(Matcher, "match", ask)
     assert all_axes(planned.on("data=4,model=2")) == all_axes(planned)
     with pytest.raises(AssertionError, match="a pattern was asked"):
         mapped(MLP_RULES).resolve(make_mlp)
