@@ -24,8 +24,6 @@ from flax_layoutmap._rules.rules import (
 from flax_layoutmap._rules.rules_file import read_rules, write_rules
 from flax_layoutmap._rules.scope import Block
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
-from flax_layoutmap._show.table import Grid, Line
-from flax_layoutmap._show.terminal import as_html, coloured_grid, coloured_lines
 
 _MISSING = object()
 _SECTIONS = ("activations", "names", "optimizer")
@@ -484,17 +482,6 @@ class LayoutMap(_Section):
             for key, value in section.items():
                 lines += f"\n  {name}[{key!r}]: {value},"
         return f"LayoutMap({mesh}) {{{lines}{chr(10) if lines else ''}}}"
-
-    def _repr_html_(self) -> str:
-        lines = [
-            Line((f"{name} {number}".strip(), key, str(value)))
-            for name, section in {"": self, **self._sections}.items()
-            for number, (key, value) in enumerate(section.items(), 1)
-        ]
-        grid = Grid(("rule", "pattern", "spec"), (False,) * 3, tuple(lines))
-        axes = () if self._mesh is None else self._mesh.axis_names
-        mesh = "no mesh" if self._mesh is None else f"mesh {self._mesh}"
-        return as_html([*coloured_grid(grid, axes), *coloured_lines(["", mesh], axes)])
 
 
 def _rule(key: str, value: Any) -> Rule:

@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import RuleError
-from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.whole_file import readable_json, write_whole
-from flax_layoutmap._rules.matching import Rule
-from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet, batch_axes
 from flax_layoutmap._rules.serialise import (
     ANY_DIMS,
     NOTHING,
     REPLICATED,
-    mesh_to_json,
-    rule_to_json,
     rules_from_tables,
     rules_to_json,
 )
@@ -94,41 +90,30 @@ def write_rules(rules: RuleSet, path: Any) -> None:
 
 def to_toml(rules: RuleSet) -> str:
     """The text of a TOML file of these rules."""
-    every = [rule for name in SECTIONS for rule in getattr(rules, name)]
-    head: dict[str, Any] = {"schema": 1}
-    if rules.mesh is not None:
-        head["mesh"] = _mesh_value(rules.mesh)
-    if rules.batch != (() if rules.mesh is None else rules.mesh.axis_names[:1]):
-        head["batch"] = list(rules.batch)
-    options = {name: getattr(rules, name) for name in OPTIONS}
-    head |= {name: value for name, value in options.items() if value is not None}
-    if every and all(rule.optional for rule in every):
-        head["optional"] = True
-    lines = [f"{name} = {_toml(value)}" for name, value in head.items()]
-    for section in SECTIONS:
-        if getattr(rules, section):
-            lines += ["", f"[{section}]"]
-        for rule in getattr(rules, section):
-            value = _rule_value(rule, rules.mesh, "optional" in head)
-            lines.append(f"{_key(rule.pattern)} = {_toml(value)}")
+    data = rules_to_json(rules)
+    sections = {name: data.pop(name) for name in SECTIONS}
+    mesh = str(rules.mesh or "")
+    is_plain = re.fullmatch(r"([\w.-]+=\d+,?)+", mesh)
+    if is_plain and {*data["mesh"]["axis_types"]} == {"auto"}:
+        data["mesh"] = mesh
+    if data["batch"] == [*batch_axes(None, rules.mesh)]:
+        del data["batch"]
+    entries = [entry for section in sections.values() for entry in section]
+    if entries and all("optional" in entry for entry in entries):
+        data["optional"] = True
+        for entry in entries:
+            del entry["optional"]
+    lines = [f"{key} = {_toml(data[key])}" for key in data if data[key] is not None]
+    for name, section in sections.items():
+        lines += ["", f"[{name}]"] if section else []
+        lines += [f"{_key(e.pop('pattern'))} = {_rule_value(e)}" for e in section]
     return "\n".join(lines) + "\n"
 
 
-def _mesh_value(mesh: DeviceMesh) -> Any:
-    is_plain = all(re.fullmatch(r"[\w.-]+", name) for name in mesh.axis_names)
-    data = mesh_to_json(mesh)
-    assert data is not None
-    return str(mesh) if is_plain and set(data["axis_types"]) == {"auto"} else data
-
-
-def _rule_value(rule: Rule, mesh: DeviceMesh | None, all_optional: bool) -> Any:
-    entry = rule_to_json(rule, mesh)
-    del entry["pattern"]
-    if all_optional:
-        del entry["optional"]  # which the file says
+def _rule_value(entry: dict[str, Any]) -> str:
     axes = [NOTHING if dim is None else dim for dim in entry["axes"]]
     entry["axes"] = REPLICATED if axes == [ANY_DIMS] else axes
-    return entry if len(entry) > 1 else entry["axes"]
+    return _toml(entry if len(entry) > 1 else entry["axes"])
 
 
 def _toml(value: Any) -> str:

@@ -212,26 +212,14 @@ def _rule(pattern: str, value: Mapping[str, Any], mesh: DeviceMesh | None) -> Ru
     return Rule(pattern, layout, rank=rank, optional=value["optional"])
 
 
-def _axes(value: Any) -> tuple[Any, ...] | None:
+def _axes(value: Any) -> Any:
     if value == REPLICATED:
         return None
     if not isinstance(value, list):
         wanted = f'a list such as ["-", "model"], or "{REPLICATED}"'
         raise RuleError(f"axes must be {wanted}, got {_short(value)}")
-    return tuple(map(_dim, value))
-
-
-def _dim(value: Any) -> Any:
-    if isinstance(value, list) and all(isinstance(axis, str) for axis in value):
-        return tuple(value)
-    if value is None or value == NOTHING:
-        return None
-    if isinstance(value, str):
-        return ... if value == ANY_DIMS else value
-    raise RuleError(
-        f"a dim is an axis, a list of axes, {NOTHING!r} (not sharded) or {ANY_DIMS!r} "
-        f"(any number of dims), got {_short(value)}"
-    )
+    words = {NOTHING: None, ANY_DIMS: ...}
+    return [words.get(dim, dim) if isinstance(dim, str) else dim for dim in value]
 
 
 def _short(value: Any) -> str:

@@ -51,7 +51,6 @@ def words(page: str) -> str:
     ("cell", "shown"),
     [
         ("flm.draw.mesh(mesh)", "8 devices, cpu"),
-        ("layout_map", "2     (gate|up)/kernel  (None, 'model')"),
         ("resolution.show()", "parameters: 9 leaves, 448.5 KiB, 112.5 KiB per device"),
         ("flm.lint(renamed.resolve(make))", "rule 4 'attention/query/kernel'"),
         ("resolution.diff(elsewhere.resolve(make))", "leaves: 7 moved"),

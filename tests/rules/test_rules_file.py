@@ -338,8 +338,9 @@ up.kernel = ["model"]
         'or "replicated", got 3',
         "  - rules.toml: rules, 'up': unknown key 'kernel'; a pattern with a '.' in "
         "it needs quotes",
-        "  - rules.toml: rules, 'd': a dim is an axis, a list of axes, '-' (not "
-        "sharded) or '...' (any number of dims), got 3",
+        "  - rules.toml: rules, 'd': not a layout: [3]; use a tuple such as (None, "
+        "'model'), None for replicated, a PartitionSpec, a NamedSharding or a "
+        "flm.TensorLayout",
         "  - base.toml: names, 'h': the layout ('modle',) names the axis 'modle', but "
         "the mesh 'data=2,model=4' has no such axis; did you mean 'model'?",
     ]

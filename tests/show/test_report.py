@@ -301,13 +301,8 @@ def test_a_notebook_shows_the_words_of_the_report() -> None:
     tree = {"a<b>&'": {"kernel": struct(8, 16)}}
     before = layout_map.resolve(tree)
     layout_map.replace("kernel", ("model", None))
-    layout_map.activations["layers/<u>"] = ("data", ...)
-    diff = before.diff(layout_map.resolve(tree))
-    for value, words in (
-        (layout_map, ["1 kernel ('model', None)", "activations 1 layers/<u>"]),
-        (diff, ["a<b>&'/kernel", "1 moved"]),
-    ):
-        page = value._repr_html_()
-        text = html.unescape(re.sub(r"<[^>]*>", "", page))
-        assert all(word in re.sub(r"\s+", " ", text) for word in words), text
-        assert set(re.findall(r"</?(\w+)", page)) == {"pre", "span"}
+    page = before.diff(layout_map.resolve(tree))._repr_html_()
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    for words in ("a<b>&'/kernel", "1 moved"):
+        assert words in re.sub(r"\s+", " ", text)
+    assert set(re.findall(r"</?(\w+)", page)) == {"pre", "span"}
