@@ -13,8 +13,6 @@ from flax_layoutmap._core.errors import CheckpointError
 # The folder of a step that holds the files.
 FOLDER = "data"
 
-_BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__array__"
-
 
 class StateFile:
     """An Orbax `StatefulCheckpointable`: the state of this process in a file."""
@@ -105,18 +103,19 @@ def _checked(read: dict[str, Any], count: int) -> Any:
 
 def _encode(value: Any, where: str) -> Any:
     """Encode a value as JSON, with tags for bytes, tuples and NumPy arrays."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
-        raw = base64.b64encode(value.tobytes()).decode()
-        return {_ARRAY: [value.dtype.str, list(value.shape), raw]}
-    if isinstance(value, list | tuple):
-        parts = [_encode(part, f"{where}[{at}]") for at, part in enumerate(value)]
-        return parts if isinstance(value, list) else {_TUPLE: parts}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encode(part, f"{where}[{key!r}]") for key, part in value.items()}
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes():
+            return {"__bytes__": base64.b64encode(value).decode()}
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufcSU":
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"__array__": [value.dtype.str, list(value.shape), raw]}
+        case list() | tuple():
+            parts = [_encode(part, f"{where}[{at}]") for at, part in enumerate(value)]
+            return parts if isinstance(value, list) else {"__tuple__": parts}
+        case dict() if all(isinstance(key, str) for key in value):
+            return {k: _encode(part, f"{where}[{k!r}]") for k, part in value.items()}
     raise CheckpointError(
         f"the state of {where} is a {type(value).__qualname__}; it can hold numbers, "
         "strings, bytes, lists, tuples, NumPy arrays and dicts with strings as keys"
@@ -124,15 +123,15 @@ def _encode(value: Any, where: str) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_BYTES}:
-        return base64.b64decode(value[_BYTES])
-    if value.keys() == {_TUPLE}:
-        return tuple(_decode(part) for part in value[_TUPLE])
-    if value.keys() == {_ARRAY}:
-        dtype, shape, raw = value[_ARRAY]
-        return np.frombuffer(base64.b64decode(raw), dtype).reshape(shape).copy()
-    return {key: _decode(part) for key, part in value.items()}
+    match value:
+        case list():
+            return [_decode(part) for part in value]
+        case {"__bytes__": text}:
+            return base64.b64decode(text)
+        case {"__tuple__": parts}:
+            return tuple(_decode(part) for part in parts)
+        case {"__array__": [dtype, shape, text]}:
+            return np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+        case dict():
+            return {key: _decode(part) for key, part in value.items()}
+    return value

@@ -26,13 +26,13 @@ class Recipe:
 
     def shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Name → shape of the tensors that make a leaf; ValueError if none do."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for tensor, part in undone(name, self.steps, nothing(shape)):
             if field := re.search(r"\{\w+\}", tensor):
                 raise ValueError(f"no step fills in the {field[0]} of {tensor!r}")
-            if found.setdefault(tensor, part.shape) != part.shape:
+            if shapes.setdefault(tensor, part.shape) != part.shape:
                 raise ValueError(f"{tensor!r} would need two shapes")
-        return found
+        return shapes
 
     def leaf(
         self, name: str, shape: Shape, dtype: Any, opened: Callable[[str], Array]
@@ -40,22 +40,23 @@ class Recipe:
         """The leaf, of the tensors that `opened` returns."""
         if not self.steps:
             return opened(name)
-        before = dataclasses.replace(self, steps=self.steps[:-1])
+        *before, last = self.steps
+        recipe = Recipe(self.names, tuple(before))
         parts = [
-            before.leaf(tensor, part.shape, dtype, opened)
-            for tensor, part in undone(name, self.steps[-1:], nothing(shape))
+            recipe.leaf(tensor, part.shape, dtype, opened)
+            for tensor, part in undone(name, [last], nothing(shape))
         ]
-        return self.steps[-1].forward(parts, shape, dtype)
+        return last.forward(parts, shape, dtype)
 
     def without_scales(self) -> "Recipe":
         """The recipe for tensors that are not in float8."""
-        steps = tuple(step for step in self.steps if step.key[0] != "float8")
-        return dataclasses.replace(self, steps=steps)
+        steps = (step for step in self.steps if step.key[0] != "float8")
+        return Recipe(self.names, tuple(steps))
 
     def with_linear(self, **dims: int) -> "Recipe":
         """The recipe with other arguments of `linear`."""
         steps = (linear(**dims) if s.key[0] == "linear" else s for s in self.steps)
-        return dataclasses.replace(self, steps=tuple(steps))
+        return Recipe(self.names, tuple(steps))
 
 
 def undone(name: str, steps: Sequence[Step], leaf: Array) -> list[tuple[str, Array]]:
@@ -74,12 +75,10 @@ class NameMapping:
     """The checked mapping of `restore_safetensors`; None stands for dotted paths."""
 
     def __init__(self, given: Sequence[Any] | None) -> None:
-        self._entries: list[tuple[re.Pattern[str], Recipe]] | None = None
+        self._is_given = given is not None
+        self._entries: list[tuple[re.Pattern[str], Recipe]] = []
         self._ignored: list[re.Pattern[str]] = []
-        if given is None:
-            return
-        self._entries = []
-        for number, entry in enumerate(given):
+        for number, entry in enumerate(given or ()):
             where = f"mapping[{number}]"
             pattern, recipe = _parsed(where, entry)
             if pattern is None:
@@ -92,28 +91,24 @@ class NameMapping:
 
         The entries are tried on the path within the model, then on the full path.
         """
-        if self._entries is None:
+        if not self._is_given:
             return Recipe((".".join(map(unescape, full_path.split("/"))),))
         for text in dict.fromkeys((path, full_path)):
             for pattern, recipe in self._entries:
-                if (match := pattern.fullmatch(text)) is None:
-                    continue
-                try:
-                    names = tuple(match.expand(name) for name in recipe.names)
-                except (re.error, IndexError) as error:
-                    raise CheckpointError(
-                        f"the entry {pattern.pattern!r} → {recipe.names}: {error}"
-                    ) from error
-                return dataclasses.replace(recipe, names=names)
+                if match := pattern.fullmatch(text):
+                    try:
+                        names = tuple(match.expand(name) for name in recipe.names)
+                    except (re.error, IndexError) as error:
+                        raise CheckpointError(
+                            f"the entry {pattern.pattern!r} → {recipe.names}: {error}"
+                        ) from error
+                    return Recipe(names, recipe.steps)
         return None
 
     def unmatched(self, path: str) -> str:
         """The message that no entry matches a leaf."""
-        for layers, others, fix in (
-            (r"\blayers/(?!\d)", "layers/0/", "True"),
-            (r"\blayers/\d+/", "layers/", "False"),
-        ):
-            other = re.sub(layers, others, path)
+        for number, fix in (("/0", True), ("", False)):
+            other = re.sub(r"\blayers(/\d+)?(?=/)", f"layers{number}", path)
             if other != path and self.recipe(other, other) is not None:
                 return (
                     f"no entry of the mapping matches, but one would match {other}; "
@@ -137,8 +132,8 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
             "(path, name, steps)"
         )
     pattern, names, steps = (*entry, ())[:3]
-    several = (names,) if isinstance(names, str) else tuple(names)
-    if not several or not all(isinstance(name, str) for name in several):
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             f"{where}: {names!r} is not the name of a tensor, nor several to try"
         )
@@ -149,12 +144,11 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
                 f"{where}: {step!r} is not a step; take transpose(), linear(), "
                 "unflatten(), stack(), merge(…), split(…) or dequantize()"
             )
-        if step.field and any(f"{{{step.field}}}" not in name for name in several):
+        if step.field and any(f"{{{step.field}}}" not in name for name in names):
             raise CheckpointError(
-                f"{where}: {several} have no {{{step.field}}} to fill in"
+                f"{where}: {names} have no {{{step.field}}} to fill in"
             )
-    ordered = sorted(steps, key=lambda step: not is_scaled(step))
-    return pattern, Recipe(several, tuple(ordered))
+    return pattern, Recipe(names, tuple(sorted(steps, key=lambda s: not is_scaled(s))))
 
 
 def _compiled(where: str, pattern: Any) -> re.Pattern[str]:

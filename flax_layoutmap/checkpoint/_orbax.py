@@ -21,7 +21,6 @@ from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     NEW,
     OLD,
-    UNFINISHED,
     cannot_name,
     check_place,
     common_number,
@@ -77,29 +76,24 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
 
 
 def _no_place(path: Path) -> str | None:
-    """The reason why a directory cannot be created, or None.
+    """The reason why a directory cannot be made, or None. Process 0 tries it.
 
-    Process 0 tries it: when Orbax fails, its threads block the program's exit for five
-    minutes.
+    When Orbax fails, its threads block the program's exit for five minutes.
     """
-    names, parent = [f"{path.name}{UNFINISHED}"], path.parent
-    while not os.path.lexists(parent):
-        names.append(parent.name)
-        parent = parent.parent
-    if not parent.is_dir():
-        what = "is a file" if parent.exists() else "is a link to nothing"
-        return f"{parent} {what}, so no directory can be made in it"
-    for name in names:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.lstat(parent / name)
-        except (OSError, ValueError) as error:
-            return f"the directory {parent} cannot hold {name!r}: {error}"
-    if jax.process_index() == 0:
-        try:
-            os.rmdir(tempfile.mkdtemp(prefix=".flax_layoutmap-", dir=parent))
-        except OSError as error:
-            return f"the directory {parent} cannot be written to: {error.strerror}"
+    if jax.process_index() != 0:
+        return None
+    missing = [parent for parent in path.parents if not os.path.lexists(parent)]
+    try:
+        os.makedirs(path.parent, exist_ok=True)
+        # A name as long as that of Orbax, and beside it.
+        name = f"{path.name}.flax_layoutmap-"
+        os.rmdir(tempfile.mkdtemp(prefix=name, dir=path.parent))
+    except (OSError, ValueError) as error:
+        return f"the directory {path} cannot be made: {error}"
+    finally:
+        for parent in missing:
+            with contextlib.suppress(OSError, ValueError):
+                os.rmdir(parent)
     return None
 
 
@@ -113,15 +107,19 @@ def write(
     path = os.path.realpath(path)  # replaces the target of a link, not the link
     number = common_number()
     new, old = f"{path}{NEW}-{number:016x}", f"{path}{OLD}-{number:016x}"
+
+    def swap() -> None:
+        os.rename(path, old)
+        os.rename(new, path)
+
     try:
         _save(new, tree, metadata, overwrite=False)
-        on_first_process(
-            lambda: _swap(path, new, old), lambda why: f"cannot replace {path}: {why}"
-        )
+        on_first_process(swap, lambda why: f"cannot replace {path}: {why}")
     finally:
         if jax.process_index() == 0:
-            replaced = [old] if os.path.lexists(path) else []
-            for left in [*glob.glob(f"{new}*"), *replaced]:
+            if os.path.lexists(old) and not os.path.lexists(path):
+                os.rename(old, path)
+            for left in [*glob.glob(f"{new}*"), old]:
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -130,16 +128,6 @@ def _save(
 ) -> None:
     with translated(f"cannot save to {path}"), saving_context():
         v1().save(path, tree, overwrite=overwrite, custom_metadata=metadata)
-
-
-def _swap(path: str, new: str, old: str) -> None:
-    """Replace the checkpoint at a path by the new one, or leave it there."""
-    try:
-        os.rename(path, old)
-        os.rename(new, path)
-    finally:
-        if not os.path.lexists(path):
-            os.rename(old, path)
 
 
 def saving_context() -> Any:

@@ -749,17 +749,17 @@ def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     # Where Orbax fails instead, its threads keep the program from ending.
     tree, link = {"w": jnp.ones(8)}, tmp_path / "link"
     link.symlink_to(tmp_path / "nothing")
-    with refused("link is a link to nothing, so no directory can be made in it"):
+    with refused("link/new cannot be made: [Errno 17] File exists"):
         flm.checkpoint.save(link / "new", tree)
     long = tmp_path / ("x" * 240)
     for path in (long, tmp_path / "missing" / ("y" * 300) / "new"):
-        with refused(f"the directory {tmp_path} cannot hold", "File name too long"):
+        with refused("cannot be made: ", "File name too long"):
             flm.checkpoint.save(path, tree)
-    with refused("cannot hold 'a\\x00b", "embedded null"):
+    with refused("cannot be made: embedded null"):
         flm.checkpoint.save(f"{tmp_path}/a\0b", tree)
     near = tmp_path / ("z" * 225)  # itself short enough, not with the suffixes
     flm.checkpoint.save(near, tree)
-    with refused("cannot hold", "File name too long"):
+    with refused("cannot be made: ", "File name too long"):
         flm.checkpoint.save(near, tree, overwrite=True)
     assert sorted(tmp_path.iterdir()) == [link, near]
 
