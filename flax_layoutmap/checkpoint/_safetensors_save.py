@@ -57,9 +57,9 @@ def save_safetensors(
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
     Every process of a job calls it with the same arguments. Process 0 writes one tensor
-    after another, and holds at most two copies of one tensor. Whatever ends the
-    program, the folder has the old model or the new one; of several programs that save
-    to one folder at once, it has the model of one.
+    after another, and holds at most two copies of one. Whatever ends the program, the
+    folder has the old model or the new one; of several programs that save to it at
+    once, the model of one.
 
     Args:
         path: a directory, which is created if needed and may hold other files
@@ -68,9 +68,8 @@ def save_safetensors(
         mapping: the mapping of `restore_safetensors`; each step is undone. Of several
             names the first is written. The leaves made of one tensor must cover it.
             None maps a leaf `a/b/c` to the tensor `a.b.c`.
-        include: one or several regular expressions; only leaves in whose full path one
-            of them is found are saved.
-        exclude: likewise; leaves in whose path one is found are not saved.
+        include: as in `restore`: which leaves are saved.
+        exclude: as in `restore`: which leaves are not.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: the maximal size of a file in a directory, unless one tensor is
             larger. Several files have an index, and a random tag in their names.

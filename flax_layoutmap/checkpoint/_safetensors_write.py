@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,8 @@ class Writer:
 
     def __init__(self, place: str, tensors: Sequence[Made], max_file_bytes: float):
         self._is_file = place.endswith(".safetensors")
-        self._folder, single = (
-            os.path.split(place) if self._is_file else (place, SINGLE)
-        )
+        path = place if self._is_file else os.path.join(place, SINGLE)
+        self._folder, single = os.path.split(path)
         self._tag = os.urandom(4).hex()
         hidden = f".{single}.{self._tag}.unfinished"
         self._hidden = os.path.join(self._folder, hidden)
@@ -118,32 +117,19 @@ class Writer:
                 os.replace(
                     os.path.join(self._hidden, name), os.path.join(self._folder, name)
                 )
-            if not self._is_file:
-                self._remove(name for name in self._written() if name not in names)
+            for name in [] if self._is_file else self._written():
+                with contextlib.suppress(FileNotFoundError):
+                    if name not in names:
+                        os.remove(os.path.join(self._folder, name))
 
     def clean_up(self) -> None:
-        """Remove what is not part of a model, after `finish` or in its place."""
+        """Remove the hidden folder, whether `finish` was called or not."""
         shutil.rmtree(self._hidden, ignore_errors=True)
         self._lock.close()
-        if not self._is_published():
-            self._remove(name for name in self.files if self._tag in name)
-
-    def _is_published(self) -> bool:
-        """Whether the index of the folder is that of this writer."""
-        try:
-            with open(os.path.join(self._folder, INDEX), "rb") as stream:
-                return self._tag.encode() in stream.read()
-        except OSError:
-            return False
 
     def _append(self, file: str, content: Any) -> None:
         with open(os.path.join(self._hidden, file), "ab") as stream:
             stream.write(content)
-
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(self._folder, name))
 
 
 def _groups(tensors: Sequence[Made], limit: float) -> list[list[Made]]:

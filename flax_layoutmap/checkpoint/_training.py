@@ -54,22 +54,17 @@ class Checkpointer:
         checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
     Example:
-        >>> import tempfile, jax, flax_layoutmap as flm
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap("data=-1")
         >>> layout_map["w"] = ("data",)
-        >>> create_fn = lambda: {"w": jax.numpy.zeros(8)}
-        >>> step_fn = flm.jit(lambda x: {"w": x["w"] + 1}, layout_map=layout_map)
-        >>> options = {"layout_map": layout_map, "every": 2, "keep": 3}
-        >>> def run(directory, steps):
-        ...     with flm.checkpoint.Checkpointer(directory, **options) as checkpointer:
-        ...         state, start = checkpointer.restore_or_init(create_fn)
-        ...         for step in range(start, steps):
-        ...             state = step_fn(state)
-        ...             checkpointer.save(step, state, force=step == steps - 1)
-        ...     return start, checkpointer.steps
-        >>> directory = tempfile.mkdtemp()
-        >>> run(directory, 4), run(directory, 6)
-        ((0, [0, 2, 3]), (4, [3, 4, 5]))
+        >>> options = {"layout_map": layout_map, "every": 2}
+        >>> with flm.checkpoint.Checkpointer(tempfile.mkdtemp(), **options) as saved:
+        ...     state, start = saved.restore_or_init(lambda: {"w": jnp.zeros(8)})
+        ...     for step in range(start, 4):
+        ...         state = {"w": state["w"] + 1}
+        ...         _ = saved.save(step, state, force=step == 3)
+        >>> saved.steps
+        [0, 2, 3]
 
     Plain JAX: `orbax.checkpoint.v1.training.Checkpointer(directory)`.
     """

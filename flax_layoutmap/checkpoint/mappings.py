@@ -28,9 +28,10 @@ the heads as a dim of their own (`nnx.LinearGeneral`) or not (`nnx.Linear`).
 
 What other families have besides is said at each. `scanned` says that the model has its
 layers stacked along dim 0 (`layers/…` in place of `layers/0/…`); `tied`, that its
-output is its embedding (a `lm_head.weight` in the checkpoint is then ignored); `fused`,
-that the experts of a layer are one tensor, as in the modules of `transformers` 5, where
-the published files have one for each.
+output is its embedding; `fused`, that the experts of a layer are one tensor, as in the
+modules of `transformers` 5, where the published files have one for each. Weights in
+float8 are multiplied by their scales; see `dequantize`. Rotary embeddings use the
+half-split convention of `transformers`.
 """
 
 from flax_layoutmap.checkpoint._families import Entry, entries
@@ -76,10 +77,7 @@ _DENSE = _SPARSE + _GATED
 
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """Mapping for Llama 2 and 3, and others with the same names.
-
-    Rotary embeddings use the half-split convention of `transformers`.
-    """
+    """Mapping for Llama 2 and 3, and others with the same names."""
     return entries(_DENSE + tied * _TIED, scanned)
 
 
@@ -89,19 +87,12 @@ def mistral(*, scanned: bool = False) -> list[Entry]:
 
 
 def qwen2(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """Mapping for Qwen 2 and 2.5: that of `llama`, with biases of query, key and value.
-
-    Models up to 3B are tied.
-    """
+    """Mapping for Qwen 2 and 2.5: that of `llama`. Models up to 3B are tied."""
     return llama(scanned=scanned, tied=tied)
 
 
 def qwen3(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """Mapping for Qwen 3: that of `llama`, with norms of queries and keys.
-
-    Weights in float8 are multiplied by their scales; see `dequantize`. Models up to 4B
-    are tied.
-    """
+    """Mapping for Qwen 3, also in float8. Models up to 4B are tied."""
     return entries(_DENSE + tied * _TIED, scanned, float8=True)
 
 
@@ -110,12 +101,9 @@ def gemma(
 ) -> list[Entry]:
     """Mapping for Gemma; with `post_norms`, for Gemma 2 and the text of Gemma 3.
 
-    The model multiplies by 1 + scale in its norms, and the embedding by the square root
-    of the width. Tensors of Gemma 3's vision are left out.
-
-    Args:
-        post_norms: whether the outputs of attention and mlp are normed, too, by
-            `attention_post_norm/scale` and `mlp_post_norm/scale`.
+    These also norm the outputs of attention and mlp, by `attention_post_norm/scale` and
+    `mlp_post_norm/scale`. Norms multiply by 1 + scale, and the embedding is multiplied
+    by the square root of the width.
     """
     norms = _FOUR_NORMS if post_norms else _NORMS
     vision = r"ignore (?:model\.)?(?:vision_tower|multi_modal_projector)\..*"
@@ -171,10 +159,7 @@ def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
 
 
 def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
-    """Mapping for Qwen 3 with experts.
-
-    Weights in float8 are multiplied by their scales; see `dequantize`.
-    """
+    """Mapping for Qwen 3 with experts, also in float8."""
     experts = _FUSED_EXPERTS if fused else _EXPERTS
     return entries(_DENSE + _ROUTER + experts, scanned, float8=True)
 
@@ -186,19 +171,13 @@ def deepseek_v3(
     dense_layers: int = 3,
     layers: int = 61,
 ) -> list[Entry]:
-    """Mapping for DeepSeek V2, V3 and R1, and Kimi K2.
+    """Mapping for DeepSeek V2, V3 and R1, and Kimi K2, also in float8.
 
-    Attention has `q_a/kernel`, `q_a_norm/scale`, `q_b/kernel` (or `query/kernel`,
-    without a low rank), `kv_a/kernel`, `kv_a_norm/scale`, `kv_b/kernel` and
-    `out/kernel`. There are `mlp/router/bias` and, besides the experts,
-    `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the first layers are
-    `dense_layers/…`, and those with experts `moe_layers/…`. Weights in float8 are
-    multiplied by their scales.
-
-    Args:
-        dense_layers: how many layers have no experts.
-        layers: how many layers there are; the tensors of one more, which predicts the
-            next token but one, are left out.
+    Attention has `(q_a, q_b, kv_a, kv_b, out)/kernel` (`query/kernel` for queries
+    without a low rank) and `(q_a, kv_a)_norm/scale`; besides the experts there are
+    `mlp/router/bias` and `mlp/shared_experts/(gate, up, down)/kernel`. Scanned, the
+    first `dense_layers` layers are `dense_layers/…`, and those with experts
+    `moe_layers/…`. The tensors of a layer after the `layers` ones are left out.
     """
     table = _TOP + rf"ignore model\.layers\.{layers}\..*" + "\n"
     shared = _NORMS + _LATENT_ATTENTION
@@ -212,15 +191,10 @@ def deepseek_v3(
 
 
 def gpt_oss(*, scanned: bool = False, mxfp4: bool = True) -> list[Entry]:
-    """Mapping for gpt-oss.
+    """Mapping for gpt-oss, with `attention/sinks`, and biases but in norms.
 
-    Attention has biases and `attention/sinks`; router and experts have biases. Gate and
-    up, whose outputs alternate in the file, are apart.
-
-    Args:
-        mxfp4: whether the experts are in MXFP4, as in the published files. They are
-            multiplied by their scales: see `dequantize`. Pass False for files in
-            bfloat16, and to save.
+    The experts are in MXFP4, as in the published files (see `dequantize`); pass
+    `mxfp4=False` for files in bfloat16, and to save.
     """
     experts = _GPT_OSS.replace("flat", "mxfp4") if mxfp4 else _GPT_OSS
     return entries(_SPARSE + experts, scanned)
@@ -322,23 +296,16 @@ dense mlp/[up,down] mlp.[fc1,fc2]
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
-    """Mapping for GPT-2, with or without the prefix `transformer.`.
-
-    Besides, there are `positions/embedding`, and biases of norms and of kernels.
-    """
+    """Mapping for GPT-2, with `positions/embedding`, and biases everywhere."""
     return entries(_GPT2 + tied * _TIED, scanned, ("transformer.", ""))
 
 
 def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """Mapping for T5, mT5 and UMT5.
+    """Mapping for T5, mT5 and UMT5; `gated=False, tied=True` for T5 1.0.
 
     The layers are `encoder/layers/N/…` and `decoder/layers/N/…`, where those of the
     decoder also have `cross_attention/…` and `cross_attention_norm/scale`; each side
     has `norm/scale` and `relative_attention_bias/embedding` (of UMT5 in `attention/`).
-
-    Args:
-        gated: whether mlp has a gate, as in T5 1.1, mT5 and UMT5; T5 1.0 has none, and
-            is tied.
     """
     up, wi = ("[gate,up]", "[wi_0,wi_1]") if gated else ("up", "wi")
     names = {"bias": "relative_attention_bias", "up": up, "wi": wi}
@@ -351,20 +318,18 @@ def t5(*, gated: bool = True, scanned: bool = False, tied: bool = False) -> list
 def whisper(*, scanned: bool = False) -> list[Entry]:
     """Mapping for Whisper, whose output is its embedding.
 
-    The layers are `encoder/layers/N/…` and `decoder/layers/N/…`, where those of the
-    decoder also have `cross_attention/…` and `cross_attention_norm/…`. There are
-    `encoder/(conv1, conv2)/(kernel, bias)`, `decoder/embed/embedding`, and on each side
-    `positions/embedding` and `norm/(scale, bias)`.
+    The layers are those of `t5`. There are `encoder/(conv1, conv2)/(kernel, bias)`,
+    `decoder/embed/embedding`, and on each side `positions/embedding` and `norm/…`.
     """
     sides = [_WHISPER_LAYER.format(side=side) for side in ("encoder", "decoder")]
     return entries(_WHISPER + "".join(sides) + _WHISPER_CROSS, scanned)
 
 
 def vit(*, scanned: bool = False) -> list[Entry]:
-    """Mapping for ViT, with or without the prefix `vit.`.
+    """Mapping for ViT, with or without the prefix `vit.`; a pooler is left out.
 
     There are `cls_token`, `position_embeddings`, `patch_embedding/(kernel, bias)` and
-    `classifier/(kernel, bias)`; a pooler is left out.
+    `classifier/(kernel, bias)`.
     """
     return entries(_VIT, scanned, ("vit.", ""))
 
@@ -373,8 +338,8 @@ def clip(*, scanned: bool = False) -> list[Entry]:
     """Mapping for CLIP, or for one of its towers.
 
     The towers are `text/…`, with `embed/embedding`, and `vision/…`, with
-    `class_embedding`, `patch_embedding/kernel` and `pre_norm/(scale, bias)`; both have
-    `positions/embedding`, `layers/N/…` and `norm/(scale, bias)`. Besides, there are
+    `class_embedding`, `patch_embedding/kernel` and `pre_norm/…`; both have
+    `positions/embedding`, `layers/N/…` and `norm/…`. Besides, there are
     `(text, visual)_projection/kernel` and `logit_scale`.
     """
     sides = [_CLIP_LAYER.format(side=side) for side in ("text", "vision")]
