@@ -18,9 +18,9 @@ class StateFile:
     """An Orbax `StatefulCheckpointable`: the state of this process in a file."""
 
     def __init__(self, data: Any) -> None:
-        state = {name: part.get_state() for name, part in _iterators(data).items()}
-        state = state if isinstance(data, dict) else state[""]
-        held = {"processes": jax.process_count(), "state": _encode(state, "data")}
+        states = {name: part.get_state() for name, part in _iterators(data).items()}
+        state = _encode(states if isinstance(data, dict) else states[""], "data")
+        held = {"processes": jax.process_count(), "state": state}
         self.text = json.dumps({**held, "digest": json_digest(held)})
 
     async def save(self, directory: Any) -> Any:
@@ -46,26 +46,37 @@ def read_states(path: str) -> list[Any]:
     """Return the state of each process that saved the step `path`."""
     if not has_states(path):
         raise CheckpointError(f"{path} has no state of data; restore it without data=")
+    states: list[Any] = []
     try:
         count = len(list(_folder(path).glob("process_*.json")))
-        files = [_folder(path) / f"process_{at}.json" for at in range(count)]
-        return [_checked(json.loads(file.read_text()), count) for file in files]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for process in range(count):
+            file = _folder(path) / f"process_{process}.json"
+            held = json.loads(file.read_text())
+            digest = held.pop("digest", None)  # older versions wrote none
+            if digest not in (None, json_digest(held)):
+                raise ValueError("it differs from what was saved")
+            if held["processes"] != count:
+                raise ValueError(f"there are {count} of {held['processes']} files")
+            states.append(_decode(held["state"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         text = f"the states of data in {path} are damaged: {error!r}"
         raise CheckpointError(text) from error
+    return states
 
 
 def set_states(data: Any, states: list[Any], path: str) -> None:
     """Set the state that this process saved, or any if all saved the same one."""
-    texts = {json.dumps(_encode(state, "data")) for state in states}
-    if len(states) != jax.process_count() and len(texts) > 1:
+    are_equal = all(
+        json.dumps(_encode(state, "")) == json.dumps(_encode(states[0], ""))
+        for state in states
+    )
+    if len(states) != jax.process_count() and not are_equal:
         raise CheckpointError(
             f"{len(states)} processes saved different states of data in {path}, and "
             f"this job has {jax.process_count()}: restore without data=, and set the "
             "iterator from checkpointer.data_states(step)"
         )
-    state = states[0] if len(texts) == 1 else states[jax.process_index()]
-    parts = _iterators(data)
+    state, parts = states[0 if are_equal else jax.process_index()], _iterators(data)
     state = state if isinstance(data, dict) else {"": state}
     if not isinstance(state, dict) or state.keys() != parts.keys():
         raise CheckpointError(f"{path} was not saved with data= of {sorted(parts)}")
@@ -89,16 +100,6 @@ def _iterators(data: Any) -> dict[str, Any]:
                 "give an object with get_state and set_state, or a dict of such objects"
             )
     return parts
-
-
-def _checked(read: dict[str, Any], count: int) -> Any:
-    """The state in a file, compared with its digest; older versions wrote none."""
-    held = {"processes": read["processes"], "state": read["state"]}
-    if read.get("digest", json_digest(held)) != json_digest(held):
-        raise ValueError("it differs from what was saved")
-    if read["processes"] != count:
-        raise ValueError(f"there are {count} files of {read['processes']} processes")
-    return _decode(read["state"])
 
 
 def _encode(value: Any, where: str) -> Any:

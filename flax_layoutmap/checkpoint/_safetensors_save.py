@@ -197,13 +197,14 @@ class _Draft:
 
     def add(self, made: Made, steps: Sequence[Step]) -> None:
         """Undo steps, up to a split."""
-        split = max((at for at, step in enumerate(steps) if step.place), default=-1)
-        for name, values in undone(made.name, steps[split + 1 :], made.values):
+        splits = [(at, step.place) for at, step in enumerate(steps) if step.place]
+        at, place_of = splits[-1] if splits else (-1, None)
+        for name, values in undone(made.name, steps[at + 1 :], made.values):
             part = dataclasses.replace(made, name=name, values=values)
-            if split >= 0:
-                before, place = steps[:split], steps[split].place(values.shape)
-                key = (name, tuple(step.key for step in before))
-                self._parts.setdefault(key, []).append((place, part, before))
+            if place_of is not None:
+                key = (name, tuple(step.key for step in steps[:at]))
+                place = place_of(values.shape)
+                self._parts.setdefault(key, []).append((place, part, steps[:at]))
             elif (other := self.tensors.setdefault(name, part)) is not part:
                 self.problems.append(
                     f"{other.paths}, {made.paths}: would both write the tensor "

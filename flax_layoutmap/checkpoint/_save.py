@@ -1,7 +1,6 @@
 """flm.checkpoint.save."""
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,24 +124,26 @@ def _described(
     problems: list[str] = []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)
-        problem = _problem(leaf, value)
         if not path:
             problems.append("the tree is a single leaf; save it under a key: {'w': …}")
-        elif leaf is None or problem is not None:
-            problems.append(f"{leaf.name if leaf else path}: {problem}")
-        elif leaf.kind == "key" and isinstance(value, jax.Array):
+        elif leaf is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            problems.append(
+                f"{path}: {kind} cannot be saved; keep to arrays, PRNG keys, numbers "
+                "and strings"
+            )
+        elif problem := _problem(leaf, value):
+            problems.append(f"{leaf.name}: {problem}")
+        elif leaf.kind == "key":
             leaves.append(key_leaf(path, leaf.shape, str(jax.random.key_impl(value))))
         else:
             leaves.append(leaf)
     return leaves, problems
 
 
-def _problem(leaf: Leaf | None, value: Any) -> str | None:
+def _problem(leaf: Leaf, value: Any) -> str | None:
     """The reason why a leaf cannot be saved, or None."""
-    if leaf is None:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return f"{kind} cannot be saved; keep to arrays, PRNG keys, numbers and strings"
-    if (missing := no_value(value, "save")) is not None:
+    if missing := no_value(value, "save"):
         return missing
     if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
         return "its PRNG implementation has no name to restore it by"
@@ -155,14 +156,12 @@ def _problem(leaf: Leaf | None, value: Any) -> str | None:
 
 def _dotted_twice(paths: Sequence[str]) -> list[str]:
     """Problems of paths that Orbax, which joins keys by `.`, stores under one name."""
-    by_name: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        by_name[path.replace("/", ".")].append(path)
+    first: dict[str, str] = {}
     return [
-        f"{' and '.join(same)}: both would be stored as {name!r}, so that one is lost; "
-        "rename one"
-        for name, same in by_name.items()
-        if len(same) > 1
+        f"{other} and {path}: both would be stored as {path.replace('/', '.')!r}, so "
+        "that one is lost; rename one"
+        for path in paths
+        if (other := first.setdefault(path.replace("/", "."), path)) != path
     ]
 
 

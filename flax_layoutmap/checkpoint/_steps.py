@@ -265,29 +265,21 @@ def dequantize(
     It is done before the other steps, wherever it stands among them. The product counts
     as bfloat16; for another dtype, pass `dtype=`.
 
-    - `"float8"`: the tensor `name` has its scales in the tensor `name + suffix`, one
-      for each block of `block` rows and as many columns (fewer at the ends), as in
-      DeepSeek-V3. The product is computed in float32. A tensor that is not in float8 is
-      taken as it is. Saving writes the product, without scales.
-    - `"mxfp4"`: the tensor `…_blocks` (…, n / 32, 16) of uint8 holds n numbers in its
-      last two dims, and the tensor `…_scales` (…, n / 32) of uint8 the exponent of each
-      block of 32, as in gpt-oss. The result, (…, n), is exact in bfloat16. It cannot be
-      saved.
-
+    - `"float8"`, as in DeepSeek-V3: the tensor `name` has its scales in the tensor
+      `name + suffix`, one for each block of `block` rows and columns (fewer at the
+      ends). The product is computed in float32. A tensor that is not in float8 is taken
+      as it is, and saving writes the product.
+    - `"mxfp4"`, as in gpt-oss: the tensor `…_blocks` (…, n / 32, 16) of uint8 holds n
+      numbers in its last two dims, and `…_scales` (…, n / 32) of uint8 the exponent of
+      each block of 32. The result, (…, n), is exact in bfloat16. It cannot be saved.
     """
     if format not in ("float8", "mxfp4") or block < 1:
         raise CheckpointError(
             f"dequantize({format!r}, block={block}): write dequantize('mxfp4'), or "
             "dequantize('float8'), with blocks of at least 1 row"
         )
-    if format == "mxfp4":
-        return Step(
-            ("mxfp4",),
-            _mxfp4_inputs,
-            lambda parts, shape, dtype: from_mxfp4(parts[0], parts[1], dtype),
-        )
 
-    def back(leaf: Array) -> Inputs:
+    def float8_inputs(leaf: Array) -> Inputs:
         if len(leaf.shape) != 2:
             raise ValueError(
                 f"dequantize is for tensors of two dims, not {show_shape(leaf.shape)}"
@@ -295,24 +287,30 @@ def dequantize(
         scales = nothing(math.ceil(size / block) for size in leaf.shape)
         return [(str, leaf), (lambda name: name + suffix, scales)]
 
-    def forward(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+    def float8(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
         return scaled(parts[0], parts[1], block, dtype)
 
-    return Step(("float8", block, suffix), back, forward)
+    if format == "float8":
+        return Step(("float8", block, suffix), float8_inputs, float8)
+    return Step(("mxfp4",), _mxfp4_inputs, _mxfp4)
 
 
 def _mxfp4_inputs(leaf: Array) -> Inputs:
     *lead, last = leaf.shape or (1,)
+    blocks = (*lead, last // MXFP4_BLOCK)
     if last % MXFP4_BLOCK:
         raise ValueError(
             f"MXFP4 has blocks of {MXFP4_BLOCK} numbers along the last dim, which do "
             f"not make {show_shape(leaf.shape)}"
         )
-    blocks = (*lead, last // MXFP4_BLOCK)
     return [
         (str, nothing((*blocks, 16))),
         (lambda name: name.removesuffix("_blocks") + "_scales", nothing(blocks)),
     ]
+
+
+def _mxfp4(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
+    return from_mxfp4(parts[0], parts[1], dtype)
 
 
 def is_scaled(step: Step) -> bool:

@@ -254,7 +254,7 @@ def test_data_of_another_number_of_processes(tmp_path: Path) -> None:
     with refused("2 processes saved different states", "checkpointer.data_states"):
         checkpointer.restore(step=1, data=holder)
     assert checkpointer.data_states(1) == [5, 6]
-    with refused("are damaged", "there are 1 files of 2 processes"):
+    with refused("are damaged", "there are 1 of 2 files"):
         checkpointer.restore(step=2, data=holder)
     (tmp_path / "2/data/process_0.json").write_text("{")
     with refused("the states of data in", "are damaged: JSONDecodeError"):
