@@ -33,8 +33,7 @@ from flax_layoutmap._step.arguments import (
 from flax_layoutmap._step.donation import note_apart
 from flax_layoutmap._step.explicit import has_explicit_axes, on_auto_axes, typed
 from flax_layoutmap._step.refusals import (
-    check_apart,
-    check_plain,
+    check_parts,
     named_parts,
     refuse_captured,
     refuse_closures,
@@ -176,8 +175,7 @@ def make_program(job: Job, call: Call) -> Program:
         LayoutError: rules, options or the function do not fit the arguments.
     """
     named = named_objects(call.arguments)
-    check_apart(named)
-    check_plain(named)
+    check_parts(named)
     if job.runs:
         refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
     before = layouts_of(call.arguments, call.rules)
@@ -364,7 +362,7 @@ def _outcome(
 
 def _check_after(named: Sequence[tuple[str, Any]], made: Sequence[Any]) -> None:
     """Raise StructureError where arguments share, or Variables hold no arrays."""
-    check_apart(named)
+    check_parts(named)
     for path, part in named_parts([*named, *(("the result", node) for node in made)]):
         held = part.get_raw_value() if isinstance(part, nnx.Variable) else ()
         for problem in filter(None, map(no_array, jax.tree.leaves(held))):

@@ -23,7 +23,7 @@ from flax_layoutmap._tree.flax_internals import (
     named_objects_of,
     nnx_state,
 )
-from flax_layoutmap._tree.watch import Uncomparable, comparable
+from flax_layoutmap._tree.watch import Uncomparable, contents
 
 Named = Iterable[tuple[str, Any]]
 
@@ -35,29 +35,25 @@ def named_parts(named: Named) -> Iterator[tuple[str, Any]]:
             yield "/".join((name, *map(str, path))), part
 
 
-def check_apart(named: Named, kinds: Any = nnx.Variable) -> None:
-    """Raise StructureError where two NNX objects share a part of these kinds."""
+def check_parts(named: Named) -> None:
+    """Raise StructureError for Variables that are shared, or have `ref` or `hijax`."""
     owners: dict[int, tuple[int, str]] = {}
     for number, pair in enumerate(named):
         for path, part in named_parts([pair]):
-            if not isinstance(part, kinds):
+            if not isinstance(part, nnx.Variable):
                 continue
+            kind = type(part).__name__
             first, other = owners.setdefault(id(part), (number, path))
             if first != number:
                 raise StructureError(
-                    f"{other} and {path} are one {type(part).__name__}: pass one "
-                    "object that holds both, so that they stay shared"
+                    f"{other} and {path} are one {kind}: pass one object that holds "
+                    "both, so that they stay shared"
                 )
-
-
-def check_plain(named: Named) -> None:
-    """Raise StructureError where a Variable holds a reference instead of a value."""
-    for path, part in named_parts(named):
-        if isinstance(part, nnx.Variable) and not is_plain_variable(part):
-            raise StructureError(
-                f"{path} is a {type(part).__name__} with ref or hijax, which is a "
-                "reference to its value and has no layout: make it without these"
-            )
+            if not is_plain_variable(part):
+                raise StructureError(
+                    f"{path} is a {kind} with ref or hijax, which is a reference to "
+                    "its value and has no layout: make it without these"
+                )
 
 
 def refuse_constants(named: Named, cause: Exception) -> None:
@@ -65,7 +61,7 @@ def refuse_constants(named: Named, cause: Exception) -> None:
     for path, part in named_parts(named):
         for name, value in constants_of(part).items():
             try:
-                comparable(value)
+                contents(value)
             except Uncomparable as error:
                 kind = type(error.args[0]).__name__
                 raise StructureError(
@@ -105,21 +101,18 @@ def refuse_captured(constants: Iterable[Any], named: Named, name: str) -> None:
 
 def _raise_for(used: Iterable[str], name: str) -> None:
     paths = list(dict.fromkeys(used))
-    owners = list(
-        dict.fromkeys(re.split(r"[/[]|(?<!^self)\.", path)[0] for path in paths)
-    )
+    owners = [re.split(r"[/[]|(?<!^self)\.", path)[0] for path in paths]
     if paths:
         raise StructureError(
             f"{name} uses {first_four(paths)}, but not as an argument: the current "
             "value would be compiled in as a constant. "
-            f"Pass {first_four(owners)} to {name}."
+            f"Pass {first_four(list(dict.fromkeys(owners)))} to {name}."
         )
 
 
 def _holds_values(value: Any) -> bool:
     """Whether it is or holds a Variable of no surrounding trace."""
-    if isinstance(value, nnx.Pytree):
-        value = nnx_state(value)
+    value = nnx_state(value) if isinstance(value, nnx.Pytree) else value
     is_state = isinstance(value, nnx.Variable | nnx.State)
     return is_state and not all(isinstance(x, Tracer) for x in jax.tree.leaves(value))
 
@@ -131,11 +124,10 @@ def _used(fun: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(value))
         yield path, value
-        if isinstance(value, Mapping | list | tuple) and not isinstance(
-            value, nnx.State
-        ):
-            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-            yield from ((f"{path}[{key!r}]", part) for key, part in parts)
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and not isinstance(value, nnx.State):
+            yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
         elif callable(value):
             yield from _used(value, seen)
 

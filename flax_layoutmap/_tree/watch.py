@@ -28,11 +28,6 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
-def comparable(value: Any) -> Any:
-    """The value if it can be hashed, else `contents` of it."""
-    return value if is_hashable(value) else contents(value)
-
-
 def contents(value: Any) -> Any:
     """A hashable description of a value: equal for values that hold the same.
 
