@@ -1,7 +1,7 @@
 """The dims of a layout, read from axes, a spec, or DTensor's words."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -66,10 +66,8 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     return (*spec, ...)
 
 
-def read_dims(
-    axes: tuple[Any, ...], given: Any, names: Collection[str]
-) -> tuple[Dim, ...]:
-    """The dims of a layout on a mesh with these axes; errors quote `given`."""
+def read_dims(axes: tuple[Any, ...], given: Any) -> tuple[Dim, ...]:
+    """The dims of a layout in normal form; errors quote `given`."""
     if sum(dim is ... for dim in axes) > 1:
         raise RuleError(f"a layout may hold one '...', got {given!r}")
     dims: list[Dim] = []
@@ -79,26 +77,15 @@ def read_dims(
                 f"{given!r} leaves a dim unconstrained, which a layout cannot do: use "
                 "None for a dim that is not sharded"
             )
-        if dim is None or dim is ... or isinstance(dim, str):
-            dims.append(None if dim == UNSHARDED and dim not in names else dim)
-        elif isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim):
-            dims.append(tuple(dim))
-        else:
+        if isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim):
+            dim = tuple(dim) if len(dim) > 1 else dim[0] if dim else None
+        elif dim is not None and dim is not ... and not isinstance(dim, str):
             raise RuleError(not_a_layout(given))
-    return tuple(dims)
-
-
-def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unwrap 1-tuples; drop empty ones, and None beside a '...'."""
-    result: list[Dim] = []
-    for dim in dims:
-        if isinstance(dim, tuple) and len(dim) < 2:
-            dim = dim[0] if dim else None
-        result.append(dim)
-    if not any(dim_axes(dim) for dim in result) and ... in result:
+        dims.append(None if dim == UNSHARDED else dim)
+    if ... in dims and not any(map(dim_axes, dims)):
         # Only unsharded dims and a "...": replicated, if at least that many dims.
         return (...,)
-    return tuple(result)
+    return tuple(dims)
 
 
 def not_a_layout(value: Any) -> str:

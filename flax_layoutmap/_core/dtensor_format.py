@@ -7,7 +7,7 @@ extension: a dim on several mesh axes is written `x+y`.
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
@@ -22,39 +22,23 @@ _XLA = "use_xla_spmd"
 # ---------------------------------------------------------------------- words
 
 
-def dim_of(word: str, names: Collection[str], strict: bool = False) -> Any:
-    """The dim that a word stands for, on a mesh with these axes."""
+def dim_of(word: str, strict: bool = False) -> None | str | tuple[str, ...]:
+    """The dim that a word stands for."""
     if word == UNSHARDED:
         return None
-    if word == MATCH and MATCH in names:
-        raise LayoutError(
-            f"the word {MATCH!r} has two meanings on a mesh with an axis {MATCH!r}; "
-            "use another name for the axis"
-        )
-    if word in names or "+" not in word:
-        return word
-    if strict:
+    if strict and "+" in word:
         raise LayoutError(
             f"the dim {word!r} is on several mesh axes, which DTensor cannot read; "
             "leave out strict=True"
         )
-    return tuple(word.split("+"))
+    return tuple(word.split("+")) if "+" in word else word
 
 
-def words_of(dims: Sequence[Any], names: Collection[str]) -> list[str]:
-    """DTensor's words for the dims of a layout; several axes are joined by `+`."""
-    words = []
-    for dim in dims:
-        word = (
-            UNSHARDED if dim is None else dim if isinstance(dim, str) else "+".join(dim)
-        )
-        if dim_of(word, names) != dim:
-            raise LayoutError(
-                f"DTensor's word {word!r} would not be read back as the dim {dim!r}; "
-                "use other names for the mesh axes"
-            )
-        words.append(word)
-    return words
+def word_of(dim: Any) -> str:
+    """DTensor's word for a dim; several axes are joined by `+`."""
+    if dim is None:
+        return UNSHARDED
+    return dim if isinstance(dim, str) else "+".join(dim)
 
 
 # --------------------------------------------------------------------- protos

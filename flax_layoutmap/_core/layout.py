@@ -12,7 +12,6 @@ from flax_layoutmap._core.axes import (
     Dim,
     dim_axes,
     divides,
-    normal_dims,
     normal_spec,
     not_a_layout,
     read_dims,
@@ -26,8 +25,8 @@ from flax_layoutmap._core.dtensor_format import (
     layout_text,
     read_layout_proto,
     read_layout_text,
+    word_of,
     words_in,
-    words_of,
 )
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.grid import shard_offsets, whole
@@ -57,8 +56,7 @@ class TensorLayout:
             replicated, at any rank. A `PartitionSpec` keeps JAX's meaning: missing
             trailing dims are not sharded. A `NamedSharding` sets mesh and memory kind
             too. `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps the
-            axes of an array's dim (for `relayout` and `distribute_tensor` only), unless
-            the mesh has an axis of that name.
+            axes of an array's dim (for `relayout` and `distribute_tensor` only).
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope set it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
@@ -93,33 +91,31 @@ class TensorLayout:
                 "leave one out"
             )
         on = as_mesh(device_mesh if mesh is None else mesh)
+        if isinstance(axes, NamedSharding):
+            on = on or DeviceMesh(axes.mesh)
+            memory_kind = memory_kind or own_memory_kind(axes)
+            axes = axes.spec
         if isinstance(axes, TensorLayout):
             on = on or axes.device_mesh
             memory_kind = memory_kind or axes.memory_kind
             dims = axes.axes
-        elif isinstance(axes, NamedSharding):
-            on = on or DeviceMesh(axes.mesh)
-            memory_kind = memory_kind or own_memory_kind(axes)
-            dims = read_dims(spec_entries(axes.spec), axes, names_of(on))
         elif isinstance(axes, PartitionSpec):
-            dims = read_dims(spec_entries(axes), axes, names_of(on))
+            dims = read_dims(spec_entries(axes), axes)
         elif axes is None:
             dims = (...,)
         elif isinstance(axes, tuple | list):
-            dims = read_dims(tuple(axes), axes, names_of(on)) or (...,)
+            dims = read_dims(tuple(axes), axes) or (...,)
         else:
             raise RuleError(not_a_layout(axes))
-        self._fill(normal_dims(dims), on, memory_kind)
+        self._fill(dims, on, memory_kind)
         self._check_axes()
 
     def _fill(
         self, axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
     ) -> None:
-        put = object.__setattr__
-        put(self, "axes", axes)
-        put(self, "device_mesh", mesh)
-        put(self, "memory_kind", memory_kind)
-        put(self, "_hash", hash((axes, mesh, memory_kind)))
+        values = (axes, mesh, memory_kind)
+        for name, value in zip(self.__slots__, (*values, hash(values)), strict=True):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def _exactly(
@@ -154,12 +150,8 @@ class TensorLayout:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The mesh axes in use, in the order of the dims."""
-        match = self.has_match
-        names: list[str] = []
-        for dim in self.axes:
-            if not (match and dim == MATCH):
-                names.extend(dim_axes(dim))
-        return tuple(names)
+        names = [name for dim in self.axes for name in dim_axes(dim)]
+        return tuple(name for name in names if name != MATCH)
 
     @property
     def is_replicated(self) -> bool:
@@ -169,7 +161,7 @@ class TensorLayout:
     @property
     def has_match(self) -> bool:
         """Whether a dim is `MATCH`, which takes its axes from an array."""
-        return MATCH in self.axes and MATCH not in names_of(self.device_mesh)
+        return MATCH in self.axes
 
     @property
     def rank(self) -> int | None:
@@ -230,18 +222,15 @@ class TensorLayout:
     def _written_out(self, ndim: int) -> tuple[Dim, ...]:
         """The axes for this many dims, without the `...`."""
         axes = self.axes
-        if ... in axes:
-            at, missing = axes.index(...), ndim - len(axes) + 1
-            if missing < 0:
-                raise LayoutError(
-                    f"the layout {self} has {len(axes) - 1} dims, the array has {ndim}"
-                )
-            return (*axes[:at], *(None,) * missing, *axes[at + 1 :])
-        if len(axes) != ndim:
+        count = len(axes) - (... in axes)
+        if ndim < count or (ndim > count and ... not in axes):
             raise LayoutError(
-                f"the layout {self} has {len(axes)} dims, the array has {ndim}"
+                f"the layout {self} has {count} dims, the array has {ndim}"
             )
-        return axes
+        if ... not in axes:
+            return axes
+        at = axes.index(...)
+        return (*axes[:at], *(None,) * (ndim - count), *axes[at + 1 :])
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
         """Return the `PartitionSpec` in normal form (no trailing None).
@@ -294,12 +283,12 @@ class TensorLayout:
         with a concrete one: axis names, sizes and the normal form decide.
         """
         mine, yours = self.device_mesh, other.device_mesh
-        if (mine is None) != (yours is None):
-            return False
-        if mine is not None and yours is not None and not same_grid(mine, yours):
-            return False
+        if mine is None or yours is None:
+            same_mesh = mine is yours
+        else:
+            same_mesh = same_grid(mine, yours)
         same_memory = self.memory_kind == other.memory_kind
-        return same_memory and self.spec(ndim) == other.spec(ndim)
+        return same_mesh and same_memory and self.spec(ndim) == other.spec(ndim)
 
     # ----------------------------------------------- the members of DTensor's Layout
 
@@ -314,7 +303,7 @@ class TensorLayout:
 
         A dim on several axes, which DTensor does not have, is `"x+y"`.
         """
-        return words_of(self._every_dim(), names_of(self.device_mesh))
+        return list(map(word_of, self._every_dim()))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -448,8 +437,7 @@ class TensorLayout:
     @classmethod
     def _from_proto(cls, proto: Any, strict: bool) -> Self:
         mesh = mesh_from_proto(proto.mesh_config)
-        words = words_in(proto)
-        dims = tuple(dim_of(word, mesh.axis_names, strict) for word in words)
+        dims = tuple(dim_of(word, strict) for word in words_in(proto))
         return cls._exactly(dims, mesh)
 
     def mesh_proto(self) -> Any:
@@ -548,11 +536,6 @@ def named_sharding(
 ) -> NamedSharding:
     """Make the JAX sharding for a spec in normal form."""
     return NamedSharding(mesh.jax_mesh, spec, memory_kind=memory_kind)
-
-
-def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """The axes of a mesh that may be missing."""
-    return () if mesh is None else mesh.axis_names
 
 
 def is_offloaded(memory_kind: str | None) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
+from flax_layoutmap._core.dtensor_format import MATCH, UNSHARDED
 from flax_layoutmap._core.errors import MeshError
 
 Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
@@ -44,6 +45,8 @@ def sizes_and_names(
     for size, name in zip(shape, names, strict=True):
         if not isinstance(name, str) or not name:
             raise MeshError(f"an axis name must be a non-empty string, got {name!r}")
+        if name in (UNSHARDED, MATCH):
+            raise MeshError(f"an axis cannot have the name {name!r}, a word of DTensor")
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise MeshError(f"axis {name!r} must have an int size, got {size!r}")
         if size < 1 and size != -1:

@@ -483,18 +483,6 @@ CASES: dict[str, Case] = {
         "the dim 'data+model' is on several mesh axes, which DTensor cannot read; "
         "leave out strict=True",
     ),
-    "layout: a word with two meanings": Case(
-        lambda: TensorLayout(("match",), "match=8").to_string(),
-        flm.LayoutError,
-        "the word 'match' has two meanings on a mesh with an axis 'match'; use another "
-        "name for the axis",
-    ),
-    "layout: a word that is read otherwise": Case(
-        lambda: TensorLayout(("unsharded",), "unsharded=8").to_string(),
-        flm.LayoutError,
-        "DTensor's word 'unsharded' would not be read back as the dim 'unsharded'; use "
-        "other names for the mesh axes",
-    ),
     "layout: kind of proto": Case(
         lambda: changed(type=2),
         flm.LayoutError,

@@ -28,13 +28,10 @@ def test_unsharded_is_none(mesh: flm.DeviceMesh) -> None:
     assert flm.TensorLayout([UNSHARDED]) == flm.TensorLayout([None])
 
 
-def test_an_axis_of_that_name_is_the_axis() -> None:
-    mesh = flm.DeviceMesh.abstract("unsharded=2,match=4")
-    layout = flm.TensorLayout((UNSHARDED, MATCH), mesh)
-    assert layout.axis_names == ("unsharded", "match")
-    assert not layout.has_match
-    assert layout.shard_shape((8, 8)) == (4, 2)
-    flm.Rule("a", layout)  # Not refused.
+def test_the_words_name_no_axis() -> None:
+    for name in (UNSHARDED, MATCH):
+        with pytest.raises(flm.errors.MeshError, match=f"the name '{name}'"):
+            flm.DeviceMesh.abstract({name: 2})
 
 
 def test_match_is_no_axis(mesh: flm.DeviceMesh) -> None:
@@ -460,22 +457,6 @@ def test_several_axes_are_an_extension() -> None:
     # y changes most slowly: device 1 is (x=0, y=1), so it holds the fourth of six.
     assert layout.offset_to_shard() == [(0, 0), (3, 0), (1, 0), (4, 0), (2, 0), (5, 0)]
     assert layout.num_shards(0) == 6
-
-
-def test_names_that_have_another_meaning() -> None:
-    plus = flm.DeviceMesh.abstract((2, 2, 2), ("x", "y", "x+y"))
-    one = flm.TensorLayout(("x+y",), plus)
-    assert flm.TensorLayout.from_string(one.to_string(), strict=True) == one
-    with pytest.raises(flm.LayoutError, match="'x\\+y' would not be read back"):
-        flm.TensorLayout((("x", "y"),), plus).to_string()
-    words = flm.DeviceMesh.abstract("unsharded=2,match=2")
-    with pytest.raises(flm.LayoutError, match="'unsharded' would not be read back"):
-        flm.TensorLayout(("unsharded",), words).to_string()
-    with pytest.raises(flm.LayoutError, match="'match' has two meanings"):
-        flm.TensorLayout(("match",), words).as_proto()
-    # As DTensor reads it: the word, not the axis.
-    text = f"sharding_specs:unsharded, mesh:{words.to_string()}"
-    assert flm.TensorLayout.from_string(text) == flm.TensorLayout((None,), words)
 
 
 @hypothesis.given(st.data())
