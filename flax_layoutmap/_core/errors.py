@@ -1,7 +1,4 @@
-"""The exceptions and warnings of flax_layoutmap, and helpers for their messages.
-
-A message says, in this order: which leaf, which rule, what clashed, what to do.
-"""
+"""The exceptions and warnings of flax_layoutmap, and helpers for their messages."""
 
 import contextlib
 import difflib

@@ -26,24 +26,16 @@ def initialize(
     (`JAX_COORDINATOR_ADDRESS` and others) or from the cluster that it detects: Cloud
     TPU, Slurm, Open MPI, Kubernetes. A second call without arguments does nothing.
 
-    Unlike Keras's it sets no seed: Flax models are made from an explicit one, and
-    `flm.create` raises where that differs between processes.
-
-    JAX waits `initialization_timeout` seconds (300 by default) for all processes, and
-    ends those that wait with `DEADLINE_EXCEEDED` where one is missing. A process that
-    has ended waits for the others, which JAX ends after `shutdown_timeout_seconds` (300
-    by default): pass less to notice errors sooner.
+    Unlike Keras's it sets no seed: Flax models are made from an explicit one. JAX ends
+    processes that wait for `initialization_timeout` seconds (300 by default) for one
+    that does not come, and `shutdown_timeout_seconds` after one has ended.
 
     Args:
         job_addresses: `"host:port"` of process 0, or of all processes, separated by
             commas, that of process 0 first.
         num_processes: the number of processes.
         process_id: the number of this process, from 0.
-        **options: further arguments of `jax.distributed.initialize`, such as
-            `initialization_timeout` and `shutdown_timeout_seconds`.
-
-    Raises:
-        ProcessError: JAX cannot join a job with these arguments.
+        **options: further arguments of `jax.distributed.initialize`, such as these.
 
     Example:
         On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:

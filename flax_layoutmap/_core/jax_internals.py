@@ -1,27 +1,8 @@
 """Private or moved names of JAX that this package uses.
 
-Seen in jax 0.10.2, 0.11.2 and 0.12.0:
-
-- `jax.extend.core.ClosedJaxpr`: from jax 0.11 on it is `Jaxpr`, and `jaxpr.jaxpr` is
-  the same jaxpr.
-- `JaxprEqn.ctx`: the settings under which an equation was traced.
-- `Jaxpr.debug_info.with_unknown_names`: for a jaxpr that is a part of another one.
-- the name of `UnspecifiedValue`: a sharding that a call of `jax.jit` does not give.
-- `Tracer.to_concrete_value`: the array that a tracer of differentiation holds.
-  Fallback: none, so that it counts as traced.
-- the name of `ShardingTypeError`, which has no public one. Fallback: the error as JAX
-  raises it.
-- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for`: whether a value is
-  traced for the body of a loop. Fallback: it is not.
-- `unsafe_buffer_pointer` of an array of one device: whether two share memory. Fallback:
-  unknown.
-- `_cache_size` of what `jax.jit` returns: how many executables there are. Tests read it
-  through `flm.jit`.
-- `Tracer.sharding`, with jax 0.10 alone: replaced while a constructor is traced.
-  Fallback: the time of a trace grows with the square of its length.
-
-`tests/core/test_jax_internals.py` fails when one of them moves. `jaxlib.xla_client` is
-used by `pod/_child.py` alone, in a process of its own; only for libtpu it imports JAX.
+Seen in jax 0.10.2, 0.11.2 and 0.12.0; `tests/core/test_jax_internals.py` fails when one
+of them moves. `jaxlib.xla_client` is used by `pod/_child.py` alone, in a process of its
+own.
 """
 
 import contextlib
@@ -49,7 +30,7 @@ def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
 def part_of(
     jaxpr: Jaxpr, inputs: Sequence[Any], eqns: Sequence[Any], outputs: Sequence[Any]
 ) -> Jaxpr:
-    """A jaxpr of some equations of another one."""
+    """A jaxpr of some equations of another one (`debug_info.with_unknown_names`)."""
     return jaxpr.replace(
         constvars=[],
         invars=list(inputs),
@@ -60,7 +41,7 @@ def part_of(
 
 
 def settings_of(eqn: JaxprEqn) -> dict[str, Any]:
-    """The settings that an equation was traced under, and its result depends on."""
+    """The settings (`JaxprEqn.ctx`) that the result of an equation depends on."""
     names = ("compute_type", "threefry_partitionable", "xla_metadata")
     return {name: getattr(eqn.ctx, name, None) for name in names}
 
@@ -71,7 +52,10 @@ def is_unspecified(sharding: Any) -> bool:
 
 
 def concrete_value(tracer: Tracer) -> Any:
-    """The array that a tracer of differentiation holds; None for other tracers."""
+    """The array that a tracer of differentiation holds; None for other tracers.
+
+    Fallback: None, so that it counts as traced.
+    """
     read = getattr(tracer, "to_concrete_value", None)
     return None if read is None else read()
 

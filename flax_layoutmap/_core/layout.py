@@ -191,13 +191,7 @@ class TensorLayout:
             tuple(old) if dim == MATCH else dim
             for dim, old in zip(axes, dims, strict=True)
         ]
-        try:
-            return type(self)(kept, self.device_mesh, memory_kind=self.memory_kind)
-        except RuleError as error:
-            raise LayoutError(
-                f"the layout {self} cannot keep the dims of an array on "
-                f"{tuple(map(tuple, dims))}: {error}"
-            ) from error
+        return type(self)(kept, self.device_mesh, memory_kind=self.memory_kind)
 
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes of each of `ndim` dims."""
@@ -326,8 +320,7 @@ class TensorLayout:
         says False as soon as a dim names an axis.)
         """
         self._check_complete()
-        names = self.axis_names
-        return not names or all(self._some_mesh().axis_sizes[n] == 1 for n in names)
+        return all(self._some_mesh().axis_sizes[n] == 1 for n in self.axis_names)
 
     def is_batch_parallel(self) -> bool:
         """Return whether dim 0, and no other, is sharded."""
@@ -380,9 +373,7 @@ class TensorLayout:
 
     def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
         """Return the layout without a dim, or without several."""
-        several = whole(dims) is None and hasattr(dims, "__iter__")
-        given: Any = dims if several else [dims]
-        gone = {self._position(dim) for dim in given}
+        gone = {self._position(dim) for dim in np.atleast_1d(dims).tolist()}
         kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
         return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
 

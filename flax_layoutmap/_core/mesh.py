@@ -48,8 +48,7 @@ class DeviceMesh:
     hashable, and equal when shape, axis names, axis types and devices are. A mesh with
     devices can be unpickled where there are devices of the same platform and ids.
 
-    It also has the members of DTensor's `Mesh`, and `from_dtensor`, the constructor in
-    DTensor's documentation. They number the devices by their place in the mesh,
+    The members of DTensor's `Mesh` number the devices by their place in the mesh,
     row-major, which need not be `jax.Device.id`.
 
     Args:
@@ -101,7 +100,7 @@ class DeviceMesh:
         given = None if devices is None else _checked_devices(devices)
         available = jax.devices() if given is None else given
         sizes = fill(sizes, names, len(available))
-        check_count(sizes, names, len(available), given is None)
+        check_count(sizes, names, len(available))
         types = axis_types_of(axis_types, len(sizes))
         if given is None:
             grid = one_slice_grid(sizes, names, available, allow_split_physical_axes)
@@ -124,10 +123,7 @@ class DeviceMesh:
         """
         sizes, names = sizes_and_names(shape, axis_names)
         if -1 in sizes:
-            raise MeshError(
-                f"an abstract mesh has no devices to compute -1 from: {sizes}; "
-                "write the size"
-            )
+            raise MeshError(f"an abstract mesh needs every size, got {sizes}")
         types = axis_types_of(axis_types, len(sizes))
         return cls(AbstractMesh(sizes, names, axis_types=types))
 
@@ -469,20 +465,11 @@ def _of_devices(
     axis_types: Any,
 ) -> DeviceMesh:
     """A mesh of devices by name; an abstract one if some of them do not exist here."""
-    try:
-        pairs = [
-            (name, size)
-            for name, size in (dims.items() if isinstance(dims, Mapping) else dims)
-        ]
-    except (TypeError, ValueError) as error:
-        raise MeshError(
-            "dims must be pairs of a name and a size, such as "
-            f'[("x", 3), ("y", 2)], got {dims!r}'
-        ) from error
+    pairs = list(dims.items() if isinstance(dims, Mapping) else dims)
     sizes, names = sizes_and_names([n for _, n in pairs], [name for name, _ in pairs])
     keys = _keys_of(devices)
     sizes = fill(sizes, names, len(keys))
-    check_count(sizes, names, len(keys), False)
+    check_count(sizes, names, len(keys))
     here = devices_here(keys)
     if None in here:
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)

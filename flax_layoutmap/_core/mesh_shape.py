@@ -22,10 +22,7 @@ def sizes_and_names(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if isinstance(shape, str | Mapping):
         if names is not None:
-            kind = "line" if isinstance(shape, str) else "mapping"
-            raise MeshError(
-                f"the {kind} {shape!r} has axis names; leave out axis_names"
-            )
+            raise MeshError(f"{shape!r} has axis names; leave out axis_names")
         pairs = _pairs(shape) if isinstance(shape, str) else list(shape.items())
         shape, names = [size for _, size in pairs], [name for name, _ in pairs]
     if isinstance(names, str):
@@ -43,14 +40,17 @@ def sizes_and_names(
             f"axis_names={tuple(names)}"
         )
     for size, name in zip(shape, names, strict=True):
-        if not isinstance(name, str) or not name:
-            raise MeshError(f"an axis name must be a non-empty string, got {name!r}")
-        if name in (UNSHARDED, MATCH):
-            raise MeshError(f"an axis cannot have the name {name!r}, a word of DTensor")
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise MeshError(f"axis {name!r} must have an int size, got {size!r}")
-        if size < 1 and size != -1:
-            raise MeshError(f"axis {name!r} must have a size of 1 or more, got {size}")
+        if not isinstance(name, str) or name in ("", UNSHARDED, MATCH):
+            raise MeshError(
+                "an axis name must be a non-empty string, and not a word of DTensor, "
+                f"got {name!r}"
+            )
+        is_whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_whole or (int(size) < 1 and size != -1):
+            raise MeshError(
+                f"the size of axis {name!r} must be an int of 1 or more, or -1, got "
+                f"{size!r}"
+            )
     if len(set(names)) != len(names):
         raise MeshError(f"axis names must differ, got {tuple(names)}")
     if list(shape).count(-1) > 1:
@@ -59,19 +59,14 @@ def sizes_and_names(
 
 
 def _pairs(line: str) -> list[tuple[str, int]]:
-    pairs = []
-    for part in line.split(","):
-        name, _, size = part.partition("=")
-        try:
-            pairs.append((name.strip(), int(size)))
-        except ValueError:
-            name = ""
-        if not name.strip():
-            raise MeshError(
-                f"cannot read {part!r} in the mesh line {line!r}; "
-                'write "data=2,model=4" (one size may be -1)'
-            )
-    return pairs
+    try:
+        parts = [part.partition("=") for part in line.split(",")]
+        return [(name.strip(), int(size)) for name, _, size in parts]
+    except ValueError as error:
+        raise MeshError(
+            f'cannot read the mesh line {line!r}; write "data=2,model=4" (one size may '
+            "be -1)"
+        ) from error
 
 
 def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
@@ -88,25 +83,21 @@ def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[in
     return tuple(count // known if size == -1 else size for size in sizes)
 
 
-def check_count(
-    sizes: Sequence[int], names: Sequence[str], count: int, took_all: bool
-) -> None:
+def check_count(sizes: Sequence[int], names: Sequence[str], count: int) -> None:
     """Raise unless these are as many devices as the mesh has places."""
     need = math.prod(sizes)
     if need == count:
         return
-    advice = "change a size, let one be -1, or use flm.DeviceMesh.abstract(...)"
-    if took_all and need < count:
-        advice = f"to use only some, pass devices=jax.devices()[:{need}]"
-    elif took_all and jax.default_backend() == "cpu":
+    advice = f"to use only some, pass devices=jax.devices()[:{need}]"
+    if need > count:
         advice = (
-            "for virtual CPU devices call "
-            f'jax.config.update("jax_num_cpu_devices", {need}) before any other use of '
-            "JAX, or plan with flm.DeviceMesh.abstract(...)"
+            "change a size, plan with flm.DeviceMesh.abstract(...), or for virtual CPU "
+            f'devices call jax.config.update("jax_num_cpu_devices", {need}) before any '
+            "other use of JAX"
         )
+    grid = _line(sizes, names)
     raise MeshError(
-        f"the mesh {_line(sizes, names)} needs {need} devices, but there are {count}; "
-        f"{advice}"
+        f"the mesh {grid} needs {need} devices, but there are {count}; {advice}"
     )
 
 

@@ -1,16 +1,17 @@
 """Compare rules, settings and values across processes before a collective."""
 
 import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flax_layoutmap._core.errors import ProcessError, visible, warn
+from flax_layoutmap._core.errors import ProcessError, warn
 from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.mesh import DeviceMesh
 
@@ -23,26 +24,18 @@ _SETTINGS = (
     "jax_default_matmul_precision",
 )
 # The size of what each process sends: a gather needs equal sizes.
-_BYTES = 2048
+_BYTES = 4096
 # How many processes that differ a message lists.
 _LISTED = 8
-
-
-class _Row(NamedTuple):
-    """What a process sends: where it is, a digest of each part, and its error."""
-
-    step: str
-    digests: dict[str, str]
-    error: str
 
 
 class Agreement:
     """A block after which all processes of a job compare parts (name → text or lines).
 
-    They exchange digests of their parts, of the mesh and of the settings of JAX that
+    They exchange digests of the parts, of the mesh and of the settings of JAX that
     change values. If some differ, or if the block raised in one process, all of them
-    raise. Nothing is exchanged inside a trace, or for a mesh that does not have devices
-    of every process. All processes must enter the block, as for every collective.
+    raise. All processes must enter it, as every collective; nothing is exchanged inside
+    a trace, or for a mesh without devices of every process.
 
     `step` names in messages what comes next: `"creating the model"`.
 
@@ -79,7 +72,7 @@ class Agreement:
             warn(f"{here} failed before {step} and waits to tell the others: {text}")
         digests = {} if text else self._digests(mesh)
         try:
-            rows = _exchange(_Row(step, digests, text))
+            rows = _exchange(step, digests, text)
         except jax.errors.JaxRuntimeError as cause:
             if text:
                 return  # the error of the block is raised
@@ -149,35 +142,28 @@ def _digest(part: str | Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _exchange(row: _Row) -> list[_Row]:
-    """The row of each process, in order."""
-    step = visible(row.step)[:200]
-    head = [step, *(f"{name}={digest}" for name, digest in row.digests.items())]
-    sent = "\n\n".join(("\n".join(head), row.error)).encode()[:_BYTES]
+def _exchange(step: str, digests: dict[str, str], error: str) -> list[Any]:
+    """Step, digests of the parts and error of each process, in order."""
+    row = json.dumps([step[:200], digests, error[:600]], ensure_ascii=False)
+    sent = row.encode(errors="replace").ljust(_BYTES)
     # Whatever the caller has set in JAX must not reach the gather.
     with jax.transfer_guard("allow"), jax.disable_jit(False):
-        received = multihost_utils.process_allgather(
-            np.frombuffer(sent.ljust(_BYTES), np.uint8)
-        )
-    rows = []
-    for raw in received:
-        text = raw.tobytes().decode(errors="replace").rstrip()
-        start, _, error = text.partition("\n\n")
-        step, *digests = start.split("\n")
-        rows.append(_Row(step, dict(pair.rsplit("=", 1) for pair in digests), error))
-    return rows
+        rows = multihost_utils.process_allgather(np.frombuffer(sent, np.uint8))
+    return [json.loads(row.tobytes()) for row in rows]
 
 
-def _raise_if_different(rows: Sequence[_Row], step: str) -> None:
-    failed = [f"process {p} failed: {r.error}" for p, r in enumerate(rows) if r.error]
+def _raise_if_different(rows: Sequence[Any], step: str) -> None:
+    """Raise if a process failed, or has another step or digest than process 0."""
+    failed = [
+        f"process {p} failed: {error}" for p, (*_, error) in enumerate(rows) if error
+    ]
     if failed:
         raise ProcessError(f"not all processes are ready for {step}: {_listed(failed)}")
-    first, problems = rows[0], []
-    for process, row in enumerate(rows):
-        names = [*(first.digests | row.digests)]
-        parts = [n for n in names if first.digests.get(n) != row.digests.get(n)]
-        if row.step != first.step:
-            problems.append(f"process {process} is at {row.step}, not at {first.step}")
+    (first_step, first, _), problems = rows[0], []
+    for process, (its_step, digests, _) in enumerate(rows):
+        parts = [n for n in first | digests if first.get(n) != digests.get(n)]
+        if its_step != first_step:
+            problems.append(f"process {process} is at {its_step}, not at {first_step}")
         elif parts:
             text = f"differs from process 0 in its {', '.join(parts)}"
             problems.append(f"process {process} {text}")
@@ -189,6 +175,5 @@ def _raise_if_different(rows: Sequence[_Row], step: str) -> None:
 
 
 def _listed(problems: Sequence[str]) -> str:
-    more = len(problems) - _LISTED
-    texts = [*problems[:_LISTED], *([f"… and {more} more"] if more > 0 else [])]
-    return "; ".join(texts)
+    more = [f"… and {len(problems) - _LISTED} more"] if problems[_LISTED:] else []
+    return "; ".join([*problems[:_LISTED], *more])

@@ -166,14 +166,14 @@ def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
         (((), ()), "needs a size and a name for each axis"),
         (((2, 4), ("data", "")), "an axis name must be a non-empty string"),
         (((2, 4), ("data", 3)), "an axis name must be a non-empty string"),
-        (((2, 4.0), NAMES), "axis 'model' must have an int size, got 4.0"),
-        (((True, 8), NAMES), "axis 'data' must have an int size, got True"),
-        (("data=2,model",), "cannot read 'model' in the mesh line"),
-        (("data=2,=4",), "cannot read '=4' in the mesh line"),
-        (("data=two",), "cannot read 'data=two' in the mesh line"),
-        (("",), "cannot read '' in the mesh line"),
-        (({"data": 8}, ("data",)), "the mapping {'data': 8} has axis names"),
-        ((np.array([2.0, 4.0]), NAMES), "must have an int size, got 2.0"),
+        (((2, 4.0), NAMES), "size of axis 'model' must be an int of 1 or more, or -1"),
+        (((True, 8), NAMES), "the size of axis 'data' must be an int"),
+        (("data=2,model",), "cannot read the mesh line 'data=2,model'"),
+        (("data=2,=4",), "an axis name must be a non-empty string"),
+        (("data=two",), "cannot read the mesh line 'data=two'"),
+        (("",), "cannot read the mesh line ''"),
+        (({"data": 8}, ("data",)), "{'data': 8} has axis names"),
+        ((np.array([2.0, 4.0]), NAMES), "must be an int of 1 or more, or -1, got 2.0"),
         (
             ((2,), ("x",), [0, 1]),
             "devices must be JAX devices, such as jax.devices()[:4], or na",
@@ -217,13 +217,3 @@ def test_not_a_mesh(thing: Any, mesh: flm.DeviceMesh) -> None:
     assert as_mesh(mesh.jax_mesh) == mesh
     with pytest.raises(flm.errors.MeshError, match="not a mesh"):
         as_mesh(thing)
-
-
-def test_too_few_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(flm.errors.MeshError) as caught:
-        flm.DeviceMesh("data=16")
-    assert str(caught.value) == (
-        "the mesh data=16 needs 16 devices, but there are 8; change a size, let one be "
-        "-1, or use flm.DeviceMesh.abstract(...)"
-    )

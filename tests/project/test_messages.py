@@ -195,9 +195,9 @@ CASES: dict[str, Case] = {
     "mesh: too few devices": Case(
         lambda: flm.DeviceMesh((4, 4), NAMES),
         flm.errors.MeshError,
-        "the mesh data=4,model=4 needs 16 devices, but there are 8; for virtual CPU "
-        'devices call jax.config.update("jax_num_cpu_devices", 16) before any other '
-        "use of JAX, or plan with flm.DeviceMesh.abstract(...)",
+        "the mesh data=4,model=4 needs 16 devices, but there are 8; change a size, "
+        "plan with flm.DeviceMesh.abstract(...), or for virtual CPU devices call "
+        'jax.config.update("jax_num_cpu_devices", 16) before any other use of JAX',
     ),
     "mesh: too many devices": Case(
         lambda: flm.DeviceMesh((2, 2), NAMES),
@@ -208,13 +208,14 @@ CASES: dict[str, Case] = {
     "mesh: another number of given devices": Case(
         lambda: flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[:3]),
         flm.errors.MeshError,
-        "the mesh data=2,model=2 needs 4 devices, but there are 3; change a size, let "
-        "one be -1, or use flm.DeviceMesh.abstract(...)",
+        "the mesh data=2,model=2 needs 4 devices, but there are 3; change a size, plan "
+        "with flm.DeviceMesh.abstract(...), or for virtual CPU devices call "
+        'jax.config.update("jax_num_cpu_devices", 4) before any other use of JAX',
     ),
     "mesh: abstract -1": Case(
         lambda: flm.DeviceMesh.abstract((-1, 4), NAMES),
         flm.errors.MeshError,
-        "an abstract mesh has no devices to compute -1 from: (-1, 4); write the size",
+        "an abstract mesh needs every size, got (-1, 4)",
     ),
     "mesh: devices of an abstract one": Case(
         lambda: ABSTRACT.devices,
@@ -228,16 +229,6 @@ CASES: dict[str, Case] = {
         "not a mesh: 3; use flm.DeviceMesh((2, 4), ('data', 'model')), a "
         'jax.sharding.Mesh or AbstractMesh, or a line like "data=2,model=-1"',
     ),
-    "mesh: line and names": Case(
-        lambda: flm.DeviceMesh("data=8", ("data",)),
-        flm.errors.MeshError,
-        "the line 'data=8' has axis names; leave out axis_names",
-    ),
-    "mesh: names as one string": Case(
-        lambda: flm.DeviceMesh((8,), "data"),
-        flm.errors.MeshError,
-        "axis_names is one string, 'data'; write ('data',)",
-    ),
     "mesh: no names": Case(
         lambda: flm.DeviceMesh((8,)),
         flm.errors.MeshError,
@@ -249,31 +240,10 @@ CASES: dict[str, Case] = {
         flm.errors.MeshError,
         "1 sizes but 2 names: shape=(8,), axis_names=('data', 'model')",
     ),
-    "mesh: name": Case(
-        lambda: flm.DeviceMesh((8,), (1,)),  # type: ignore[arg-type]
-        flm.errors.MeshError,
-        "an axis name must be a non-empty string, got 1",
-    ),
-    "mesh: size": Case(
-        lambda: flm.DeviceMesh((8.0,), ("data",)),  # type: ignore[arg-type]
-        flm.errors.MeshError,
-        "axis 'data' must have an int size, got 8.0",
-    ),
-    "mesh: size 0": Case(
-        lambda: flm.DeviceMesh((0,), ("data",)),
-        flm.errors.MeshError,
-        "axis 'data' must have a size of 1 or more, got 0",
-    ),
     "mesh: equal names": Case(
         lambda: flm.DeviceMesh((2, 4), ("x", "x")),
         flm.errors.MeshError,
         "axis names must differ, got ('x', 'x')",
-    ),
-    "mesh: line": Case(
-        lambda: flm.DeviceMesh("data:8"),
-        flm.errors.MeshError,
-        "cannot read 'data:8' in the mesh line 'data:8'; write \"data=2,model=4\" (one "
-        "size may be -1)",
     ),
     "mesh: devices": Case(
         lambda: flm.DeviceMesh((1,), ("x",), devices=[7]),
@@ -290,11 +260,6 @@ CASES: dict[str, Case] = {
         lambda: flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2),
         flm.errors.MeshError,
         "devices holds one device twice: [CpuDevice(id=0), CpuDevice(id=0)]",
-    ),
-    "mesh: two open sizes": Case(
-        lambda: flm.DeviceMesh((-1, -1), NAMES),
-        flm.errors.MeshError,
-        "only one axis may have size -1, got (-1, -1)",
     ),
     "mesh: open size": Case(
         lambda: flm.DeviceMesh((-1, 3), NAMES),
@@ -332,14 +297,9 @@ CASES: dict[str, Case] = {
     "mesh: DTensor's, number of devices": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 2)]),
         flm.errors.MeshError,
-        "the mesh x=2 needs 2 devices, but there are 1; change a size, let one be -1, "
-        "or use flm.DeviceMesh.abstract(...)",
-    ),
-    "mesh: DTensor's, dims": Case(
-        lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], ["x"]),  # type: ignore
-        flm.errors.MeshError,
-        'dims must be pairs of a name and a size, such as [("x", 3), ("y", 2)], got '
-        "['x']",
+        "the mesh x=2 needs 2 devices, but there are 1; change a size, plan "
+        "with flm.DeviceMesh.abstract(...), or for virtual CPU devices call "
+        'jax.config.update("jax_num_cpu_devices", 2) before any other use of JAX',
     ),
     "mesh: DTensor's, equal names": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 1), ("x", 1)]),
@@ -579,13 +539,6 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "the layout ('match', 'data') has a MATCH dim, which only relayout and "
         "distribute_tensor support; name the mesh axes, or None, instead",
-    ),
-    "layout: match that clashes": Case(
-        lambda: TensorLayout(("match", "data"), ABSTRACT).matched([("data",), ()]),
-        flm.LayoutError,
-        "the layout ('match', 'data') cannot keep the dims of an array on "
-        "(('data',), ()): the layout ('data', 'data') uses the mesh axis 'data' twice; "
-        "each axis may shard one dim only",
     ),
     # -------------------------------------------------------------- rules
     "rule: match": Case(

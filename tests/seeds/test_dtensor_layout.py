@@ -30,7 +30,7 @@ def test_unsharded_is_none(mesh: flm.DeviceMesh) -> None:
 
 def test_the_words_name_no_axis() -> None:
     for name in (UNSHARDED, MATCH):
-        with pytest.raises(flm.errors.MeshError, match=f"the name '{name}'"):
+        with pytest.raises(flm.errors.MeshError, match=f"got '{name}'"):
             flm.DeviceMesh.abstract({name: 2})
 
 

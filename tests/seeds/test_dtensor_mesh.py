@@ -214,8 +214,6 @@ def test_axis_types_are_given_anew() -> None:
         (["CPU"], [("x", 1)], "cannot read the device 'CPU'"),
         (CPUS, [("x", 2), ("x", 4)], "axis names must differ"),
         ([0, 1], [("x", 2)], "devices must be JAX devices, such as"),
-        (CPUS, [8], "dims must be pairs of a name and a size"),
-        (CPUS, 8, "dims must be pairs of a name and a size"),
         (CPUS, [], "needs a size and a name for each axis"),
         ([], [("x", 1)], "needs 1 devices, but there are 0"),
     ],
