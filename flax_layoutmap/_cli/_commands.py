@@ -116,16 +116,16 @@ def suggest(args: Namespace) -> bool:
 
 def inspect(args: Namespace) -> None:
     """Describes a checkpoint of Orbax, of this library, or of safetensors."""
-    print(flm.checkpoint.inspect(args.checkpoint, item=args.item))
+    print(flm.checkpoint.inspect(args.checkpoint))
 
 
 def verify(args: Namespace) -> bool:
     """Reads all of a checkpoint and compares it with its checksums."""
-    info = flm.checkpoint.inspect(args.checkpoint, item=args.item)
+    info = flm.checkpoint.inspect(args.checkpoint)
     if "flax_layoutmap" not in info.kind:
         raise UsageError(f"{info.path} has no checksums: it is of kind {info.kind}")
     try:
-        print(flm.checkpoint.verify(info.path, item=args.item))
+        print(flm.checkpoint.verify(info.path))
     except flm.errors.CheckpointError as error:
         print(error, file=sys.stderr)
         return True
@@ -139,7 +139,7 @@ def preset(args: Namespace) -> None:
     mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
     options: Any = {"variant": args.variant, "axes": dict(args.axis)}
     if args.family is not None:
-        if args.model or args.checkpoint or args.arg or args.item:
+        if args.model or args.checkpoint or args.arg:
             raise UsageError("give a family, or the --model or --checkpoint of one")
         if mesh is None:
             raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
@@ -147,12 +147,12 @@ def preset(args: Namespace) -> None:
     else:
         model = _sources.model_of(args)
         if mesh is None:  # the last line is the command to type next
-            family = flm.presets.family_of(model, item=args.item)
+            family = flm.presets.family_of(model)
             print(f"{family}: its rules fit every matrix")
             words = ["flax-layoutmap", *args.words, "--mesh", "fsdp=8"]
             print(f"{shlex.join(words)} > rules.toml")
             return
-        rules = flm.presets.detect(model, mesh, item=args.item, **options)
+        rules = flm.presets.detect(model, mesh, **options)
     print(to_toml(rules.freeze()), end="")
 
 

@@ -139,7 +139,6 @@ _OPTIONS = {
     "--engine": ("{libtpu,partitioner}", "default: libtpu where it is installed"),
     "--hbm": ("GIB", "memory of a device; default: that of the topology"),
     "--ignore": ("CODE|REGEX", "leave out a code, or a pattern of paths; repeatable"),
-    "--item": ("NAME", "an item of a checkpoint that has several"),
     "--json": ("", "write JSON to stdout"),
     "--markdown": ("", "write a table of Markdown"),
     "--max-replicated": ("SHARE", "of the bytes, 0 to 1; more is an error"),
@@ -163,7 +162,7 @@ _OPTIONS |= {
 }
 # Those that several commands share: the title above them → their names.
 _SHARED = {
-    "model": "--model --checkpoint --arg --item",
+    "model": "--model --checkpoint --arg",
     "rules": "--rules --mesh",
     "function": "function --args --arg --topology --slices --engine",
 }
@@ -188,8 +187,8 @@ _COMMANDS = {
         f"{_STEP} --mesh data=4,model=2",
         "function rules --hbm -o|--output --json",
     ),
-    _commands.inspect: ("runs/7", "checkpoint --item"),
-    _commands.verify: ("runs", "checkpoint --item"),
+    _commands.inspect: ("runs/7", "checkpoint"),
+    _commands.verify: ("runs", "checkpoint"),
     _commands.preset: (
         "llama --mesh fsdp=16,tensor=8",
         "family model --mesh --variant --axis",

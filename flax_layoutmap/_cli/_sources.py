@@ -21,9 +21,7 @@ def resolution_of(args: Namespace) -> "flm.Resolution":
     mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
     rules = rules_of(args, mesh)
     if args.checkpoint is not None:
-        return flm.checkpoint.resolve(
-            model, layout_map=rules, mesh=mesh, item=args.item
-        )
+        return flm.checkpoint.resolve(model, layout_map=rules, mesh=mesh)
     if rules is None:
         raise UsageError(
             "--model needs rules: --rules FILE.toml, FILE.json or MODULE:LAYOUT_MAP"
@@ -37,8 +35,8 @@ def model_of(args: Namespace) -> Any:
     """The function that makes the model, or the path of its checkpoint."""
     if (args.model is None) == (args.checkpoint is None):
         raise UsageError("give one of --model MODULE:FACTORY and --checkpoint PATH")
-    if args.item if args.model else args.arg:
-        raise UsageError("--arg is for --model, and --item for --checkpoint")
+    if args.arg and not args.model:
+        raise UsageError("--arg is for --model")
     return args.checkpoint or factory(args.model, args.arg, "--model")
 
 
@@ -52,7 +50,7 @@ def after(args: Namespace) -> Namespace:
     if "checkpoint" in given:
         given |= {"model": given.get("model"), "arg": []}
     elif "model" in given:
-        given |= {"checkpoint": None, "item": None}
+        given |= {"checkpoint": None}
     return Namespace(**{**vars(args), **given})
 
 

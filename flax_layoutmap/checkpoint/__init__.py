@@ -25,10 +25,10 @@ from flax_layoutmap.checkpoint import mappings as mappings
 from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
 from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
 from flax_layoutmap.checkpoint._inspect import RestorePlan as RestorePlan
+from flax_layoutmap.checkpoint._inspect import Verified as Verified
 from flax_layoutmap.checkpoint._inspect import inspect as inspect
+from flax_layoutmap.checkpoint._inspect import verify as verify
 from flax_layoutmap.checkpoint._metadata import resolve as resolve
-from flax_layoutmap.checkpoint._read import Verified as Verified
-from flax_layoutmap.checkpoint._read import verify as verify
 from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
 from flax_layoutmap.checkpoint._safetensors_restore import (

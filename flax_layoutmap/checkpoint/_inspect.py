@@ -1,30 +1,36 @@
-"""Descriptions of a checkpoint and of a restore, for people."""
+"""flm.checkpoint.inspect and verify; descriptions of a checkpoint and of a restore."""
 
 import dataclasses
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.checksums import checksums
+from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan
-from flax_layoutmap.checkpoint._leaves import Leaf
+from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
 from flax_layoutmap.checkpoint._metadata import (
     KEY,
     CheckpointKind,
     Stored,
     open_checkpoint,
 )
+from flax_layoutmap.checkpoint._options import check_bytes
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
-from flax_layoutmap.checkpoint._safetensors import open_safetensors
+from flax_layoutmap.checkpoint._safetensors import read_headers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +40,12 @@ class LeafInfo:
     Attributes:
         path: its path, as in the live tree, or in the result of the restore.
         shape: its shape; `()` for a Python value.
-        dtype: name of its dtype in the result; for a Python value, of its type.
+        dtype: name of its dtype, of a plan in the result; of a Python value, its type.
         spec: its spec in the result, or when it was saved; None if unknown, or for a
             NumPy array or a Python value.
         bytes: bytes of the whole array, uncompressed; 0 for a Python value.
-        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
         source: its path in the checkpoint.
-        stored_dtype: as `dtype`, in the checkpoint.
+        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
         rule: of a plan, the rule that chose its spec, or why there is none.
         bytes_per_device: of a plan, bytes of one device's shard of the result.
     """
@@ -50,14 +55,13 @@ class LeafInfo:
     dtype: str
     spec: PartitionSpec | None
     bytes: int
-    role: Role | None = None
     source: str
-    stored_dtype: str
+    role: Role | None = None
     rule: str = ""
     bytes_per_device: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """The description of a checkpoint.
 
@@ -65,10 +69,9 @@ class CheckpointInfo:
         path: its directory.
         kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
             `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
+        leaves: its leaves, in the order of the tree that was saved.
         step: its step; None if it is not one of a directory of steps.
         steps: all steps of that directory, ascending.
-        items: names of the trees that it holds in separate folders.
-        leaves: its leaves, in the order of the tree that was saved.
         rules: the rules that it was saved with, as JSON; None without any.
         mesh: the mesh that it was saved on, abstract; None if unknown.
         versions: library → version that wrote it, if known.
@@ -77,10 +80,9 @@ class CheckpointInfo:
 
     path: str
     kind: CheckpointKind
+    leaves: tuple[LeafInfo, ...]
     step: int | None = None
     steps: tuple[int, ...] = ()
-    items: tuple[str, ...] = ()
-    leaves: tuple[LeafInfo, ...] = ()
     rules: Mapping[str, Any] | None = None
     mesh: DeviceMesh | None = None
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
@@ -92,27 +94,18 @@ class CheckpointInfo:
         return sum(leaf.bytes for leaf in self.leaves)
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.kind}"]
+        title = f"{self.path}: {self.kind}"
         if self.steps:
             number = self.steps.index(self.step or 0) + 1
-            lines[-1] += f", step {self.step} ({number} of {len(self.steps)})"
-        lines.append(f"{len(self.leaves)} leaves, {human_bytes(self.total_bytes)}")
+            title += f", step {self.step} ({number} of {len(self.steps)})"
+        lines = [title, f"{len(self.leaves)} leaves, {human_bytes(self.total_bytes)}"]
         if self.mesh is not None:
             lines.append(f"saved on {self.mesh!r}")
         if self.rules is not None:
-            count = len(self.rules["rules"])
-            lines.append(f"with {count} rule{'s' if count > 1 else ''}")
-        return _table(
-            {
-                "path": [leaf.path for leaf in self.leaves],
-                "shape": [show_shape(leaf.shape) for leaf in self.leaves],
-                "dtype": [leaf.dtype for leaf in self.leaves],
-                "saved spec": [_spec(leaf, "?") for leaf in self.leaves],
-                "bytes": [human_bytes(leaf.bytes) for leaf in self.leaves],
-                "role": [leaf.role or "" for leaf in self.leaves],
-            },
-            lines,
-        )
+            lines.append(f"rules: {len(self.rules['rules'])}")
+        size = [human_bytes(leaf.bytes) for leaf in self.leaves]
+        role = [leaf.role or "" for leaf in self.leaves]
+        return _table(self.leaves, {"role": role, "bytes": size}, lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +115,11 @@ class RestorePlan:
     Attributes:
         path: the checkpoint.
         leaves: the leaves that will be read.
-        kept: paths that keep the values of the target.
-        made: paths that the function given as target initializes.
-        ignored: paths of the checkpoint that are not read.
         bytes_per_device: bytes of the result in the memory of one device.
     """
 
     path: str
     leaves: tuple[LeafInfo, ...]
-    kept: tuple[str, ...]
-    made: tuple[str, ...]
-    ignored: tuple[str, ...]
     bytes_per_device: int
 
     def __str__(self) -> str:
@@ -140,42 +127,36 @@ class RestorePlan:
             f"{self.path}: {len(self.leaves)} leaves to read",
             f"{human_bytes(self.bytes_per_device)} per device",
         ]
-        for name, paths in (
-            ("kept as they are", self.kept),
-            ("initialized by the target", self.made),
-            ("not read", self.ignored),
-        ):
-            if paths:
-                more = ", …" if len(paths) > 3 else ""
-                lines.append(f"{name}: {len(paths)} ({', '.join(paths[:3])}{more})")
-        leaves = self.leaves
-        return _table(
-            {
-                "path": [_both(leaf.path, "←", leaf.source) for leaf in leaves],
-                "shape": [show_shape(leaf.shape) for leaf in leaves],
-                "dtype": [_both(leaf.stored_dtype, "→", leaf.dtype) for leaf in leaves],
-                "spec": [_spec(leaf, "host") for leaf in leaves],
-                "rule": [leaf.rule for leaf in leaves],
-                "bytes/device": [human_bytes(leaf.bytes_per_device) for leaf in leaves],
-            },
-            lines,
-        )
+        size = [human_bytes(leaf.bytes_per_device) for leaf in self.leaves]
+        rule = [leaf.rule for leaf in self.leaves]
+        return _table(self.leaves, {"rule": rule, "bytes/device": size}, lines)
+
+
+def _table(
+    leaves: Sequence[LeafInfo], more: Mapping[str, Sequence[str]], below: Sequence[str]
+) -> str:
+    columns = {
+        "path": [leaf.path for leaf in leaves],
+        "shape": [show_shape(leaf.shape) for leaf in leaves],
+        "dtype": [leaf.dtype for leaf in leaves],
+        "spec": ["" if x.spec is None else show_spec(x.spec) for x in leaves],
+        **more,
+    }
+    text = grid_of(columns, [""] * len(leaves)).text()
+    return "\n".join([text, "", *map(visible, below)])
 
 
 def inspect(
-    path: str | os.PathLike[str],
-    *,
-    step: int | str | None = None,
-    item: str | None = None,
+    path: str | os.PathLike[str], *, step: int | str | None = None
 ) -> CheckpointInfo:
     """Describe a checkpoint without devices and without reading an array.
 
     Args:
-        path: a checkpoint of `save` or of Orbax, a directory of steps, or safetensors
-            (a file, their directory, or their index).
+        path: a checkpoint of `save` or of Orbax, one of several trees in it, a
+            directory of steps, or safetensors (a file, their directory, or their
+            index).
         step: which step, a number or `"latest"`; None in a directory of steps is the
             latest.
-        item: which tree, if the checkpoint holds several.
 
     Raises:
         CheckpointError: there is none, it is unfinished, or its metadata cannot be
@@ -193,41 +174,38 @@ def inspect(
     """
     where = absolute(path)
     if not is_url(where) and is_safetensors(where):
-        tensors = [
-            Leaf(tensor.name, "array", tensor.shape, tensor.dtype)
-            for tensor in open_safetensors(where).tensors.values()
-        ]
-        leaves = (_leaf(leaf.path, leaf, leaf, role="parameter") for leaf in tensors)
-        return CheckpointInfo(where, "safetensors", leaves=tuple(leaves))
+        leaves = tuple(
+            _described(
+                t.name, Leaf(t.name, "array", t.shape, t.dtype), role="parameter"
+            )
+            for t in read_headers(where).values()
+        )
+        return CheckpointInfo(path=where, kind="safetensors", leaves=leaves)
     place = find(where, step, newest=True)
-    stored = open_checkpoint(place, item)
+    stored = open_checkpoint(place)
     return CheckpointInfo(
-        place.path,
-        stored.kind,
-        place.step,
-        place.steps,
-        tuple(_orbax.items_in(place.path)),
-        _leaves(stored),
-        stored.rules,
-        stored.mesh,
-        stored.versions,
-        {key: value for key, value in stored.custom.items() if key != KEY},
+        path=place.path,
+        kind=stored.kind,
+        step=place.step,
+        steps=place.steps,
+        leaves=_leaves(stored),
+        rules=stored.rules,
+        mesh=stored.mesh,
+        versions=stored.versions,
+        metadata={key: value for key, value in stored.custom.items() if key != KEY},
     )
 
 
 def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
-    specs: dict[str, Any] = {}
     rules = None if stored.mesh is None else stored.rule_set(None)
-    if rules is not None:
-        resolution = stored.resolve(rules)
-        specs = dict(zip(resolution.paths, resolution.specs, strict=True))
-    roles = stored.roles()
+    resolution = stored.resolve(rules or RuleSet(strict=False))
+    resolved = {leaf.path: leaf for leaf in resolution}
+    specs = dict(zip(resolution.paths, resolution.specs if rules else (), strict=False))
     return tuple(
-        _leaf(
+        _described(
             path,
             leaf,
-            leaf,
-            role="other" if leaf.is_python else roles[path],
+            role="other" if leaf.is_python else resolved[path].role,
             spec=_orbax.spec_of(stored.held.get(leaf.path)) or specs.get(path),
         )
         for path, leaf in stored.leaves.items()
@@ -246,48 +224,112 @@ def described(path: str, plan: Plan) -> RestorePlan:
         sharding, shard = read.sharding, read.result.shape
         if sharding is not None:
             shard = sharding.shard_shape(shard)
-        size = math.prod(shard) * read.result.itemsize
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-        rule = rules.get(name, "")
-        options: dict[str, Any] = {"spec": spec, "rule": rule, "bytes_per_device": size}
-        leaves.append(_leaf(name, read.stored, read.result, **options))
+        size = read.result.bytes_of(shard)
+        leaves.append(
+            _described(
+                name,
+                read.result,
+                source=read.stored.path,
+                spec=sharding.spec if isinstance(sharding, NamedSharding) else None,
+                rule=rules.get(name, ""),
+                bytes_per_device=size,
+            )
+        )
         on_device += 0 if is_offloaded(own_memory_kind(sharding)) else size
-    made = tuple(plan.made)
-    return RestorePlan(path, tuple(leaves), plan.kept, made, plan.ignored, on_device)
+    return RestorePlan(path, tuple(leaves), on_device)
 
 
-def _leaf(
-    path: str,
-    stored: Leaf,
-    result: Leaf,
+def _described(path: str, leaf: Leaf, **more: Any) -> LeafInfo:
+    known: dict[str, Any] = {"source": leaf.path, "spec": None, **more}
+    dtype = leaf.kind if leaf.is_python else str(leaf.dtype)
+    return LeafInfo(path=path, shape=leaf.shape, dtype=dtype, bytes=leaf.bytes, **known)
+
+
+# ------------------------------------------------------------------------- verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """The result of `verify` for an undamaged checkpoint.
+
+    Attributes:
+        path: its directory.
+        leaves: how many leaves were read and compared.
+        bytes: bytes of their arrays, uncompressed.
+    """
+
+    path: str
+    leaves: int
+    bytes: int
+
+    def __str__(self) -> str:
+        what = "1 leaf is" if self.leaves == 1 else f"{self.leaves} leaves are"
+        return visible(f"{self.path}: {what} as saved ({human_bytes(self.bytes)})")
+
+
+def verify(
+    path: str | os.PathLike[str],
     *,
-    spec: PartitionSpec | None = None,
-    **more: Any,
-) -> LeafInfo:
-    return LeafInfo(
-        path=path,
-        shape=result.shape,
-        dtype=_dtype(result),
-        spec=spec,
-        bytes=result.bytes,
-        source=stored.path,
-        stored_dtype=_dtype(stored),
-        **more,
-    )
+    step: int | str | None = None,
+    host_memory: int = 1 << 29,
+    progress: bool | None = None,
+) -> Verified:
+    """Read a checkpoint and compare it with the checksums in its metadata.
+
+    Needs no mesh, no rules and no accelerator. In a job of several processes all of
+    them call it, each reads a share of the leaves, and all raise if one does.
+
+    Args:
+        path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
+        host_memory: bytes of arrays to read at a time; a larger leaf is read alone.
+        progress: as in `restore`.
+
+    Raises:
+        CheckpointError: leaves cannot be read or are not as they were saved, or there
+            are no checksums to compare with.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.verify(path).leaves
+        2
+
+    Plain JAX: none; Orbax restores an array with a flipped bit as it is.
+    """
+    check_bytes("host_memory", host_memory)
+    place = find(absolute(path), step, newest=True)
+    every = DeviceMesh((jax.device_count(),), ("all",))
+    with Agreement(f"verifying {place.path}", every):
+        stored = open_checkpoint(place)
+        if stored.checksums is None:
+            raise CheckpointError(stored.no_checksums())
+        leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+        share = leaves[jax.process_index() :: jax.process_count()]
+        problems: list[str] = []
+        with shown_progress(f"verifying {place.path}", None, progress):
+            for portion in _portions(share, host_memory):
+                values = stored.read({leaf.path: _on_host(leaf) for leaf in portion})
+                problems += stored.changed(portion, checksums(values, alone=True))
+        if problems:
+            raise problem_list(f"the checkpoint {place.path} is damaged", problems)
+    return Verified(place.path, len(leaves), sum(leaf.bytes for leaf in leaves))
 
 
-def _dtype(leaf: Leaf) -> str:
-    return leaf.kind if leaf.is_python else str(leaf.dtype)
+def _on_host(leaf: Leaf) -> Any:
+    return leaf.abstract if leaf.kind in ("int", "float", "string") else np.ndarray
 
 
-def _spec(leaf: LeafInfo, without: str) -> str:
-    return without if leaf.spec is None else show_spec(leaf.spec)
-
-
-def _both(first: str, arrow: str, second: str) -> str:
-    return first if first == second else f"{first} {arrow} {second}"
-
-
-def _table(columns: Mapping[str, Sequence[str]], below: list[str]) -> str:
-    text = grid_of(columns, [""] * len(columns["path"])).text()
-    return "\n".join([text, "", *map(visible, below)])
+def _portions(leaves: Sequence[Leaf], limit: int) -> Iterator[list[Leaf]]:
+    """Leaves in groups of at most `limit` bytes; a larger one is alone."""
+    portion: list[Leaf] = []
+    used = 0
+    for leaf in leaves:
+        if portion and used + leaf.bytes > limit:
+            yield portion
+            portion, used = [], 0
+        portion.append(leaf)
+        used += leaf.bytes
+    yield portion

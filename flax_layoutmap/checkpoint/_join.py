@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from flax_layoutmap._birth.slices import arrays_of
 from flax_layoutmap._core.errors import CheckpointError, ResolveError
@@ -50,16 +50,15 @@ class Target:
         of the target's, they are taken, which needs no trace of the optimizer.
         """
         leaves = leaves_of(self.flat, self.tree)
-        owners = set(parameter_keys(self.flat).values())
-        origins: list[Origin | None] = [None] * len(self.leaves)
-        paths, is_known = list(self.leaves), True
-        for section in self.flat.sections:
-            if section.role == "optimizer":
-                for at in range(section.start, section.stop):
-                    origins[at] = origin = saved.get(paths[at])
-                    is_number = leaves.shapes[at] == ()
-                    known = owners | {None} if is_number else owners
-                    is_known &= origin is not None and origin.owner in known
+        owners = {*parameter_keys(self.flat).values()}
+        origins = [saved.get(path) for path in self.leaves]
+        is_known = all(
+            (origin := origins[at]) is not None
+            and (origin.owner in owners or leaves.shapes[at] == ())
+            for section in self.flat.sections
+            if section.role == "optimizer"
+            for at in range(section.start, section.stop)
+        )
         found = known_origins(leaves, origins) if is_known else find_origins(leaves)
         return resolve_origins(found, rules)
 
@@ -74,18 +73,16 @@ class Target:
         `made` gives the shardings of leaves that the target's function initializes.
         """
         new = self.leaves | dict(values)
-        if made and self.traced is not None:
-            new |= _made(self.traced, self.flat, made)
-        if self.traced is not None:
-            result = self.traced.rebuild([*new.values()])
-        else:
-            kinds = set(map(type, self.flat.leaves))
-            is_abstract = jax.ShapeDtypeStruct in kinds
-            tree = _with_new_objects(self.tree) if is_abstract else self.tree
+        if self.traced is None:
+            tree = self.tree
+            if jax.ShapeDtypeStruct in map(type, self.flat.leaves):
+                tree = _with_new_objects(tree)
             result = with_leaves(tree, [*new.values()], self.flat.treedef)
-        if resolution is None or not (
-            self.flat.annotations or resolution.rules.optimizer
-        ):
+        else:
+            if made:
+                new |= _made(self.traced, list(new), made)
+            result = self.traced.rebuild([*new.values()])
+        if resolution is None or not self.flat.annotations:
             return result
         return settle_metadata(result, resolution)
 
@@ -106,31 +103,26 @@ class Read:
     """One leaf to restore.
 
     `stored` describes it in the checkpoint and `result` in the restored tree.
-    `sharding` is None for a Python value or a NumPy array. `exactly` refuses a dtype
-    conversion that changes a number.
+    `sharding` is None for a Python value or a NumPy array.
     """
 
     stored: Leaf
     result: Leaf
     sharding: Any
-    exactly: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which leaves to read, keep and initialize, and every problem.
+    """Which leaves to read and initialize, and every problem.
 
-    `kept` leaves keep the target's values, `made` ones are initialized by the target's
-    function in the sharding given here. Nothing is read if there is a problem. `target`
-    is None for a nested dict; `resolution` is None if the target's own shardings are
-    used, or if the rules do not fit.
+    `made` leaves are initialized by the target's function in the sharding given here.
+    Nothing is read if there is a problem. `target` is None for a nested dict;
+    `resolution` is None without rules, or if they do not fit.
     """
 
     reads: Mapping[str, Read]
-    kept: tuple[str, ...]
     made: Mapping[str, Any]
-    ignored: tuple[str, ...]
-    problems: tuple[str, ...]
+    problems: Sequence[str]
     target: Target | None
     resolution: Resolution | None
 
@@ -141,66 +133,72 @@ class Plan:
         return self.target.filled(values, self.made, self.resolution)
 
 
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What a checkpoint has for a target, by the paths of the target.
+
+    `absent` says why it lacks a leaf of the target, `faults` why it has one that cannot
+    be made. `problems` are other ones.
+    """
+
+    leaves: Mapping[str, Leaf]
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: Sequence[str] = ()
+
+
 def join(
-    leaves: Mapping[str, Leaf],
+    offer: Offer,
     target: Target | None,
     options: Options,
-    resolve: Callable[[], Resolution],
-    *,
-    absent: Mapping[str, str],
-    sources: Mapping[str, str] | None = None,
-    ignored: Sequence[str] = (),
-    problems: Sequence[str] = (),
+    resolve: Callable[[], Resolution] | None,
 ) -> Plan:
     """Plan which leaves of a checkpoint to restore.
 
-    Without rules, the target's own shardings are used; without a target, every selected
-    leaf is restored. Rules need to fit only the leaves that are restored.
-
-    Args:
-        leaves: those of the checkpoint, by path in the tree to restore.
-        target: the tree to restore into.
-        options: those of the restore.
-        resolve: resolves the tree to restore, if there are rules.
-        absent: path of the target that the checkpoint lacks → why.
-        sources: path → the origin of its data, as a suffix for messages.
-        ignored: paths of the checkpoint that are not used.
-        problems: what is already known not to fit.
+    Without rules (`resolve` is None), the target's own shardings are used; without a
+    target, every selected leaf is restored. Rules need to fit only the leaves that are
+    restored.
     """
+    leaves, selection = offer.leaves, options.selection
     wanted: dict[str, Any] = dict.fromkeys(leaves) if target is None else target.leaves
-    every, selection = {**leaves, **wanted}, options.selection
-    all_problems = [*selection.useless(every), *problems]
-    resolution, shardings = None, {}
-    if options.rules is not None:
+    every = {**leaves, **wanted}
+    resolution, misfits, shardings = None, [], {}
+    if resolve is not None:
         others = {path for path in every if path not in selection}
         resolution, misfits = _resolved(resolve, others)
-        all_problems = [*misfits, *all_problems]
     if resolution is not None:
         pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
         shardings = dict(pairs)
+    all_problems = [*misfits, *selection.useless(every), *offer.problems]
     reads: dict[str, Read] = {}
-    kept: list[str] = []
     made: dict[str, Any] = {}
     for path, value in wanted.items():
-        is_selected, sharding = path in selection, shardings.get(path)
+        sharding = shardings.get(path)
+        lacking = offer.absent.get(path, "is in the target, not in the checkpoint")
         try:
-            if is_selected and path in leaves:
-                of_target = () if target is None else (value,)
-                reads[path] = _read(path, leaves[path], sharding, options, *of_target)
-            elif is_selected and path in absent and options.missing != "keep":
-                is_placed = path in shardings or bool(all_problems)
-                _check_init(absent[path], target, options, is_placed)
+            if path not in selection:
+                _check_kept(value, "include or exclude leaves it out")
+            elif path in offer.faults:
+                raise CheckpointError(offer.faults[path])
+            elif path in leaves:
+                leaf = None if target is None else _target_leaf(path, value)
+                if leaf is not None and resolve is None:
+                    sharding = _own_sharding(leaf, value)
+                reads[path] = _read(
+                    leaves[path], leaf, options.dtype_of(path), sharding
+                )
+            elif options.missing == "keep":
+                _check_kept(value, lacking)
+            else:
+                is_traced = target is not None and target.traced is not None
+                _check_init(lacking, options, is_traced and resolve is not None)
                 made[path] = sharding
-            elif target is not None and (not is_selected or path in absent):
-                left_out = "include or exclude leaves it out"
-                _check_kept(value, absent[path] if is_selected else left_out)
-                kept.append(path)
-        except CheckpointError as error:
-            leaf = leaves.get(path)
-            name = leaf.name if leaf else f"{path} {show_shape(np.shape(value))}"
-            all_problems.append(f"{name}: {error}{(sources or {}).get(path, '')}")
-    found = tuple(all_problems)
-    return Plan(reads, tuple(kept), made, tuple(ignored), found, target, resolution)
+        # A ValueError is JAX's, about a sharding that does not fit.
+        except ValueError as error:
+            name = f"{path} {show_shape(np.shape(value))}"
+            name = leaves[path].name if path in leaves else name
+            all_problems.append(f"{name}: {error}")
+    return Plan(reads, made, all_problems, target, resolution)
 
 
 def _resolved(
@@ -218,41 +216,34 @@ def _resolved(
         return None if texts else error.resolution, texts
 
 
-def _read(
-    path: str, stored: Leaf, sharding: Any, options: Options, *value: Any
-) -> Read:
-    """How to restore a leaf to be like a value of the target, if there is one."""
-    target = leaf_of(path, value[0]) if value else None
-    if value and target is None:
-        kind = type(value[0]).__qualname__
+def _target_leaf(path: str, value: Any) -> Leaf:
+    leaf = leaf_of(path, value)
+    if leaf is None:
+        kind = type(value).__qualname__
         raise CheckpointError(f"the {kind} in the target is not an array")
-    if target is not None and options.rules is None:
-        sharding = _own_sharding(target, value[0])
-    dtype = options.dtype_of(path)
-    result = result_of(stored, target, dtype)
-    if sharding is None and target is not None and target.is_numpy:
-        result = dataclasses.replace(result, is_numpy=True)
-    if result.is_python or result.is_numpy:
-        sharding = None
-    return Read(stored, result, sharding, exactly=dtype is None)
+    return leaf
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> Any:
     """The sharding of a leaf of the target; None for one on the host."""
     if leaf.is_python or leaf.is_numpy:
         return None
-    sharding, advice = value.sharding, "pass layout_map="
-    if sharding is None:
-        raise CheckpointError(f"the target has no sharding for it; {advice}")
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        raise CheckpointError(f"the target's sharding has no devices; {advice}")
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
+    sharding = value.sharding
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         raise CheckpointError(
-            f"the target's sharding does not fit it: {error}"
-        ) from error
+            "the target has no sharding on devices for it; pass layout_map="
+        )
+    sharding.shard_shape(leaf.shape)  # raises ValueError
     return sharding
+
+
+def _read(stored: Leaf, target: Leaf | None, dtype: Any, sharding: Any) -> Read:
+    result = result_of(stored, target, dtype)
+    if sharding is None and target is not None and target.is_numpy:
+        result = dataclasses.replace(result, is_numpy=True)
+    if result.is_python or result.is_numpy:
+        sharding = None
+    return Read(stored, result, sharding)
 
 
 def _check_kept(value: Any, why: str) -> None:
@@ -263,33 +254,28 @@ def _check_kept(value: Any, why: str) -> None:
         )
 
 
-def _check_init(
-    why: str, target: Target | None, options: Options, is_placed: bool
-) -> None:
+def _check_init(why: str, options: Options, is_makeable: bool) -> None:
     """Raise if a leaf that the checkpoint lacks is not to be made, or cannot be."""
     if options.missing == "error":
         raise CheckpointError(why)
-    if target is None or target.traced is None:
+    if not is_makeable:
         raise CheckpointError(
-            f'{why}; missing="init" needs a function as target, which makes it: '
-            "lambda: Model(rngs=nnx.Rngs(0))"
-        )
-    if not is_placed:
-        raise CheckpointError(
-            f'{why}; missing="init" needs layout_map= to say where it goes'
+            f'{why}; missing="init" needs a function as target, which makes it '
+            "(lambda: Model(rngs=nnx.Rngs(0))), and rules, which say where it goes"
         )
 
 
 # ------------------------------------------------------------------- the target
 
 
-def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str, Any]:
+def _made(
+    traced: Traced, names: Sequence[str], shardings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Initialize some of the leaves of a traced function in their shards."""
-    paths = traced.values_of(flat.full_paths())
-    wanted = [shardings.get(path) for path in paths]
-    values, _ = arrays_of(traced, wanted)
-    names = [path for path in paths if path in shardings]
-    return dict(zip(names, values, strict=True))
+    paths = traced.values_of(names)
+    values, _ = arrays_of(traced, [shardings.get(path) for path in paths])
+    made = [path for path in paths if path in shardings]
+    return dict(zip(made, values, strict=True))
 
 
 def _with_new_objects(tree: Any) -> Any:
@@ -301,8 +287,6 @@ def _with_new_objects(tree: Any) -> Any:
         if is_nnx_object(node)
         and jax.ShapeDtypeStruct in map(type, jax.tree.leaves(nnx_state(node)))
     ]
-    if not abstract:
-        return tree
     # Split together, so that what they share stays shared; the identity makes new
     # Variables, where the State still has those of the target.
     graphdef, state = nnx_split([nodes[at] for at in abstract])

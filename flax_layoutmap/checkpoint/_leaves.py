@@ -17,9 +17,8 @@ from flax_layoutmap._core.errors import CheckpointError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.table import path_cell
 from flax_layoutmap._tree.flatten import plain_tree
-from flax_layoutmap._tree.paths import fold, relation
+from flax_layoutmap._tree.paths import spell_indices
 
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 
@@ -54,7 +53,7 @@ class Leaf:
     kind: Kind
     shape: Shape = ()
     dtype: Any = None
-    implementation: str | None = None
+    implementation: str = ""  # of PRNG keys
     is_numpy: bool = False
 
     @property
@@ -66,27 +65,37 @@ class Leaf:
         return self.dtype is None
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element, or of the numbers behind a PRNG key; 0 in Python."""
-        if self.kind == "key":
-            return 4 * math.prod(key_data_shape(self.implementation or "threefry2x32"))
-        return 0 if self.is_python else self.dtype.itemsize
+    def numpy_dtype(self) -> Any:
+        """The dtype of an array of it."""
+        return np.dtype(TYPES[self.kind]) if self.dtype is None else self.dtype
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return self.bytes_of(self.shape)
+
+    def bytes_of(self, shape: Shape) -> int:
+        """Bytes of a part of this shape; of a PRNG key, of the numbers behind it."""
+        if self.kind == "key":
+            return 4 * math.prod((*shape, *key_data_shape(self.implementation)))
+        return 0 if self.is_python else math.prod(shape) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
         """Path and shape: the beginning of a message."""
         return f"{self.path} {show_shape(self.shape)}"
 
+    @property
+    def abstract(self) -> Any:
+        """A value with the shape and dtype of the leaf."""
+        if self.is_python:
+            return TYPES[self.kind]()
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
     def __str__(self) -> str:
-        if self.kind == "array":
-            return f"{self.dtype} {show_shape(self.shape)}"
-        if self.kind == "key":
-            return f"{self.dtype} {show_shape(self.shape)} (PRNG keys)"
-        return f"a Python {TYPES[self.kind].__name__}"
+        if self.is_python:
+            return f"a Python {TYPES[self.kind].__name__}"
+        keys = " (PRNG keys)" if self.kind == "key" else ""
+        return f"{self.dtype} {show_shape(self.shape)}{keys}"
 
 
 def leaf_of(path: str, value: Any) -> Leaf | None:
@@ -94,7 +103,7 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            return Leaf(path, "key", value.shape, dtype)
+            return Leaf(path, "key", value.shape, dtype, _implementation(dtype))
         is_numpy = isinstance(value, np.ndarray | np.generic)
         # The byte order of a host array is no part of its value.
         native = dtype.newbyteorder("=") if is_numpy else dtype
@@ -122,22 +131,41 @@ def no_value(value: Any, function: str) -> str | None:
     return None
 
 
+# ------------------------------------------------------------------------ PRNG keys
+
+
 def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
     """The leaf of PRNG keys of an implementation, by its name."""
-    return Leaf(path, "key", shape, _of_key(implementation)[0], implementation)
+    return Leaf(path, "key", shape, _key_of(implementation)[0], implementation)
 
 
 def key_data_shape(implementation: str) -> Shape:
     """Shape of the uint32 data of one key."""
-    return _of_key(implementation)[1]
+    return _key_of(implementation)[1]
 
 
 @functools.lru_cache(maxsize=8)
-def _of_key(implementation: str) -> tuple[Any, Shape]:
+def _key_of(implementation: str) -> tuple[Any, Shape]:
     """The dtype of keys of an implementation, and the shape of the data of one."""
     make = functools.partial(jax.random.key, 0, impl=implementation)
     data = jax.eval_shape(lambda: jax.random.key_data(make()))
     return jax.eval_shape(make).dtype, data.shape
+
+
+@functools.lru_cache(maxsize=8)
+def _implementation(dtype: Any) -> str:
+    """The name of the implementation of keys of a dtype."""
+    names: list[str] = []
+
+    def record(key: Any) -> Any:
+        names.append(str(jax.random.key_impl(key)))
+        return key
+
+    jax.eval_shape(record, jax.ShapeDtypeStruct((), dtype))
+    return names[0]
+
+
+# -------------------------------------------------------------- stored and wanted
 
 
 def is_storable(dtype: Any) -> bool:
@@ -159,38 +187,33 @@ def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf:
 
     `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
-    if target is None or target.kind == stored.kind == "array":
-        return _array(stored, target or stored, dtype)
+    target = target or stored
     both = f"it is {stored} in the checkpoint, {target} in the target"
-    if stored.kind == target.kind == "key" and stored.dtype == target.dtype:
-        if stored.shape != target.shape:
-            raise _other_shape(stored, target)
-    elif "key" in (stored.kind, target.kind):
+    is_key = "key" in (stored.kind, target.kind)
+    if is_key and stored.dtype != target.dtype:
         advice = "convert with jax.random.key_data or jax.random.wrap_key_data"
         raise CheckpointError(f"{both}; {advice}")
-    elif stored.kind != target.kind:
-        # A Python number and an array without dims of its kind.
-        python, array = sorted((stored, target), key=lambda leaf: leaf.kind == "array")
-        kinds = (type(np.zeros((), array.dtype).item()), ())
-        if array.is_python or kinds != (TYPES[python.kind], array.shape):
+    if stored.is_python or target.is_python:
+        if _number(stored) is not _number(target):
             raise CheckpointError(both)
         return target if target.is_python else _held(target)
-    return stored
+    if stored.shape != target.shape:
+        raise CheckpointError(
+            f"shape mismatch: checkpoint {stored.shape}, target {target.shape}. Build "
+            "the target with the saved sizes, or pass exclude="
+        )
+    return stored if is_key else _array(stored, target, dtype)
 
 
-def _other_shape(stored: Leaf, target: Leaf) -> CheckpointError:
-    return CheckpointError(
-        f"shape mismatch: checkpoint {stored.shape}, target {target.shape}. Build the "
-        "target with the saved sizes, or pass exclude="
-    )
+def _number(leaf: Leaf) -> type | None:
+    """The Python type of a value or of an array without dims."""
+    if leaf.is_python:
+        return TYPES[leaf.kind]
+    return type(np.zeros((), leaf.dtype).item()) if leaf.shape == () else None
 
 
 def _array(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
     """The result of an array, where only dtypes may differ."""
-    if stored.kind != "array":
-        return stored
-    if stored.shape != target.shape:
-        raise _other_shape(stored, target)
     floating = is_floating(stored.dtype) and is_floating(target.dtype)
     if stored.dtype != target.dtype and not (floating and dtype is not None):
         fix = "restore it as it is and convert it after"
@@ -200,7 +223,7 @@ def _array(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
             f"another dtype: the checkpoint has {stored.dtype}, the target "
             f"{target.dtype}; {fix}"
         )
-    if dtype is None or dtype == "target" or not is_floating(stored.dtype):
+    if dtype is None or dtype == "target" or not floating:
         dtype = target.dtype
     return _held(dataclasses.replace(target, dtype=dtype))
 
@@ -215,6 +238,9 @@ def _held(result: Leaf) -> Leaf:
         f"JAX would cut {result.dtype} to {jax.dtypes.canonicalize_dtype(result.dtype)}"
         "; set jax_enable_x64, give a NumPy array as target, or exclude it"
     )
+
+
+# --------------------------------------------------------------------------- trees
 
 
 def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
@@ -240,41 +266,30 @@ def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
     return root
 
 
-def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
-    """An error with all problems, in which layers with the same problem share a line.
+# ------------------------------------------------------------------------ problems
 
-    A problem begins with the path of its leaf and a space or colon.
+# An index in a path, or in the name of a tensor.
+_INDEX = re.compile(r"(?:^|(?<=[/_])|(?<=[A-Za-z]\.))\d+(?=[/._:' ]|$)")
+
+
+def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
+    """An error with all problems, each of which begins with the path of its leaf.
+
+    Problems that differ in indices alone are one line.
     """
     count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    return CheckpointError(
-        f"{failing}: {count}\n{bullet_list(_fold(problems))}", problems
-    )
-
-
-def _fold(problems: Sequence[str]) -> list[str]:
-    """The problems, folded over the indices of paths, as a report folds leaves."""
-    paths, rests = [], []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for problem in problems:
-        path = re.match(r"[^\s:]*", problem)[0]  # pyright: ignore[reportOptionalSubscript]
-        paths.append(path)
-        rests.append(problem[len(path) :].split(" "))
-    # Other names with the same indices, such as that of a tensor, fold with the path.
-    alike = [
-        tuple(relation(path, word.replace(".", "/")) for word in words)
-        for path, words in zip(paths, rests, strict=True)
-    ]
-    lines = []
-    for group in fold(paths, alike):
-        first = group.members[0]
-        words = rests[first]
-        if len(group.members) > 1:
-            words = map(_spelled, words, map(group.spell, alike[first]))
-        lines.append(path_cell(group) + " ".join(words))
-    return lines
+        alike.setdefault(tuple(_INDEX.split(problem)), []).append(problem)
+    lines = [_folded(texts, group) for texts, group in alike.items()]
+    return CheckpointError(f"{failing}: {count}\n{bullet_list(lines)}", problems)
 
 
-def _spelled(word: str, folded: str) -> str:
-    """A folded word, with the dots that it had for slashes."""
-    if folded == word.replace(".", "/"):
-        return word
-    return folded if "/" in word else folded.replace("/", ".")
+def _folded(texts: Sequence[str], problems: Sequence[str]) -> str:
+    first, *others = problems
+    if not others:
+        return first
+    columns = zip(*map(_INDEX.findall, problems), strict=True)
+    slots = (spell_indices(sorted(set(map(int, column)))) for column in columns)
+    line = "".join(map("".join, zip(texts, [*slots, ""], strict=True)))
+    return re.sub(r"(?=[: ])", f" ×{len(problems)}", line, count=1)

@@ -6,10 +6,8 @@ themselves), so that rules apply to a checkpoint exactly as to the live tree; an
 leaves that Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
 It has shape and dtype of every stored array, for which Orbax would open the array.
 
-In a checkpoint that Orbax wrote without us, paths lose the `value` that NNX Variables
-and Linen boxes add, and sections are known by the names that Flax, optax, T5X and
-MaxText give them: `params` and `model` hold parameters, `opt_state` and `optimizer` the
-state of an optimizer, whose leaves belong to the parameters that their paths end with.
+A checkpoint that Orbax wrote without us is resolved as the nested dict that it is;
+paths lose the `value` that NNX Variables and Linen boxes add.
 """
 
 import dataclasses
@@ -20,7 +18,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import jax
@@ -31,8 +28,9 @@ from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.leaves import Leaves, Mark, mark_of
-from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
+from flax_layoutmap._resolve.origins import Origin, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve as resolve_tree
 from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import (
@@ -41,50 +39,45 @@ from flax_layoutmap._rules.serialise import (
     rules_from_json,
     rules_to_json,
 )
-from flax_layoutmap._tree.paths import Flat, Role, Section
+from flax_layoutmap._tree.paths import Flat, Section, unescape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
-    Kind,
     Leaf,
     key_data_shape,
     key_leaf,
     leaf_of,
     nested,
 )
-from flax_layoutmap.checkpoint._options import Rename, checked_options, renamed
+from flax_layoutmap.checkpoint._options import Options, Rename, renamed
 from flax_layoutmap.checkpoint._places import METADATA_FILE, Place, find
 
 KEY = "flax_layoutmap"
 CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
-_OPTIMIZER = ("optimizer", "optimizer_state", "opt")
-# The folder and the leaves of an NNX random stream.
-_STREAM, _RANDOM = "rngs", ("count", "key")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A checkpoint whose metadata has been read.
+    """A checkpoint of Orbax whose metadata has been read.
 
     `leaves` maps names (after `rename`) to leaves with their path in the checkpoint, in
     the order of the saved tree. `held` maps paths in the checkpoint to Orbax's
-    metadata, `tree` is the tree of these. `item` is the folder of the tree, None if
-    that is the place itself. `flat` is the saved tree without its leaves, `origins` has
-    those of optimizer state. `mesh` is abstract, `rules` are JSON, `checksums` are by
-    path in the checkpoint; each is None if it was not saved.
+    metadata, `tree` is the tree of these. `flat` is the saved tree without its leaves,
+    None without our record; `origins` has those of optimizer state. `mesh` is abstract,
+    `rules` are JSON, `checksums` are by path in the checkpoint; each is None if it was
+    not saved.
     """
 
     place: Place
-    item: str | None
     kind: CheckpointKind
     held: dict[str, Any]
     tree: Any
     custom: dict[str, Any]
     leaves: dict[str, Leaf]
-    flat: Flat
-    origins: Mapping[str, Origin]
+    flat: Flat | None = None
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
     mesh: DeviceMesh | None = None
     rules: dict[str, Any] | None = None
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
@@ -95,10 +88,6 @@ class Stored:
         """Its directory."""
         return self.place.path
 
-    @property
-    def is_ours(self) -> bool:
-        return self.kind == "flax_layoutmap"
-
     def rule_set(self, mesh: Any) -> RuleSet | None:
         """The saved rules on a mesh; None if there are none."""
         if self.rules is None:
@@ -106,61 +95,69 @@ class Stored:
         rules = _rules(json.dumps(self.rules))
         return rules if mesh is None else rules.on(mesh)
 
-    def roles(self) -> dict[str, Role]:
-        """Path → role of the leaf."""
-        return {
-            path: "other" if at in self.flat.fixed else self.flat.section(at).role
-            for at, path in enumerate(self.flat.full_paths())
-        }
-
-    def read(self, wanted: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def read(
+        self, wanted: Mapping[str, Any], host_memory: int | None = None
+    ) -> dict[str, Any]:
         """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
-        if not wanted:
-            return {}
-        every = {path: wanted.get(path, ...) for path in self.held}
-        values = _orbax.read_arrays(
-            self.where, every, self.tree, item=self.item, **options
-        )
-        read = dict(zip(every, values, strict=True))
-        return {path: read[path] for path in wanted}
+        every = [wanted.get(path, ...) for path in self.held]
+        target = jax.tree.unflatten(jax.tree.structure(self.tree), every)
+        item = self.place.item
+        values = _orbax.read_arrays(self.where, target, item, host_memory)
+        pairs = zip(self.held, values, strict=True)
+        return {path: value for path, value in pairs if path in wanted}
 
     def resolve(self, rules: RuleSet) -> Resolution:
         """Resolve the saved tree, as the live tree would be."""
-        paths = self.flat.full_paths()
-        leaves = [self.leaves[path] for path in paths]
+        if self.flat is None:
+            abstract = {path: leaf.abstract for path, leaf in self.leaves.items()}
+            return resolve_tree(nested(abstract, unescape), rules)
+        leaves = list(self.leaves.values())
         shapes = [leaf.shape for leaf in leaves]
-        dtypes = list(map(_resolving_dtype, leaves))
-        origins = [self.origins.get(path) for path in paths]
-        read = Leaves(self.flat, shapes, dtypes, jax.tree.structure(paths))
+        dtypes = [None if x.kind == "string" else x.numpy_dtype for x in leaves]
+        origins = [self.origins.get(path) for path in self.leaves]
+        read = Leaves(self.flat, shapes, dtypes, jax.tree.structure(leaves))
         return resolve_origins(known_origins(read, origins), rules)
+
+    def changed(self, leaves: Sequence[Leaf], sums: Mapping[str, str]) -> list[str]:
+        """A problem for each leaf whose checksum is not the recorded one."""
+        recorded = self.checksums or {}
+        return [
+            f"{leaf.name}: its data are not those that were saved; restore another "
+            "checkpoint, or the rest of this one with exclude="
+            for leaf in leaves
+            if sums[leaf.path] != recorded.get(leaf.path)
+        ]
 
     def no_checksums(self) -> str:
         """The message that it has no checksums."""
-        by = "with checksums=False, or by an older version"
         return (
-            f"cannot verify {self.where}: it has no checksums, as it was saved "
-            f"{by if self.is_ours else 'by Orbax alone'}; restore it and save it again "
-            "with flm.checkpoint.save to have them"
+            f"cannot verify {self.where}: it was saved without checksums; restore it "
+            "and save it again with flm.checkpoint.save"
         )
 
 
 def open_checkpoint(
-    place: Place, item: str | None = None, rename: Rename = ()
+    place: Place, rename: Rename = (), *, verify: bool | None = None
 ) -> Stored:
-    """Read the metadata of a checkpoint, or of one of several trees in it."""
-    read = _orbax.read_metadata(place.path, item, _recorded_tree)
-    kind: CheckpointKind = "orbax-v1" if read.is_v1 else "orbax-v0"
-    if KEY in read.custom:
-        kind, held = "flax_layoutmap", _orbax.leaves_of(read.tree, escaped=True)
-        known = _recorded(read.custom[KEY], held, place.path)
+    """Read the metadata of a checkpoint; compare them with their digest."""
+    read = _orbax.read_metadata(place.path, place.item, _recorded_tree)
+    known: dict[str, Any]
+    if verify is not False:
+        check_intact(read.custom, place.path)
+    is_ours = KEY in read.custom
+    held = _orbax.leaves_of(read.tree, escaped=is_ours)
+    if is_ours:
+        known = {"kind": KEY, **_recorded(read.custom[KEY], held, place.path)}
     else:
-        held = _orbax.leaves_of(read.tree, escaped=False)
-        known = _guessed(_named(held, place.path))
+        leaves = _named(held, place.path)
+        known = {"kind": "orbax-v1" if read.is_v1 else "orbax-v0", "leaves": leaves}
     if rename:
         names = renamed(list(known["leaves"]), rename)
         leaves = zip(names, known["leaves"].values(), strict=True)
-        known |= _guessed(dict(leaves))
-    return Stored(place, read.item, kind, held, read.tree, read.custom, **known)
+        known |= {"leaves": dict(leaves), "flat": None, "origins": {}}
+    place = dataclasses.replace(place, item=read.item)
+    known |= {"place": place, "held": held, "tree": read.tree}
+    return Stored(custom=read.custom, **known)
 
 
 def resolve(
@@ -169,7 +166,6 @@ def resolve(
     layout_map: Any = None,
     mesh: Any = None,
     step: int | str | None = None,
-    item: str | None = None,
     rename: Any = None,
 ) -> Resolution:
     """Resolve the layout of every leaf of a checkpoint, without the model's code.
@@ -181,16 +177,11 @@ def resolve(
         layout_map: the rules; None: those that the checkpoint was saved with.
         mesh: the mesh for them; None: their own, or that of the save, abstract.
         step: as in `restore`.
-        item: as in `restore`.
         rename: as in `restore`.
 
-    Returns:
-        The Resolution: read it with `.report()`, `.explain(path)`.
-
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
-            without rules (or mesh) and none are given.
-        ResolveError: its leaves do not fit the rules; all of them are listed.
+        CheckpointError: there is no such checkpoint, or no rules or mesh for it.
+        ResolveError: its leaves do not fit the rules.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -199,13 +190,12 @@ def resolve(
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
         >>> mesh = flm.DeviceMesh.abstract("data=16")
-        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
-        >>> found["w"].shard_shape
+        >>> flm.checkpoint.resolve(path, mesh=mesh)["w"].shard_shape
         (4, 8)
     """
-    options = checked_options(path, layout_map=layout_map, mesh=mesh, rename=rename)
+    options = Options(path, layout_map=layout_map, mesh=mesh, rename=rename)
     place = find(options.path, step, newest=True)
-    stored = open_checkpoint(place, item, options.rename)
+    stored = open_checkpoint(place, options.rename)
     rules = options.rules or stored.rule_set(options.mesh)
     if rules is not None and rules.mesh is None and stored.mesh is not None:
         rules = rules.on(stored.mesh)
@@ -219,12 +209,6 @@ def resolve(
 def _rules(text: str) -> RuleSet:
     """The rules of a record, cached by its text, so that warnings are emitted once."""
     return rules_from_json(json.loads(text))
-
-
-def _resolving_dtype(leaf: Leaf) -> Any:
-    if leaf.kind == "string":
-        return None
-    return np.dtype(TYPES[leaf.kind]) if leaf.is_python else leaf.dtype
 
 
 # --------------------------------------------------------------- write our record
@@ -288,11 +272,10 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
 def _stored_json(leaf: Leaf) -> list[Any] | None:
     """Shape and dtype of the array that Orbax stores; None for a Python value."""
     if leaf.kind == "key":
-        data = key_data_shape(leaf.implementation or "")
-        return [[*leaf.shape, *data], "uint32"]
+        return [[*leaf.shape, *key_data_shape(leaf.implementation)], "uint32"]
     if leaf.kind in ("int", "float", "string"):
         return None
-    return [list(leaf.shape), np.dtype(leaf.dtype or TYPES[leaf.kind]).name]
+    return [list(leaf.shape), leaf.numpy_dtype.name]
 
 
 def _mark_json(box: Any) -> dict[str, Any]:
@@ -355,8 +338,7 @@ def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"the checkpoint {where} has metadata of flax_layoutmap with the schema "
             f"{record.get('schema')!r}, written by {record.get('versions')}; this "
-            "version reads schema 1. Read it with orbax.checkpoint.v1.load and targets "
-            "from layout_map.abstract(tree)"
+            "version reads schema 1"
         )
     try:
         return _fields(record, held)
@@ -383,10 +365,12 @@ def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
     flat.fixed.update(positions[path] for path in record["random"])
     for path, entry in record["layouts"].items():
         flat.annotations[positions[path]] = _mark(entry)
-    if unknown := (special.keys() | held.keys()) - positions.keys():
-        raise KeyError(min(unknown))
+    leaves = {path: _leaf(path, special.get(path, {}), held) for path in positions}
+    stored = {path for path, leaf in leaves.items() if not leaf.is_empty}
+    if wrong := (stored ^ held.keys()) | (special.keys() - positions.keys()):
+        raise KeyError(min(wrong))
     return {
-        "leaves": {p: _leaf(p, special.get(p, {}), held) for p in positions},
+        "leaves": leaves,
         "flat": flat,
         "origins": origins,
         "mesh": mesh_from_json(record["mesh"]),
@@ -397,22 +381,16 @@ def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
 
 
 def _leaf(path: str, entry: Mapping[str, Any], held: Mapping[str, Any]) -> Leaf:
-    """A saved leaf; what is recorded of an empty one, Orbax does not store."""
-    if (path in held) == ("shape" in entry):
-        raise KeyError(path)
-    kind: Kind = entry.get("kind", "array")
+    """A saved leaf; an empty one is in our record alone."""
+    kind = entry.get("kind", "array")
     if kind in TYPES:
         return Leaf(path, kind)
     array = held.get(path)
-    if array is not None and not hasattr(array, "shape"):
-        raise ValueError(f"{path} is not an array, but {array!r}")
     shape = tuple(entry["shape"] if array is None else array.shape)
     if kind == "key":
         # Orbax keeps the key data, which have a dim more.
         shape = shape if array is None else shape[:-1]
         return key_leaf(path, shape, entry["implementation"])
-    if kind != "array":
-        raise ValueError(f"{path} is of the unknown kind {kind!r}")
     dtype = np.dtype(entry["dtype"] if array is None else array.dtype)
     return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
 
@@ -438,57 +416,20 @@ def _named(held: Mapping[str, Any], where: str) -> dict[str, Leaf]:
     """The leaves by the path that each has in a live tree."""
     folders = (p[: end.start()] for p in held for end in re.finditer("/", p))
     leaves_below, leaves = Counter(folders), {}
-    for path, metadata in held.items():
-        parent, _, last = path.rpartition("/")
-        # A Variable holds nothing else; siblings make `value` an ordinary name.
-        is_variable = last == "value" and leaves_below[parent] == 1
-        leaf = _leaf_of_orbax(path, metadata)
+    for path, array in held.items():
+        leaf = leaf_of(path, array)
+        if hasattr(array, "shape"):
+            # Only arrays of JAX have a recorded sharding.
+            is_numpy = not hasattr(array, "sharding_metadata")
+            dtype = np.dtype(array.dtype)
+            leaf = Leaf(path, "array", tuple(array.shape), dtype, is_numpy=is_numpy)
         if leaf is None:
             raise CheckpointError(
                 f"the checkpoint {where}: leaf {path!r} is of a kind that cannot be "
-                f"restored: {metadata!r}"
+                f"restored: {array!r}"
             )
+        parent, _, last = path.rpartition("/")
+        # A Variable holds nothing else; siblings make `value` an ordinary name.
+        is_variable = last == "value" and leaves_below[parent] == 1
         leaves[parent if is_variable else path] = leaf
     return leaves
-
-
-def _leaf_of_orbax(path: str, held: Any) -> Leaf | None:
-    """The leaf that Orbax's metadata describes; None for an unknown kind."""
-    if hasattr(held, "shape"):
-        dtype = np.dtype(held.dtype)
-        # Only arrays of JAX have a recorded sharding.
-        is_numpy = not hasattr(held, "sharding_metadata")
-        return Leaf(path, "array", tuple(held.shape), dtype, is_numpy=is_numpy)
-    return None if isinstance(held, bool) else leaf_of(path, held)
-
-
-def _guessed(leaves: dict[str, Leaf]) -> dict[str, Any]:
-    """The fields of `Stored` by paths and shapes alone."""
-    names, flat = list(leaves), Flat()
-    for (prefix, role), run in groupby(map(_section, names)):
-        start = len(flat.paths)
-        for _ in run:
-            at = len(flat.paths)
-            flat.paths.append(names[at].removeprefix(prefix))
-            *folders, last = names[at].split("/")
-            if _STREAM in folders and last in _RANDOM:
-                flat.fixed.add(at)
-        flat.sections.append(Section(start, len(flat.paths), prefix, role))
-    shapes = [leaf.shape for leaf in leaves.values()]
-    dtypes = [leaf.dtype for leaf in leaves.values()]
-    state = find_origins(Leaves(flat, shapes, dtypes)).state or [None] * len(names)
-    origins = {p: o for p, o in zip(names, state, strict=True) if o is not None}
-    return {"leaves": leaves, "flat": flat, "origins": origins}
-
-
-def _section(name: str) -> tuple[str, Role]:
-    """The section of a leaf: the prefix of its path, and its role."""
-    *folders, _ = name.split("/")
-    if "opt_state" in folders:
-        return "/".join(folders[: folders.index("opt_state") + 1]) + "/", "optimizer"
-    if folders and folders[0] in _OPTIMIZER:
-        return folders[0] + "/", "optimizer"
-    if "params" in folders:
-        last = len(folders) - folders[::-1].index("params")
-        return "/".join(folders[:last]) + "/", "parameter"
-    return "model/" if folders[:1] == ["model"] else "", "parameter"

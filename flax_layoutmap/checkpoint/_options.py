@@ -4,18 +4,14 @@ import dataclasses
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import (
-    CheckpointError,
-    MeshError,
-    closest,
-    did_you_mean,
-)
+from flax_layoutmap._core.errors import CheckpointError, MeshError, closest
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
@@ -25,8 +21,6 @@ from flax_layoutmap.checkpoint._places import absolute
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
 Rename = Sequence[tuple[re.Pattern[str], str]]
-
-_CHOICES = {"missing": ("error", "keep", "init"), "unexpected": ("error", "ignore")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +41,12 @@ class Selection:
         """A problem for each pattern of `include` that finds none of the paths."""
         paths = list(paths)
         return [
-            f"include={pattern.pattern!r} finds no leaf; "
-            f"{_closest_paths(pattern, paths)}"
+            f"include={_without_leaf(pattern, paths)}"
             for pattern in self.include or ()
             if not any(map(pattern.search, paths))
         ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The checked options of a function that restores.
 
@@ -62,20 +54,36 @@ class Options:
     `dtypes` that is found in a path sets the dtype of a floating-point array.
     """
 
-    path: str
-    target: Any = None
-    rules: RuleSet | None = None
-    mesh: DeviceMesh | None = None
-    step: int | str | None = None
-    item: str | None = None
-    selection: Selection = Selection()
-    dtypes: tuple[tuple[re.Pattern[str], Any], ...] = ()
-    rename: Rename = ()
-    missing: Missing = "error"
-    unexpected: Unexpected = "error"
-    broadcast: str | None = None
-    host_memory: int | None = None
-    verify: bool | None = None
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        target: Any = None,
+        *,
+        layout_map: Any = None,
+        mesh: Any = None,
+        include: Any = None,
+        exclude: Any = None,
+        rename: Any = None,
+        dtype: Any = None,
+        missing: Missing = "error",
+        unexpected: Unexpected = "error",
+        host_memory: Any = None,
+        verify: bool | None = None,
+    ) -> None:
+        _check_choice("missing", missing, ("error", "keep", "init"))
+        _check_choice("unexpected", unexpected, ("error", "ignore"))
+        check_bytes("host_memory", 1 if host_memory is None else host_memory)
+        self.path, self.target, self.verify = absolute(path), target, verify
+        self.missing, self.unexpected = missing, unexpected
+        self.host_memory, self.mesh = host_memory, as_mesh(mesh)
+        self.rules = rules_of(layout_map)
+        if self.rules is not None and self.mesh is not None:
+            self.rules = self.rules.on(self.mesh)
+        self.selection = checked_selection(include, exclude)
+        self.rename: Rename = _pairs("rename", rename)
+        if dtype is not None and not isinstance(dtype, Mapping | list | tuple):
+            dtype = [("", dtype)]
+        self.dtypes = [(p, _dtype(wanted)) for p, wanted in _pairs("dtype", dtype)]
 
     @functools.cached_property
     def job_mesh(self) -> DeviceMesh | None:
@@ -88,75 +96,38 @@ class Options:
         return next(wanted, None)
 
 
-def checked_options(
-    path: str | os.PathLike[str],
-    target: Any = None,
-    *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    include: Any = None,
-    exclude: Any = None,
-    rename: Any = None,
-    dtype: Any = None,
-    **others: Any,
-) -> Options:
-    """Check the arguments of a function that restores."""
-    for name, choices in _CHOICES.items():
-        given = others.get(name, "error")
-        if given not in choices:
-            raise CheckpointError(
-                f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
-                f"use {' or '.join(f'{name}={choice!r}' for choice in choices)}"
-            )
-    dtypes = tuple(
-        (p, None if d is None else _dtype(d)) for p, d in _pairs("dtype", dtype)
-    )
-    missing = others.get("missing", "error")
-    for option, is_given in (
-        (f"missing={missing!r}", missing != "error"),
-        ('dtype="target"', any(isinstance(wanted, str) for _, wanted in dtypes)),
-    ):
-        if is_given and target is None:
-            raise CheckpointError(f"{option} needs a target")
-    given_mesh = as_mesh(mesh)
-    rules = rules_of(layout_map)
-    if rules is not None and given_mesh is not None:
-        rules = rules.on(given_mesh)
-    return Options(
-        path=absolute(path),
-        target=target,
-        rules=rules,
-        mesh=given_mesh,
-        selection=checked_selection(include, exclude),
-        dtypes=dtypes,
-        rename=_pairs("rename", rename),
-        **others,
-    )
-
-
-def check_devices(function: str, options: Options) -> None:
-    """Raise MeshError if there are rules or a mesh, and no devices."""
-    rules = options.rules
-    where = options.mesh if rules is None else rules.mesh
-    if where is None and rules is None:
-        return
-    if where is None or where.is_abstract:
-        have = "no mesh" if where is None else repr(where)
-        raise MeshError(
-            f"{function} needs a mesh of devices, the rules have {have}; pass "
-            "mesh=flm.DeviceMesh(...)"
+def _check_choice(option: str, given: Any, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise CheckpointError(
+            f"{option}={given!r}: use {' or '.join(map(repr, choices))}"
         )
 
 
-def check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError if a process of the job, for which Orbax waits, has no device."""
-    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
+def check_bytes(option: str, given: Any) -> None:
+    """Raise CheckpointError if an option is not a positive number of bytes."""
+    if not isinstance(given, int | float) or given <= 0:
+        raise CheckpointError(
+            f"{option}={given!r} is not a number of bytes, such as {8 << 30}"
+        )
+
+
+def check_devices(function: str, options: Options) -> None:
+    """Raise MeshError if there are rules or a mesh, but not devices of each process."""
+    rules, mesh = options.rules, options.mesh
+    if rules is not None:
+        mesh = rules.mesh
+    if (rules or mesh) is not None and (mesh is None or mesh.is_abstract):
+        raise MeshError(
+            f"{function} needs a mesh of devices, the rules have "
+            f"{'no mesh' if mesh is None else repr(mesh)}; pass mesh=flm.DeviceMesh(…)"
+        )
+    mesh = options.job_mesh
+    if mesh is None or jax.process_count() == 1:
         return
     there = {device.process_index for device in mesh.devices.flat}
-    absent = sorted(set(range(jax.process_count())) - there)
-    if absent:
+    if absent := set(range(jax.process_count())) - there:
         raise MeshError(
-            f"{mesh!r} has no device of the processes {absent}, and all "
+            f"{mesh!r} has no device of the processes {sorted(absent)}, and all "
             f"{jax.process_count()} processes of a job restore together; use a mesh of "
             "all of them, and relayout the result"
         )
@@ -189,30 +160,26 @@ def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
 
 
 def _pairs(option: str, given: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
-    """Pairs of a pattern and a value, from such pairs, a dict, or one value for all."""
-    pairs = given.items() if isinstance(given, Mapping) else given
-    if pairs is None:
-        return ()
-    if option == "dtype" and not isinstance(given, Mapping | list | tuple):
-        pairs = [("", given)]
+    """Pairs of a pattern and a value, from such pairs or a dict."""
+    pairs = given.items() if isinstance(given, Mapping) else given or ()
     return tuple((_compiled(option, pattern), value) for pattern, value in pairs)
 
 
 def _dtype(dtype: Any) -> Any:
-    if isinstance(dtype, str) and dtype == "target":
+    if dtype is None or (isinstance(dtype, str) and dtype == "target"):
         return dtype
-    wanted = floating_dtype(dtype, f"dtype={dtype!r}")
+    wanted = floating_dtype(dtype)
     if not fits_jax(wanted):
         raise CheckpointError(f"dtype={wanted} needs jax_enable_x64")
     return wanted
 
 
-def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    """Check a floating-point dtype; `what` names it in messages."""
+def floating_dtype(dtype: Any) -> np.dtype[Any]:
+    """Check the option `dtype=`, a floating-point dtype."""
     try:
         wanted = np.dtype(dtype)
     except TypeError as error:
-        raise CheckpointError(f"{what} is not a dtype: {error}") from error
+        raise CheckpointError(f"dtype={dtype!r} is not a dtype: {error}") from error
     if not is_floating(wanted):
         raise CheckpointError(
             f"dtype={wanted} is not floating-point; only floating-point arrays are "
@@ -221,51 +188,39 @@ def floating_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     return wanted
 
 
+# ------------------------------------------------------------------------- rename
+
+
 def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
-    """The new name of each path: the first pattern found in it is replaced.
-
-    The new names must be distinct paths, none below another, and every pattern has to
-    be found in some path.
-    """
-    first = {
-        path: next((rule for rule in rules if rule[0].search(path)), None)
-        for path in paths
-    }
-    for rule in rules:
-        if rule not in first.values():
+    """The new name of each path: the first pattern found in it is replaced."""
+    new, used = dict[str, str](), set[int]()
+    for path in paths:
+        finds = (at for at, rule in enumerate(rules) if rule[0].search(path))
+        if (at := next(finds, None)) is None:
+            new[path] = path
+            continue
+        used.add(at)
+        pattern, by = rules[at]
+        try:
+            new[path] = pattern.sub(by, path, count=1)
+        except (re.error, IndexError, TypeError) as error:
             raise CheckpointError(
-                f"rename={rule[0].pattern!r} finds no leaf that an earlier pattern "
-                f"left; {_closest_paths(rule[0], paths)}"
-            )
-    names: dict[str, str] = {}  # new name → path
-    for path, rule in first.items():
-        new = path if rule is None else _replaced(path, *rule)
-        if new in names:
+                f"rename={pattern.pattern!r}: {by!r} cannot replace what it finds in "
+                f"{path}: {error}"
+            ) from error
+    for at in set(range(len(rules))) - used:
+        raise CheckpointError(f"rename={_without_leaf(rules[at][0], paths)}")
+    names = Counter(new.values())
+    above = {name[: end.start()] for name in names for end in re.finditer("/", name)}
+    for path, name in new.items():
+        if names[name] > 1 or name in above or "" in name.split("/"):
             raise CheckpointError(
-                f"rename maps both {names[new]} and {path} to {new!r}"
+                f"rename maps {path} to {name!r}, which is not a path of its own"
             )
-        if "" in new.split("/"):
-            raise CheckpointError(f"rename maps {path} to {new!r}, which is not a path")
-        names[new] = path
-    folders = {new[: end.start()] for new in names for end in re.finditer("/", new)}
-    for new in sorted(folders & names.keys()):
-        raise CheckpointError(
-            f"rename maps {names[new]} to {new!r}, and other leaves to paths below it, "
-            f"but {new!r} is a leaf"
-        )
-    return list(names)
+    return list(new.values())
 
 
-def _replaced(path: str, pattern: re.Pattern[str], by: str) -> str:
-    try:
-        return pattern.sub(by, path, count=1)
-    except (re.error, IndexError, TypeError) as error:
-        raise CheckpointError(
-            f"rename={pattern.pattern!r}: {by!r} cannot replace what it finds in "
-            f"{path}: {error}"
-        ) from error
-
-
-def _closest_paths(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
+def _without_leaf(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
+    """The message that a pattern finds none of the paths."""
     near = closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])
-    return f"the closest paths are {near}"
+    return f"{pattern.pattern!r} finds no leaf; the closest paths are {near}"

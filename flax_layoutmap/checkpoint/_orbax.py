@@ -8,14 +8,14 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._tree.paths import escape, key_of
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
@@ -25,6 +25,7 @@ from flax_layoutmap.checkpoint._places import (
     check_place,
     common_number,
     is_url,
+    items_in,
     on_first_process,
 )
 
@@ -38,8 +39,8 @@ _CHUNK_BYTES = 16 << 20
 _CAUSE_CHARACTERS = 600
 _ADVICE = "; if a file is damaged or missing, restore another checkpoint"
 
-# A file that only the v1 API writes, and one that every tree of arrays has.
-_V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
+# A file that only the v1 API writes.
+_V1_FILE = "orbax.checkpoint"
 
 
 # Threads take turns. Orbax numbers its operations by one counter of the process: a save
@@ -172,7 +173,7 @@ def read_metadata(
     if not is_url(path):
         check_place(path)
         custom = _read_custom(path)
-        item = _item(path, item)
+        item = item or _item(path)
         if (tree := tree_of(custom)) is not None:
             return Metadata(tree, custom, item, is_v1=True)
     options = {} if item is None else {"checkpointable_name": item}
@@ -215,33 +216,15 @@ def _read_custom(path: str) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
-def _item(path: str, item: str | None) -> str | None:
-    """The folder of the tree to read; None leaves the choice to Orbax."""
+def _item(path: str) -> str | None:
+    """The folder of the only tree; None if that is the checkpoint itself."""
     items = items_in(path)
-    if item is not None:
-        if item not in items:
-            raise CheckpointError(
-                f"the checkpoint {path} has no tree {item!r}"
-                f"{did_you_mean(item, items)}; it has {', '.join(items) or 'one only'}"
-            )
-        return item
     if len(items) > 1:
+        paths = " or ".join(os.path.join(path, name) for name in items)
         raise CheckpointError(
-            f"the checkpoint {path} holds several trees; name one: "
-            + " or ".join(f"item={name!r}" for name in items)
+            f"the checkpoint {path} holds several trees; give the path of one: {paths}"
         )
     return items[0] if items else None
-
-
-def items_in(path: str) -> list[str]:
-    """Names of the trees that a checkpoint has in separate folders."""
-    if is_url(path) or os.path.isfile(os.path.join(path, _TREE_FILE)):
-        return []  # the directory is the tree
-    return sorted(
-        child.name
-        for child in Path(path).iterdir()
-        if (child / _TREE_FILE).is_file() or (child / "manifest.ocdbt").is_file()
-    )
 
 
 def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
@@ -257,34 +240,21 @@ def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
 
 
 def read_arrays(
-    path: str,
-    wanted: Mapping[str, Any],
-    tree: Any,
-    *,
-    item: str | None = None,
-    replica_axis: int | None = None,
-    host_memory: int | None = None,
+    path: str, target: Any, item: str | None = None, host_memory: int | None = None
 ) -> list[Any]:
     """Read leaves of a checkpoint; return them in the order of `leaves_of`.
 
-    `wanted` has a target of Orbax for each leaf of `tree`: a `jax.ShapeDtypeStruct`
-    with sharding, `np.ndarray`, a Python value, or `...` to skip the leaf (which is
-    then its value, too). With `replica_axis`, the number of a mesh axis on which all
-    wanted leaves are replicated, Orbax reads only the first replica and broadcasts it;
-    without, this process reads without waiting for the others.
+    `target` is a tree of Orbax's targets: a `jax.ShapeDtypeStruct` with sharding,
+    `np.ndarray`, a Python value, or `...` to skip the leaf (which is then its value,
+    too). This process reads without waiting for the others.
     """
     context = v1().Context()
     context.memory.read_concurrent_bytes = host_memory
-    if replica_axis is not None:
-        loading = context.array.loading
-        loading.use_load_and_broadcast = True
-        loading.load_and_broadcast_options.replica_axis_index = replica_axis
-    elif jax.process_count() > 1:
+    if jax.process_count() > 1:
         number = jax.process_index()
         context.multiprocessing.primary_host = number
         context.multiprocessing.active_processes = {number}
         context.multiprocessing.barrier_sync_key_prefix = f"alone_{number}"
-    target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
     options = {} if item is None else {"checkpointable_name": item}
     with TURN, translated(f"cannot read the checkpoint {path}", _ADVICE), context:
         return jax.tree.leaves(v1().load(path, target, **options))

@@ -16,6 +16,8 @@ from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # Suffixes beside a checkpoint while it is replaced: the new one, and the old one.
 NEW, OLD = ".replacement", ".replaced"
+# Files that a tree of arrays has; the second one if Orbax's processes merged theirs.
+_TREE_FILES = "_METADATA", "manifest.ocdbt"
 # Orbax's own suffix while it writes.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -36,15 +38,19 @@ def is_url(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The directory of a checkpoint; for a step also its number and all steps there."""
+    """The directory of a checkpoint; for a step also its number and all steps there.
+
+    `item` is the folder of one of several trees in it.
+    """
 
     path: str
     step: int | None = None
     steps: tuple[int, ...] = ()
+    item: str | None = None
 
 
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
-    """Find a checkpoint, or one step of a directory of steps.
+    """Find a checkpoint, one tree of a checkpoint, or one step of a directory of steps.
 
     `step` is a number, `"latest"`, or None if `path` is the checkpoint itself; with
     `newest`, None also finds the latest step of a directory.
@@ -56,8 +62,11 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
                 "step"
             )
         return Place(path if step is None else f"{path.rstrip('/')}/{step}")
-    if step is None and (Path(path) / METADATA_FILE).is_file():
+    above, name = os.path.split(path)
+    if step is None and os.path.isfile(os.path.join(path, METADATA_FILE)):
         return Place(path)
+    if step is None and name in items_in(above):
+        return Place(above, item=name)
     steps = _steps_in(path)
     if not steps or (step is None and not newest):
         check_place(path)
@@ -77,6 +86,19 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
             f"{path} has no step {wanted}; it has {', '.join(map(str, numbers[-9:]))}"
         )
     return Place(os.path.join(path, steps[wanted]), wanted, numbers)
+
+
+def items_in(path: str) -> list[str]:
+    """Names of the trees that a checkpoint has in separate folders."""
+    if not os.path.isfile(os.path.join(path, METADATA_FILE)):
+        return []
+    if os.path.isfile(os.path.join(path, _TREE_FILES[0])):
+        return []  # the directory is the tree
+    return sorted(
+        child.name
+        for child in Path(path).iterdir()
+        if any((child / name).is_file() for name in _TREE_FILES)
+    )
 
 
 def _steps_in(path: str) -> dict[int, str]:

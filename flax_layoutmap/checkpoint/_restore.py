@@ -1,41 +1,44 @@
 """flm.checkpoint.restore and flm.checkpoint.plan: the stages of a restore.
 
 path → metadata → plan → read → tree
+
+`restore_safetensors` has the same stages, and another source.
 """
 
-import dataclasses
 import functools
 import os
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, meant
+from flax_layoutmap._core.checksums import checksums
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.place import put
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint._inspect import RestorePlan, described
-from flax_layoutmap.checkpoint._join import Plan, Target, join, opened
+from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
+    TYPES,
     Leaf,
+    is_floating,
     key_data_shape,
-    key_leaf,
     leaf_of,
     problem_list,
 )
-from flax_layoutmap.checkpoint._metadata import Stored, check_intact, open_checkpoint
+from flax_layoutmap.checkpoint._metadata import open_checkpoint
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
     Unexpected,
     check_devices,
-    check_processes,
-    checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._read import read_leaves
 
 
 def restore(
@@ -45,77 +48,63 @@ def restore(
     layout_map: Any = None,
     mesh: Any = None,
     step: int | str | None = None,
-    item: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Any = None,
     dtype: Any = None,
     missing: Missing = "error",
     unexpected: Unexpected = "error",
-    broadcast: str | None = None,
     host_memory: int | None = None,
     verify: bool | None = None,
     progress: bool | None = None,
 ) -> Any:
-    r"""Restore a checkpoint, each leaf directly into its shards.
+    r"""Restore a checkpoint of `save` or of Orbax, each leaf directly into its shards.
 
     Everything is checked before any array is read; one error lists every problem. The
-    mesh may differ from that of the save. Checkpoints of `save`, and those that Orbax
-    wrote alone (also MaxText's and T5X's), are joined with the target by path, whatever
-    kind of tree was saved.
+    mesh and the kind of tree may differ from those of the save: leaves are joined with
+    those of the target by path.
 
     Args:
-        path: the checkpoint, or a directory of steps.
-        target: the tree to restore into: modules, States, optimizers, TrainStates or
-            any other, concrete or abstract (of `jax.ShapeDtypeStruct`s), or a function
-            that returns one, which is only traced. None restores every leaf of the
-            checkpoint, as a nested dict.
+        path: the checkpoint, a directory of steps, or one of several trees in a
+            checkpoint (`runs/100/params`).
+        target: any tree, concrete or abstract (of `jax.ShapeDtypeStruct`s), or a
+            function that returns one, which is only traced. None restores every leaf
+            as a nested dict.
         layout_map: the rules, on a mesh of devices. None keeps the shardings of the
             target's leaves.
-        mesh: a mesh of devices for the rules of `layout_map`; without `layout_map`,
-            for the rules that the checkpoint was saved with.
+        mesh: a mesh for the rules of `layout_map`, or for those that the checkpoint was
+            saved with.
         step: the step, a number or `"latest"`, if `path` is a directory of steps.
-        item: the name of the tree, if the checkpoint holds several.
         include: one or several regular expressions; only leaves in whose full path
             (`model/decoder/…`) one of them is found are restored.
         exclude: the opposite. What is left out keeps the target's values, which
             therefore must be concrete.
         rename: pairs of a regular expression and its replacement, such as
-            `(r"^params/(.*)", r"\1")`, or a dict of them; renames the leaves of the
-            checkpoint before anything else. The first expression that is found in a
-            path is applied.
+            `(r"^params/(.*)", r"\1")`, or a dict of them. Before anything else, the
+            first one that is found in a path of the checkpoint renames it.
         dtype: a floating-point dtype for all floating-point arrays that are read,
             `"target"` for the target's dtypes, or pairs of a regular expression
             (searched as `include`) and one of these. Other numbers are never converted.
         missing: for leaves that only the target has: `"error"`, `"keep"` the target's
             values, or `"init"`ialize them with the function that is the target.
         unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
-        broadcast: a mesh axis. Leaves that are replicated along it, with the replicas
-            on different processes, are read by the first replica and sent to the others
-            (Orbax's load-and-broadcast). None lets every process read its own shards.
         host_memory: bytes that Orbax may be reading at a time on each host (its
-            `read_concurrent_bytes`), more than the largest leaf takes. A small limit
-            may read the same bytes several times.
-        verify: whether to compare the arrays and the metadata with their checksums
-            before anything is returned. None compares if there are any, True requires
-            them, False skips them.
+            `read_concurrent_bytes`), more than the largest leaf takes.
+        verify: whether to compare arrays and metadata with their checksums. None
+            compares if there are any, True requires them, False skips them.
         progress: whether process 0 shows the time on stderr; None: on a terminal, once
             the restore has taken 2 seconds.
 
     Returns:
         A tree of the target's type. Concrete NNX objects are updated in place once all
         leaves have been read; other trees are rebuilt. Numbers have the target's kind:
-        an `int` for an `int`, an array for an array without dims. Without a target, a
-        nested dict.
+        an `int` for an `int`, an array for an array without dims.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
             the target or the rules.
-        MeshError: the rules have no mesh of devices, or some process has no device in
-            it.
-        ProcessError: the arguments differ between processes, or another process cannot
-            read. (With `broadcast`, the other processes wait in Orbax until the process
-            that cannot read ends.)
+        MeshError: the rules have no mesh of devices of all processes.
+        ProcessError: the processes' arguments differ, or another one cannot read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -130,35 +119,29 @@ def restore(
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
-    options = checked_options(
+    options = Options(
         path,
         target,
         layout_map=layout_map,
         mesh=mesh,
-        step=step,
-        item=item,
         include=include,
         exclude=exclude,
         rename=rename,
         dtype=dtype,
         missing=missing,
         unexpected=unexpected,
-        broadcast=broadcast,
         host_memory=host_memory,
         verify=verify,
     )
-    check_devices("restore", options)
-    stored, planned = _planned(options, "restoring")
-    if planned.resolution is not None:
-        planned.resolution.announce()
-    with shown_progress(f"restoring {stored.where}", None, progress):
-        values = read_leaves(stored, planned, options)
-    return planned.tree(values)
+    open_source = functools.partial(_Checkpoint, options, step)
+    return restored("restore", open_source, options, progress)
 
 
 def plan(
     path: str | os.PathLike[str],
     target: Any = None,
+    *,
+    step: int | str | None = None,
     **options: Any,
 ) -> RestorePlan:
     """Plan what `restore` with the same arguments reads; raise the same errors.
@@ -168,6 +151,7 @@ def plan(
     Args:
         path: as in `restore`.
         target: as in `restore`.
+        step: as in `restore`.
         **options: the options of `restore`, without `verify` and `progress`.
 
     Returns:
@@ -186,138 +170,218 @@ def plan(
         >>> plan.leaves[0].rule, plan.bytes_per_device
         ('1 w', 128)
     """
-    checked = checked_options(path, target, verify=False, **options)
-    stored, planned = _planned(checked, "planning to restore")
-    return described(stored.where, planned)
+    checked = Options(path, target, **options)
+    open_source = functools.partial(_Checkpoint, checked, step)
+    source, planned = _planned("planning to restore", open_source, checked)
+    return described(source.where, planned)
 
 
-# ----------------------------------------------------------------------- plan
-
-# Similar names are searched for this many leaves; beyond that it would take too long.
-_HINTS = 50
-
-# Of the PRNGs that JAX has.
-_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+# ---------------------------------------------------------------------- the stages
 
 
-def _planned(options: Options, doing: str) -> tuple[Stored, Plan]:
+class Source(Protocol):
+    """A checkpoint whose metadata has been read.
+
+    `rule_set` returns the rules that it was saved with, on a mesh. `resolve` is for the
+    tree of the target, or its own. `read` returns path → value of each leaf of a plan.
+    `lines` differ if another process finds another checkpoint.
+    """
+
+    @property
+    def where(self) -> str: ...
+    def rule_set(self, mesh: Any) -> RuleSet | None: ...
+    def offer(self, target: Target | None, options: Options) -> Offer: ...
+    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution: ...
+    def read(self, plan: Plan, options: Options) -> dict[str, Any]: ...
+    def lines(self) -> Sequence[str]: ...
+
+
+def restored(
+    function: str,
+    open_source: Callable[[], Source],
+    options: Options,
+    progress: bool | None,
+) -> Any:
+    """Go through all stages; `function` names the caller in messages."""
+    check_devices(function, options)
+    source, planned = _planned("restoring", open_source, options)
+    if planned.resolution is not None:
+        planned.resolution.announce()
+    with shown_progress(f"restoring {source.where}", None, progress):
+        values = source.read(planned, options)
+    return planned.tree(values)
+
+
+def _planned(
+    doing: str, open_source: Callable[[], Source], options: Options
+) -> tuple[Source, Plan]:
     """Path → metadata → plan: all of a restore that reads no array."""
-    mesh = options.job_mesh
-    check_processes(mesh)
-    with Agreement(f"{doing} {options.path}", mesh) as agreement:
-        place = find(options.path, options.step)
-        stored = open_checkpoint(place, options.item, options.rename)
-        if options.verify is not False:
-            check_intact(stored.custom, stored.where)
-        planned = _plan(stored, options)
-        problems = list(planned.problems)
-        if options.broadcast and mesh and options.broadcast not in mesh.axis_names:
-            problems.append(
-                f"broadcast={options.broadcast!r} is not an axis of the mesh"
+    with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
+        source, rules = open_source(), options.rules
+        if rules is None and options.mesh is not None:
+            rules = source.rule_set(options.mesh)
+        if rules is None and (options.mesh is not None or options.target is None):
+            own = (
+                "" if source.rule_set(None) is None else "mesh= for its own rules, or "
             )
-        if options.verify and stored.checksums is None:
-            problems.append(stored.no_checksums())
-        if problems:
-            raise problem_list(f"cannot restore {stored.where}", problems)
-        agreement.add(functools.partial(_parts, stored, planned, options))
-    return stored, planned
-
-
-def _parts(stored: Stored, planned: Plan, options: Options) -> dict[str, Any]:
-    """Texts that differ if another process reads other leaves, or in another way."""
-    found = (stored.where, stored.item, list(stored.leaves.items()), stored.custom)
-    leaves = [
-        f"{path}: {read.stored} → {read.result}, "
-        f"{getattr(read.sharding, 'spec', read.sharding)}"
-        for path, read in planned.reads.items()
-    ]
-    how = f"{options.broadcast} {options.verify}"
-    return {"checkpoint": str(found), "leaves": leaves, "broadcast or verify": how}
-
-
-def _plan(stored: Stored, options: Options) -> Plan:
-    """Join the leaves of a checkpoint with those of the target, by path."""
-    rules = options.rules
-    if rules is None and options.mesh is not None:
-        rules = stored.rule_set(options.mesh)
-        if rules is None:
             raise CheckpointError(
-                f"{stored.where} was saved without rules, so mesh= is not enough; pass "
-                "layout_map="
+                f"cannot restore {source.where} without layouts: pass {own}layout_map=,"
+                " on the mesh to restore to, or a target that has shardings"
             )
-    options = dataclasses.replace(options, rules=rules)
-    if options.target is not None:
-        return _with_target(stored, opened(options.target), options)
-    if rules is None:
-        ways = "pass layout_map="
-        if stored.rules is not None:
-            ways = "pass mesh= for the rules that it was saved with, or layout_map="
-        saved = f" (it was saved on {stored.mesh!r})" if stored.mesh else ""
-        raise CheckpointError(
-            f"cannot restore {stored.where} without layouts: {ways}, on the mesh to "
-            f"restore to{saved}, or a target that has shardings"
+        target = None if options.target is None else opened(options.target)
+        offer = source.offer(target, options)
+        resolve = None if rules is None else lambda: source.resolve(target, rules)
+        planned = join(offer, target, options, resolve)
+        if planned.problems:
+            raise problem_list(f"cannot restore {source.where}", planned.problems)
+        agreement.add(
+            lambda: {
+                "checkpoint": source.lines(),
+                "verify": str(options.verify),
+                "leaves": [f"{path}: {read}" for path, read in planned.reads.items()],
+            }
         )
-    ignored = [path for path in stored.leaves if path not in options.selection]
-    resolve = functools.partial(stored.resolve, rules)
-    return join(stored.leaves, None, options, resolve, absent={}, ignored=ignored)
+    return source, planned
 
 
-def _with_target(stored: Stored, target: Target, options: Options) -> Plan:
-    """Plan to restore the leaves of a target."""
-    wanted, leaves = target.leaves, stored.leaves
-    if not stored.is_ours:
-        leaves = {path: _as_keys(x, wanted.get(path)) for path, x in leaves.items()}
-    extra = [path for path in leaves if path not in wanted]
-    is_error = options.unexpected == "error"
-    unexpected = [path for path in extra if is_error and path in options.selection]
-    ignored = [] if unexpected else extra
-    absent: dict[str, str] = {}
-    for path, value in wanted.items():
-        if path not in leaves:
-            absent[path] = "is in the target, not in the checkpoint"
-            if callable(value):
-                absent[path] += "; a function must be the whole target"
-            elif options.missing == "error" and len(absent) < _HINTS:
-                near = meant(path, unexpected)
-                hint = f"; did you mean {near!r}? then pass rename="
-                absent[path] += hint if near else ""
-    resolve = functools.partial(target.resolve, options.rules, stored.origins)
-    problems = _unexpected(unexpected, leaves)
-    return join(
-        leaves,
-        target,
-        options,
-        resolve,
-        absent=absent,
-        ignored=ignored,
-        problems=problems,
-    )
+# ----------------------------------------------------------- a checkpoint of Orbax
+
+
+class _Checkpoint:
+    """A checkpoint of Orbax as a source."""
+
+    def __init__(self, options: Options, step: int | str | None) -> None:
+        place, self._verify = find(options.path, step), options.verify
+        self._stored = open_checkpoint(place, options.rename, verify=self._verify)
+        self.where, self.rule_set = self._stored.where, self._stored.rule_set
+
+    def lines(self) -> Sequence[str]:
+        stored = self._stored
+        leaves = map(str, stored.leaves.values())
+        return [f"{stored.place} {stored.custom}", *leaves]
+
+    def offer(self, target: Target | None, options: Options) -> Offer:
+        leaves, problems = self._stored.leaves, list[str]()
+        if self._verify and self._stored.checksums is None:
+            problems.append(self._stored.no_checksums())
+        if target is None:
+            return Offer(leaves, problems=problems)
+        wanted = target.leaves
+        if self._stored.flat is None:
+            leaves = {p: _as_keys(leaf, wanted.get(p)) for p, leaf in leaves.items()}
+        if options.unexpected == "error":
+            problems += [
+                f"{leaf.name}: is in the checkpoint, not in the target; to leave it "
+                "out, pass include=, exclude= or unexpected='ignore'"
+                for path, leaf in leaves.items()
+                if path not in wanted and path in options.selection
+            ]
+        return Offer(leaves, problems=problems)
+
+    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
+        if target is None:
+            return self._stored.resolve(rules)
+        return target.resolve(rules, self._stored.origins)
+
+    def read(self, plan: Plan, options: Options) -> dict[str, Any]:
+        stored = self._stored
+        reads = [read for read in plan.reads.values() if not read.stored.is_empty]
+        wanted = {
+            read.stored.path: _orbax_target(read, stored.held[read.stored.path])
+            for read in reads
+        }
+        # Each process reads on its own, then all agree that every read succeeded.
+        after = f"using what was read of {self.where}"
+        with Agreement(after, options.job_mesh):
+            values = stored.read(wanted, options.host_memory)
+        problems = []
+        if self._verify is not False and stored.checksums is not None:
+            leaves = [read.stored for read in reads]
+            problems = stored.changed(leaves, checksums(values))
+        result = {}
+        for path, read in plan.reads.items():
+            source = read.stored
+            value = _empty(source) if source.is_empty else values.pop(source.path)
+            try:
+                result[path] = _as_wanted(read, value)
+            except CheckpointError as error:
+                problems.append(f"{source.name}: {error}")
+        if problems:
+            raise problem_list(f"cannot restore {self.where}", problems)
+        return result
 
 
 def _as_keys(stored: Leaf, value: Any) -> Leaf:
     """The uint32 data of PRNG keys as keys, if the target has keys."""
-    target = leaf_of("", value)
+    target = leaf_of(stored.path, value)
     if target is not None and target.kind == "key" and stored.dtype == np.uint32:
-        for name in _IMPLEMENTATIONS:
-            keys = key_leaf(stored.path, target.shape, name)
-            shape = (*target.shape, *key_data_shape(name))
-            if (keys.dtype, shape) == (target.dtype, stored.shape):
-                return keys
+        if stored.shape == (*target.shape, *key_data_shape(target.implementation)):
+            return target
     return stored
 
 
-def _unexpected(paths: Sequence[str], leaves: Mapping[str, Leaf]) -> list[str]:
-    """Problems for leaves that only the checkpoint has; one for a whole folder."""
-    tops = Counter(path.split("/")[0] for path in leaves)
-    lacking = Counter(path.split("/")[0] for path in paths)
-    whole = {top for top, count in lacking.items() if tops[top] == count > 1}
-    text = "is in the checkpoint, not in the target; to leave it out, pass exclude="
-    return [
-        f"{top}/ ({tops[top]} leaves): {text}{f'^{re.escape(top)}/'!r}"
-        for top in lacking
-        if top in whole
-    ] + [
-        f"{leaves[path].name}: {text}"
-        for path in paths
-        if path.split("/")[0] not in whole
-    ]
+def _orbax_target(read: Read, held: Any) -> Any:
+    """The target of a leaf for Orbax: in its stored dtype, and in its sharding."""
+    if read.stored.kind in ("int", "float", "string"):
+        return held
+    if read.sharding is None or read.stored.is_python:
+        return np.ndarray
+    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=read.sharding)
+
+
+def _empty(leaf: Leaf) -> Any:
+    """An array without elements, which Orbax does not store."""
+    if leaf.kind != "key":
+        return np.zeros(leaf.shape, leaf.dtype)
+    return np.zeros((*leaf.shape, *key_data_shape(leaf.implementation)), np.uint32)
+
+
+def _as_wanted(read: Read, value: Any) -> Any:
+    """Convert what Orbax returned to the requested leaf, and check it."""
+    stored, result, sharding = read.stored, read.result, read.sharding
+    if result.is_python:
+        value = value.item() if isinstance(value, np.ndarray) else value
+        if not isinstance(value, TYPES[result.kind]):
+            raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
+        return value
+    if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
+        # Orbax returns the data of keys if it has lost the implementation.
+        wrap = functools.partial(jax.random.wrap_key_data, impl=stored.implementation)
+        value = jax.jit(wrap, out_shardings=sharding)(value)
+    elif isinstance(value, jax.Array):
+        # An array that Orbax has cut to 32 bits must not be cast further.
+        if value.dtype == stored.dtype != result.dtype:
+            with no_mesh():
+                cast = _caster(sharding, result.dtype)(value)
+            value.delete()
+            value = cast
+    elif isinstance(value, np.ndarray | bool | int | float | complex):
+        value = _converted(np.asarray(value), result)
+        value = value if sharding is None else put(value, sharding)
+    leaf, where = leaf_of(stored.path, value), getattr(value, "sharding", None)
+    # Keys that Orbax has written alone are unknown to its metadata.
+    is_key = leaf is not None and leaf.kind == "key" and stored.dtype == np.uint32
+    if not is_key and not (
+        isinstance(value, np.ndarray if sharding is None else jax.Array)
+        and (value.shape, value.dtype) == (result.shape, result.dtype)
+        and (where is None or where.is_equivalent_to(sharding, value.ndim))
+    ):
+        raise CheckpointError(
+            f"Orbax read {leaf} with {where}, asked for {result} with {sharding}"
+        )
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _caster(sharding: Any, dtype: Any) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
+
+
+def _converted(value: np.ndarray, result: Leaf) -> np.ndarray:
+    """Convert a host array to the result's dtype; floats are rounded."""
+    new = value.astype(result.dtype)
+    if not is_floating(result.dtype) and not np.array_equal(new, value):
+        raise CheckpointError(
+            f"the number {value} of the checkpoint is not exact in {result.dtype}"
+        )
+    return new

@@ -1,4 +1,4 @@
-"""The format of safetensors: headers, the tensors of a checkpoint, and their memory.
+"""The format of safetensors: headers, and the tensors of a checkpoint.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers. Large checkpoints are several files
@@ -11,9 +11,9 @@ place of a tensor in its file. The tests compare with it.
 import dataclasses
 import json
 import math
-import mmap
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,44 +65,33 @@ class Tensor:
         return f"tensor {self.name!r} {show_shape(self.shape)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The headers of a checkpoint."""
+def read_headers(where: str) -> dict[str, Tensor]:
+    """Name → tensor of a checkpoint; one error lists every problem.
 
-    where: str
-    tensors: dict[str, Tensor]
-
-
-def open_safetensors(path: str | os.PathLike[str]) -> Stored:
-    """Read and check the headers of a checkpoint; one error lists every problem.
-
-    `path` is a file, an index, or a directory with `model.safetensors`, an index or
+    `where` is a file, an index, or a directory with `model.safetensors`, an index or
     other `.safetensors` files.
     """
-    where = local(path)
+    tensors: dict[str, Tensor] = {}
+    problems: list[str] = []
     try:
         files, index = _files_of(where)
-        headers = {file: _read_header(file) for file in files}
-    except OSError as error:
-        raise CheckpointError(f"cannot read {where}: {error}") from error
-    problems = [text for _, texts in headers.values() for text in texts]
-    tensors: dict[str, Tensor] = {}
-    for file, (held, _) in headers.items():
-        for name, tensor in held.items():
+        for tensor in (t for file in files for t in _read_header(file, problems)):
+            name, file = tensor.name, tensor.file
             if index is not None and index.get(name) != os.path.basename(file):
                 continue
-            if name in tensors:
+            if (other := tensors.setdefault(name, tensor)) is not tensor:
                 problems.append(
-                    f"{file}: {tensors[name].file} has a tensor {name!r} as well; pass "
-                    "the path of one of the files, or remove the other"
+                    f"{file}: {other.file} has a tensor {name!r} as well; pass the "
+                    "path of one of the files, or remove the other"
                 )
-            tensors[name] = tensor
+    except OSError as error:
+        raise CheckpointError(f"cannot read {where}: {error}") from error
     for name, file in (index or {}).items():
         if name not in tensors and not problems:
             problems.append(f"{where}: it says that {name!r} is in {file}, wrongly")
     if problems:
         raise problem_list(f"cannot read {where}", problems)
-    return Stored(where, tensors)
+    return tensors
 
 
 def local(path: str | os.PathLike[str]) -> str:
@@ -122,8 +111,7 @@ def _files_of(where: str) -> tuple[list[str], dict[str, str] | None]:
         if not os.path.exists(where):
             raise CheckpointError(
                 f"there is no file or directory {where}; a model of the Hugging Face "
-                "Hub is downloaded with huggingface_hub.snapshot_download, which says "
-                "where"
+                "Hub is downloaded with huggingface_hub.snapshot_download"
             )
         return _files_of_index(where) if where.endswith(".json") else ([where], None)
     # The single file counts, as in `transformers`; `Writer` depends on it.
@@ -169,21 +157,21 @@ def _files_of_index(index: str) -> tuple[list[str], dict[str, str]]:
 # -------------------------------------------------------------------- one header
 
 
-def _read_header(file: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Name → tensor of one file, and the problems with them."""
+def _read_header(file: str, problems: list[str]) -> Iterator[Tensor]:
+    """The tensors of one file; adds the problems with them to a list."""
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         begin = 8 + length
         if begin > size:
-            return {}, [
+            problems.append(
                 f"{file}: the header is said to have {length} bytes, the file has "
                 f"{size}; it is cut off (was the download complete?), or not a "
                 "safetensors file"
-            ]
+            )
+            return
         entries = _parsed(stream.read(length), file)
     entries.pop("__metadata__", None)
-    tensors, problems = {}, []
     for name, entry in entries.items():
         try:
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -191,65 +179,38 @@ def _read_header(file: str) -> tuple[dict[str, Tensor], list[str]]:
             tensor = Tensor(name, dtype, shape, file, begin + first)
             is_sound = all(type(n) is int and n >= 0 for n in (*shape, first, last))
             if is_sound and tensor.nbytes == last - first and begin + last <= size:
-                tensors[name] = tensor
+                yield tensor
+                continue
         except (LookupError, TypeError, ValueError):
             pass
-        if name not in tensors:
-            problems.append(
-                f"{file}: tensor {name!r}: {str(entry)[:80]} is not a place of a tensor"
-                f" in the {size - begin} bytes of data; was the file cut off?"
-            )
-    return tensors, problems
+        problems.append(
+            f"{file}: tensor {name!r}: {str(entry)[:80]} is not a place of a tensor in "
+            f"the {size - begin} bytes of data; was the file cut off?"
+        )
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
     """The JSON object in a header or an index."""
     try:
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
-        why: Any = f"a {type(found).__name__}, not an object"
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+        why: Any = f"a {type(value).__name__}, not an object"
     except (ValueError, RecursionError) as error:
         why = error
     kind = "index" if file.endswith(".json") else "header"
     raise CheckpointError(f"{file}: the {kind} is not valid JSON: {why}")
 
 
-# ---------------------------------------------------------------- tensors in memory
-
-
-class Files:
-    """The files of a checkpoint, mapped into memory when a tensor is first needed."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, mmap.mmap] = {}
-
-    def tensor(self, tensor: Tensor) -> Array:
-        """A tensor; its numbers are read from the file when they are used."""
-        if 0 in tensor.shape:
-            return np.zeros(tensor.shape, tensor.dtype)
-        is_bool = tensor.dtype == np.bool_
-        dtype = np.dtype(np.uint8) if is_bool else tensor.dtype
-        try:
-            if tensor.file not in self._maps:
-                with open(tensor.file, "rb") as stream:
-                    held = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                self._maps[tensor.file] = held
-            size = os.path.getsize(tensor.file)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{tensor} cannot be read: {error}") from error
-        if size < tensor.offset + tensor.nbytes:
-            raise CheckpointError(
-                f"{tensor}: {tensor.file} was cut to {size} bytes since its header was "
-                "read"
-            )
-        mapped = self._maps[tensor.file]
-        values = np.ndarray(tensor.shape, dtype, mapped, tensor.offset)
-        # NumPy and XLA expect that a bool is 0 or 1.
-        return Lazy(tensor.shape, lambda box: values[box] != 0) if is_bool else values
-
-    def release(self) -> None:
-        """Let the system take back the memory of what was read so far."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for held in self._maps.values():
-                held.madvise(mmap.MADV_DONTNEED)
+def mapped(tensor: Tensor) -> Array:
+    """A tensor whose numbers are read from the file when they are used."""
+    if 0 in tensor.shape:
+        return np.zeros(tensor.shape, tensor.dtype)
+    is_bool = tensor.dtype == np.bool_
+    dtype = np.uint8 if is_bool else tensor.dtype
+    try:
+        values = np.memmap(tensor.file, dtype, "r", tensor.offset, tensor.shape)
+    except (OSError, ValueError) as error:  # it was removed, or cut
+        raise CheckpointError(f"{tensor} cannot be read: {error}") from error
+    # NumPy and XLA expect that a bool is 0 or 1.
+    return Lazy(tensor.shape, lambda box: values[box] != 0) if is_bool else values

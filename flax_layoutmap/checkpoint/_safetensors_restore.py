@@ -1,8 +1,8 @@
-"""flm.checkpoint.restore_safetensors."""
+"""flm.checkpoint.restore_safetensors: tensors and a mapping as a source of leaves."""
 
 import dataclasses
+import functools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,29 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
-from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import escape
-from flax_layoutmap.checkpoint._join import Plan, Read, join, opened
+from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
-from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating, problem_list
+from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
     Unexpected,
-    check_devices,
-    checked_options,
 )
-from flax_layoutmap.checkpoint._safetensors import (
-    Files,
-    Stored,
-    local,
-    open_safetensors,
-)
+from flax_layoutmap.checkpoint._restore import restored
+from flax_layoutmap.checkpoint._safetensors import Tensor, local, mapped, read_headers
 from flax_layoutmap.checkpoint._steps import is_scaled
 
 
@@ -53,9 +47,8 @@ def restore_safetensors(
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
     Headers, names, shapes, dtypes and rules are checked before any data is read; one
-    error lists every problem, with equal ones of several layers in one line. Then each
-    process reads its own shards, leaf by leaf, from files that are mapped into memory:
-    of narrow columns, whole pages are read.
+    error lists every problem. Then each process reads its own shards, leaf by leaf,
+    from files that are mapped into memory: of narrow columns, whole pages are read.
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
@@ -112,8 +105,7 @@ def restore_safetensors(
             "a mapping says what the leaves of a target are made of, so it needs one; "
             "without a target the tensors come back under their own names"
         )
-    names = NameMapping(mapping)
-    options = checked_options(
+    options = Options(
         local(path),
         target,
         layout_map=layout_map,
@@ -124,227 +116,161 @@ def restore_safetensors(
         missing=missing,
         unexpected=unexpected,
     )
-    if mesh is not None and options.rules is None:
-        raise CheckpointError(
-            "mesh= is the mesh for the rules of layout_map=; pass these as well"
-        )
-    check_devices("restore_safetensors", options)
-    with Agreement(f"restoring {options.path}", options.job_mesh) as agreement:
-        stored = open_safetensors(options.path)
+    open_source = functools.partial(_Tensors, options.path, NameMapping(mapping))
+    return restored("restore_safetensors", open_source, options, progress)
+
+
+class _Tensors:
+    """The tensors of a checkpoint, and a mapping to leaves, as a source."""
+
+    def __init__(self, path: str, names: NameMapping) -> None:
+        self.where, self._names = path, names
+        self._tensors = read_headers(path)
+        self._makers: dict[str, _Maker] = {}
+
+    def rule_set(self, mesh: Any) -> RuleSet | None:
+        return None
+
+    def lines(self) -> Sequence[str]:
+        return [f"{t} {t.dtype} {t.offset}" for t in self._tensors.values()]
+
+    def offer(self, target: Target | None, options: Options) -> Offer:
+        leaves: dict[str, Leaf] = {}
         if target is None:
-            options = _for_all(stored, options)
-        plan, makers = _plan(stored, names, options)
-        if plan.problems:
-            raise problem_list(f"cannot restore {options.path}", plan.problems)
-        if plan.resolution is not None:
-            plan.resolution.announce()
-        agreement.add(lambda: _parts(stored, plan))
-    return plan.tree(_read(stored, plan, makers, progress))
+            for name, tensor in self._tensors.items():
+                path, shapes = escape(name), {name: tensor.shape}
+                leaves[path] = Leaf(path, "array", tensor.shape, tensor.dtype)
+                self._makers[path] = _Maker(
+                    Recipe((name,)), name, shapes, self._tensors
+                )
+            return Offer(leaves)
+        absent: dict[str, str] = {}
+        faults: dict[str, str] = {}
+        columns = zip(target.leaves.items(), target.flat.paths, strict=True)
+        for (path, value), short in columns:
+            recipe, shape = self._names.recipe(short, path), np.shape(value)
+            if recipe is None:
+                absent[path] = self._names.unmatched(short)
+                continue
+            try:
+                maker = _maker(recipe, shape, self._tensors)
+            except ValueError as error:
+                faults[path] = f"the mapping's steps do not make this shape: {error}"
+                continue
+            if isinstance(maker, str):
+                absent[path] = f"there is no tensor {maker!r} in {self.where}"
+                continue
+            self._makers[path], leaves[path] = maker, maker.leaf(path, value)
+            if problem := maker.problem(shape):
+                faults[path] = problem
+        problems = self._unused() if options.unexpected == "error" else ()
+        return Offer(leaves, absent, faults, problems)
 
-
-def _for_all(stored: Stored, options: Options) -> Options:
-    """The options with a target that has the selected tensors under their own names."""
-    if options.rules is None:
-        raise CheckpointError(
-            f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
-            "mesh to restore to, or a target that has shardings"
+    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
+        if target is not None:
+            return resolve(target.tree, rules)
+        return resolve(
+            {
+                name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+                for name, tensor in self._tensors.items()
+            },
+            rules,
         )
-    useless = options.selection.useless(map(escape, stored.tensors))
-    if useless:
-        raise problem_list(f"cannot restore {options.path}", useless)
-    target = {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-        for name, tensor in stored.tensors.items()
-        if escape(name) in options.selection
-    }
-    return dataclasses.replace(options, target=target, unexpected="ignore")
+
+    def _unused(self) -> list[str]:
+        """A problem for each tensor that no leaf uses."""
+        used = {name for maker in self._makers.values() for name in maker.shapes}
+        tied = "; where the model ties its output to the embedding, pass tied=True"
+        return [
+            f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
+            "tensor; to leave it out, add (None, its name) to the mapping, or pass "
+            f"unexpected='ignore'{tied if 'lm_head' in name else ''}"
+            for name, tensor in self._tensors.items()
+            if name not in used and not self._names.ignores(name)
+        ]
+
+    def read(self, plan: Plan, options: Options) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        before: Any = None
+        for path, read in plan.reads.items():
+            try:
+                values[path] = _value(self._makers[path], read)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+            # Transfers overlap with the reads of the next leaf.
+            jax.block_until_ready(before)
+            before = values[path]
+        return values
 
 
-def _parts(stored: Stored, plan: Plan) -> dict[str, list[str]]:
-    """Lines that must be equal in all processes."""
-    return {
-        "files": [f"{t} {t.dtype} {t.offset}" for t in stored.tensors.values()],
-        "leaves": [
-            f"{path}: {read.result}, {read.sharding}"
-            for path, read in plan.reads.items()
-        ],
-    }
-
-
-# ---------------------------------------------------------------------- plan
+# ------------------------------------------------------------------ how to make leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Maker:
-    """How a leaf is made: the recipe, the name that exists, and the tensors' shapes."""
+class _Maker:
+    """How a leaf is made: the recipe, the name that exists, and its tensors."""
 
     recipe: Recipe
     name: str
     shapes: Mapping[str, Shape]
+    tensors: Mapping[str, Tensor]
 
-    def leaf(self, path: str, stored: Stored, value: Any) -> Leaf:
+    def leaf(self, path: str, value: Any) -> Leaf:
         """Describe the leaf, by the dtype that fits the target least.
 
         If that one can be converted, the others can.
         """
-        kinds = {stored.tensors[name].dtype for name in self.shapes}
+        kinds = {self.tensors[name].dtype for name in self.shapes}
         if any(map(is_scaled, self.recipe.steps)):
             kinds = {np.dtype(jnp.bfloat16)}
         wanted = getattr(value, "dtype", None)
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
         return Leaf(path, "array", np.shape(value), dtype)
 
-    def problem(self, shape: Shape, stored: Stored) -> str | None:
+    def problem(self, shape: Shape) -> str | None:
         """The problem with the first tensor that has another shape."""
         for name, size in self.shapes.items():
-            if stored.tensors[name].shape != size:
+            if self.tensors[name].shape != size:
                 return (
-                    f"needs {stored.tensors[name]} to have the shape "
-                    f"{show_shape(size)}; {_other_linear(self, shape, stored)}build "
-                    "the target with the sizes of the checkpoint, or change the steps "
-                    "of the mapping"
+                    f"needs {self.tensors[name]} to have the shape {show_shape(size)}; "
+                    f"{self._other_linear(shape)}build the target with the sizes of "
+                    "the checkpoint, or change the steps of the mapping"
                 )
         return None
 
-
-def _plan(
-    stored: Stored, names: NameMapping, options: Options
-) -> tuple[Plan, dict[str, Maker]]:
-    """Join the tensors of a checkpoint with the leaves of the target."""
-    target = opened(options.target)
-    problems: dict[str, str] = {}
-    absent: dict[str, str] = {}
-    makers: dict[str, Maker] = {}
-    wanted, alike = target.leaves, _by_numbers(stored)
-    for (path, value), short in zip(wanted.items(), target.flat.paths, strict=True):
-        recipe, shape = names.recipe(short, path), np.shape(value)
-        if recipe is None:
-            absent[path] = names.unmatched(short)
-            continue
-        try:
-            maker = _maker(recipe, shape, stored)
-        except ValueError as error:
-            problems[path] = f"the mapping's steps do not make this shape: {error}"
-            continue
-        if isinstance(maker, str):
-            near = did_you_mean(maker, alike.get(_numbers(maker), ()))
-            absent[path] = f"there is no tensor {maker!r} in {stored.where}{near}"
-            continue
-        makers[path] = maker
-        if problem := maker.problem(shape, stored):
-            problems[path] = problem
-    texts = [
-        f"{path} {show_shape(np.shape(wanted[path]))}: {problem}"
-        for path, problem in problems.items()
-        if path in options.selection
-    ]
-    if options.unexpected == "error":
-        used = {name for maker in makers.values() for name in maker.shapes}
-        texts += _unexpected(stored, used, names)
-    plan = join(
-        {
-            path: maker.leaf(path, stored, wanted[path])
-            for path, maker in makers.items()
-            if path in options.selection and path not in problems
-        },
-        target,
-        options,
-        lambda: resolve(target.tree, options.rules),
-        absent=absent,
-        sources={p: f" (tensor {next(iter(m.shapes))!r})" for p, m in makers.items()},
-        problems=texts,
-    )
-    return plan, makers
+    def _other_linear(self, shape: Shape) -> str:
+        """The arguments of `linear` with which the tensors have the right shapes."""
+        for kind in ("outputs", "inputs"):
+            for count in range(1, len(shape)):
+                recipe = self.recipe.with_linear(**{kind: count})
+                shapes = recipe.shapes(self.name, shape)
+                if all(self.tensors[n].shape == size for n, size in shapes.items()):
+                    return f"write linear({kind}={count}), which fits; or "
+        return ""
 
 
-def _maker(recipe: Recipe, shape: Shape, stored: Stored) -> Maker | str:
+def _maker(recipe: Recipe, shape: Shape, tensors: Mapping[str, Tensor]) -> _Maker | str:
     """The maker by the first name that exists, else a tensor that does not."""
     absent = []
     for name in recipe.names:
         used, plain = recipe, recipe.without_scales()
-        held = [stored.tensors.get(tensor) for tensor in plain.shapes(name, shape)]
+        held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
         if not any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held):
             used = plain
         shapes = used.shapes(name, shape)
-        missing = [tensor for tensor in shapes if tensor not in stored.tensors]
+        missing = [tensor for tensor in shapes if tensor not in tensors]
         if not missing:
-            return Maker(used, name, shapes)
+            return _Maker(used, name, shapes, tensors)
         absent += missing
     return absent[0]
 
 
-def _other_linear(maker: Maker, shape: Shape, stored: Stored) -> str:
-    """The arguments of `linear` with which the tensors have the right shapes."""
-    for kind in ("outputs", "inputs"):
-        for count in range(1, len(shape)):
-            shapes = maker.recipe.with_linear(**{kind: count}).shapes(maker.name, shape)
-            if all(stored.tensors[n].shape == size for n, size in shapes.items()):
-                return f"write linear({kind}={count}), which fits; or "
-    return ""
-
-
-def _numbers(name: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\d+", name))
-
-
-def _by_numbers(stored: Stored) -> dict[tuple[str, ...], list[str]]:
-    """The names of tensors by the numbers in them; those of one layer are few."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name in stored.tensors:
-        found.setdefault(_numbers(name), []).append(name)
-    return found
-
-
-def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
-    """A problem for the tensors that no leaf uses, one for all layers."""
-    kinds: dict[str, list[str]] = {}
-    for name in stored.tensors:
-        if name not in used and not names.ignores(name):
-            kind = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name).replace(".", r"\.")
-            kinds.setdefault(kind, []).append(name)
-    tied = "; where the model ties its output to the embedding, pass tied=True"
-    return [
-        f"{stored.tensors[first]}{f' and {len(more)} like it' if more else ''}: no "
-        f"leaf of the target is made of it; to leave it out, add (None, r'{kind}') to "
-        f"the mapping, or pass unexpected='ignore'{tied if 'lm_head' in first else ''}"
-        for kind, (first, *more) in kinds.items()
-    ]
-
-
-# ---------------------------------------------------------------------- read
-
-
-def _read(
-    stored: Stored, plan: Plan, makers: Mapping[str, Maker], progress: bool | None
-) -> dict[str, Any]:
-    """Path → restored value of every leaf of the plan."""
-    sizes = {
-        path: read.stored.dtype.itemsize * int(np.prod(read.result.shape))
-        for path, read in plan.reads.items()
-    }
-    files, total, done = Files(), sum(sizes.values()), 0
-    found: dict[str, Any] = {}
-    before: Any = None
-    with shown_progress(f"restoring {stored.where}", total, progress, lambda: done):
-        for path, read in plan.reads.items():
-            try:
-                found[path] = _value(files, stored, makers[path], read)
-            except CheckpointError as error:
-                raise CheckpointError(f"{path}: {error}") from error
-            # Transfers overlap with the reads of the next leaf.
-            jax.block_until_ready(before)
-            before = found[path]
-            files.release()
-            done += sizes[path]
-    return found
-
-
-def _value(files: Files, stored: Stored, maker: Maker, read: Read) -> Any:
-    """Make a leaf of its tensors."""
+def _value(maker: _Maker, read: Read) -> Any:
+    """A leaf in memory: a sharded array, a NumPy array, or a Python number."""
     result, sharding = read.result, read.sharding
     dtype = read.stored.dtype if result.is_python else result.dtype
     leaf = maker.recipe.leaf(
-        maker.name, result.shape, dtype, lambda name: files.tensor(stored.tensors[name])
+        maker.name, result.shape, dtype, lambda name: mapped(maker.tensors[name])
     )
     if sharding is None:
         value = _in_memory(leaf, full(result.shape), dtype)

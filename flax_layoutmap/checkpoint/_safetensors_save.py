@@ -32,6 +32,7 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._mapping import NameMapping, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
+    check_bytes,
     checked_selection,
     floating_dtype,
 )
@@ -96,9 +97,10 @@ def save_safetensors(
     model on one host.
     """
     place = local(path)
+    check_bytes("max_file_bytes", max_file_bytes)
     names = NameMapping(mapping)
     selection = checked_selection(include, exclude)
-    wanted = None if dtype is None else floating_dtype(dtype, f"dtype={dtype!r}")
+    wanted = None if dtype is None else floating_dtype(dtype)
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
         tensors, problems = _plan(flat, names, selection, wanted)

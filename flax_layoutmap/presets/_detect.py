@@ -36,7 +36,6 @@ def detect(
     variant: str | None = None,
     axes: Mapping[str, str] | None = None,
     step: int | str | None = None,
-    item: str | None = None,
 ) -> LayoutMap:
     """Return the preset whose rules cover every matrix of a model.
 
@@ -50,11 +49,10 @@ def detect(
             has a head beside it, `"whole_experts"` if the experts divide.
         axes: as for `flm.presets.load`.
         step: of a directory of steps, as for `flm.checkpoint.inspect`.
-        item: of a checkpoint that holds several trees.
 
     Raises:
-        RuleError: no preset covers the model; the nearest is named. Or `step` or `item`
-            is given for a model.
+        RuleError: no preset covers the model; the nearest is named. Or `step` is given
+            for a model.
         CheckpointError: there is no such checkpoint.
 
     Example:
@@ -66,22 +64,20 @@ def detect(
         >>> layout_map["down_proj/kernel"].axes
         (Ellipsis, 'tensor', 'fsdp')
     """
-    parameters = _parameters(model, step, item)
+    parameters = _parameters(model, step)
     name = family_of(parameters)
     variant = variant or _variant_of(name, parameters, mesh, axes)
     _LOG.info("preset %s%s", name, f", variant {variant}" if variant else "")
     return load(name, mesh, variant=variant, axes=axes)
 
 
-def family_of(
-    model: Any, *, step: int | str | None = None, item: str | None = None
-) -> str:
+def family_of(model: Any, *, step: int | str | None = None) -> str:
     """Return the name of the preset that `detect` takes for a model.
 
     Of families with the same rules it is the first one: `"llama"` for Qwen 3, too. All
     arguments and errors are as for `detect`.
     """
-    parameters = _parameters(model, step, item)
+    parameters = _parameters(model, step)
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
     fits = {name: _fit(name, parameters, mesh) for name in names()}
     best = max(fits, key=lambda name: (-len(fits[name][0]), fits[name][1]))
@@ -142,16 +138,16 @@ def _variant_of(
     return None if variant == "untied" and len(heads) < len(changed) else variant
 
 
-def _parameters(model: Any, step: int | str | None, item: str | None) -> dict[str, Any]:
+def _parameters(model: Any, step: int | str | None) -> dict[str, Any]:
     """The shapes of a model's parameters; of those alike in many layers, a few."""
     if isinstance(model, str | os.PathLike):
         from flax_layoutmap import checkpoint
 
-        leaves: Iterable[Any] = checkpoint.inspect(model, step=step, item=item).leaves
-    elif step is None and item is None:
+        leaves: Iterable[Any] = checkpoint.inspect(model, step=step).leaves
+    elif step is None:
         leaves = resolve(model, RuleSet(strict=False))
     else:
-        raise RuleError("step= and item= are for the path of a checkpoint alone")
+        raise RuleError("step= is for the path of a checkpoint alone")
     tree: dict[str, Any] = {}
     kinds = set[tuple[str, Shape]]()
     for leaf in leaves:

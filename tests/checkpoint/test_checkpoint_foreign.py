@@ -181,24 +181,21 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
     ("options", "text"),
     [
         ({"rename": {"^nothing/": "x/"}}, "rename='^nothing/' finds no leaf"),
-        ({"rename": {"(kernel|bias)$": "x"}}, "to 'model/layers/0/x'"),
+        (
+            {"rename": {"(kernel|bias)$": "x"}},
+            "'model/layers/0/x', which is not a path",
+        ),
         ({"rename": {"^model/up/kernel$": ""}}, "to '', which is not a path"),
+        ({"rename": {"^model/up/bias$": "model/up"}}, "to 'model/up', which is not"),
         ({"rename": {"(": "x"}}, "'(' is not a regular expression"),
-        ({"rename": {"^model/up/bias$": "model/up"}}, "but 'model/up' is a leaf"),
-        ({"missing": "kep"}, "missing='kep' is not a choice; did you mean 'keep'"),
-        ({"unexpected": "drop"}, "use unexpected='error' or unexpected='ignore'"),
-        ({"missing": "keep"}, "missing='keep' needs a target"),
-        ({"broadcast": "x"}, "broadcast='x' is not an axis of the mesh"),
-        ({"item": "params"}, "has no tree 'params'; it has state"),
+        ({"rename": {"^model": r"\9"}}, "cannot replace what it finds in model/"),
+        ({"missing": "kep"}, "missing='kep': use 'error' or 'keep' or 'init'"),
+        ({"host_memory": "8GB"}, "host_memory='8GB' is not a number of bytes"),
         ({"step": 3}, "is a checkpoint, not a directory of steps"),
         ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
-        ({"include": "("}, "'(' is not a regular expression"),
         ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
         ({"dtype": "flaot32"}, "dtype='flaot32' is not a dtype"),
-        ({"dtype": {"(": "float16"}}, "dtype=: '(' is not a regular expression"),
         ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
-        ({"dtype": "target"}, 'dtype="target" needs a target'),
-        ({"dtype": {"w": "target"}}, 'dtype="target" needs a target'),
     ],
 )
 def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
@@ -207,11 +204,8 @@ def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
             function(saved, **options)
 
 
-def test_limits_of_orbax(saved: Path, training: dict[str, Any]) -> None:
-    """They change how Orbax reads, not what; and Orbax says where they cannot hold."""
-    for options in ({"host_memory": 1 << 20}, {"broadcast": "data"}):
-        result = restore(saved, **options)
-        assert_same(result, training)
+def test_a_limit_of_host_memory(saved: Path, training: dict[str, Any]) -> None:
+    assert_same(restore(saved, host_memory=1 << 20), training)
     with refused(f"cannot read the checkpoint {saved}", "more bytes than we reserved"):
         restore(saved, host_memory=100)
 
@@ -277,7 +271,6 @@ def test_unexpected_leaves(saved: Path) -> None:
     assert_same(result, target)
     found = plan(saved, target, unexpected="ignore")
     assert {leaf.path for leaf in found.leaves} == set(by_path(target))
-    assert "optimizer/step" in found.ignored
 
 
 def test_dtypes_by_rule(saved: Path) -> None:
@@ -361,14 +354,14 @@ def test_several_trees_in_one_checkpoint(tmp_path: Path) -> None:
                 data=ocp.args.JsonSave({"at": 3}),
             ),
         )
-    with refused("item='params' or item='state'"):
+    step = tmp_path / "runs" / "1"
+    with refused(f"give the path of one: {step}/params or {step}/state"):
         inspect(tmp_path / "runs")
     for item, value in (("params", 0), ("state", 1)):
-        assert inspect(tmp_path / "runs", item=item).items == ("params", "state")
-        result = restore(tmp_path / "runs", step=1, item=item)
+        result = restore(step / item)
         assert (np.asarray(result["w"]) == value).all()
-        found = plan(tmp_path / "runs", step=1, item=item)
-        assert [leaf.path for leaf in found.leaves] == ["w"]
+        (leaf,) = plan(step / item).leaves
+        assert leaf.path == "w" and inspect(step / item).leaves[0].path == "w"
 
 
 def test_a_plan_for_a_pod_that_is_not_there(saved: Path) -> None:
@@ -384,13 +377,12 @@ def test_a_plan_says_what_will_happen(saved: Path) -> None:
     leaves = {leaf.path: leaf for leaf in found.leaves}
     kernel = leaves["model/up/kernel"]
     assert kernel.rule == "1 kernel" and kernel.spec == PartitionSpec(None, "model")
-    assert (kernel.stored_dtype, kernel.dtype) == ("float32", "bfloat16")
+    assert kernel.dtype == "bfloat16"
     assert kernel.bytes_per_device == 8 * 16 * 2 // 4
-    text = str(found)
-    assert "float32 → bfloat16" in text and "not read: " in text
-    assert f"{len(found.leaves)} leaves to read" in text
+    assert f"{len(found.leaves)} leaves to read" in str(found)
     renamed = plan(saved, include="^net/", rename={"^model/": "net/"})
-    assert "net/up/kernel ← model/up/kernel" in str(renamed)
+    sources = {leaf.path: leaf.source for leaf in renamed.leaves}
+    assert sources["net/up/kernel"] == "model/up/kernel"
 
 
 # ------------------------------------------------------------------ resolve, verify
@@ -424,10 +416,10 @@ def test_the_mesh_in_context_does_not_matter(saved: Path) -> None:
 
 def test_nothing_to_verify_with(tmp_path: Path) -> None:
     path = written(tmp_path / "a", {"w": jnp.ones(4)})
-    with refused("saved by Orbax alone"):
+    with refused("saved without checksums"):
         restore(path, verify=True)
     flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
-    with refused("saved with checksums=False"):
+    with refused("saved without checksums"):
         restore(tmp_path / "b", verify=True)
     # By default nothing is said of it.
     with warnings.catch_warnings():

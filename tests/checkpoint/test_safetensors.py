@@ -216,10 +216,8 @@ def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
     with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(folder, target, mapping=MAPPING, **options)
     text = str(caught.value)
-    assert (
-        "tensor 'mlp.down.weight' (8,16): no leaf of the target is made of it" in text
-    )
-    assert r"(None, r'mlp\.down\.weight')" in text and "unexpected='ignore'" in text
+    assert "mlp.down.weight (8,16): no leaf of the target is made of this" in text
+    assert "(None, its name)" in text and "unexpected='ignore'" in text
     ignoring = [*MAPPING, (None, r"mlp\.down\.weight"), (None, ("norm", "other"))]
     for mapping, more in ((ignoring, {}), (MAPPING, {"unexpected": "ignore"})):
         found = restore(folder, target, mapping=mapping, **options, **more)
@@ -274,7 +272,6 @@ def test_one_error_lists_all_problems_and_the_target_is_as_before(
         "norm/scale (8,): another dtype: the checkpoint has float32, the target int32",
         "odd (3,): there is no tensor 'nor'",
         "misspelt (8,): there is no tensor 'mlp.u.weight'",
-        "did you mean 'mlp.up.weight'?",
     ):
         assert part in text
     assert all(model[name] is before[name] for name in before)
@@ -327,19 +324,21 @@ def test_steps_that_are_refused() -> None:
 def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
     for options, text in (
         ({"mapping": MAPPING}, "a mapping says what the leaves of a target"),
-        ({"dtype": "target"}, 'dtype="target" needs a target'),
-        ({"unexpected": "keep"}, "unexpected='keep' is not a choice"),
+        ({"unexpected": "keep"}, "unexpected='keep': use 'error' or 'ignore'"),
         ({"include": "nothing"}, "include='nothing' finds no leaf"),
     ):
         with pytest.raises(flm.errors.CheckpointError, match=text):
             restore(folder, layout_map=rules, **options)
     with refused("without layouts: pass layout_map="):
         restore(folder)
-    with refused("mesh= is the mesh for the rules"):
+    with refused("without layouts: pass layout_map="):
         restore(folder, mesh=rules.device_mesh)
     abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
-    with refused("no sharding for it; pass layout_map"):
+    with refused("no sharding on devices for it; pass layout_map"):
         restore(folder, abstract, unexpected="ignore")
+    with refused("max_file_bytes='5GB' is not a number of bytes"):
+        save = flm.checkpoint.save_safetensors
+        save(folder / "new", abstract, max_file_bytes="5GB")  # pyright: ignore
 
 
 def test_progress_is_shown_on_request(
@@ -387,8 +386,7 @@ def test_equal_problems_of_all_layers_are_one_line(
     assert (
         f"{path} ×80 (4,2,6): there is no tensor 'model.layers.{{0..79}}.self" in text
     )
-    assert f"tensor 'model.layers.0.{name}' (6,8) and 79 like it: no leaf of" in text
-    assert r"(None, r'model\.layers\.\d+\.self_attn\.o_proj\.weight')" in text
+    assert f"model.layers.{{0..79}}.{name} ×80 (6,8): no leaf of" in text
     steps = (m.linear(outputs=1),)
     found = restore(tmp_path, target, layout_map=rules, mapping=[(*entry[:2], steps)])
     assert found["layers"][79]["attention"]["out"]["kernel"].shape == (4, 2, 6)
