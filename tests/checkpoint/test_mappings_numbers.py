@@ -311,7 +311,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         *(FLOAT8, "w", m.dequantize(block=64), MATRIX),
         "needs tensor 'w_scale_inv' (3,2) to have the shape (5,4)",
     ),
-    "not multiplied": (FLOAT8, "w", (), MATRIX, "tensor 'w_scale_inv' (3,2): no leaf"),
+    "not multiplied": (FLOAT8, "w", (), MATRIX, "w_scale_inv (3,2): no leaf"),
     "three dims": (FLOAT8, "w", m.dequantize(), (3, 2, 2), "of two dims, not (3,2,2)"),
     "parts of blocks": (
         *(FOUR, "w_blocks", m.dequantize("mxfp4"), (6, 63)),
