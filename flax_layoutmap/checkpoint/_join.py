@@ -181,7 +181,10 @@ def join(
             elif path in offer.faults:
                 raise CheckpointError(offer.faults[path])
             elif path in leaves:
-                leaf = None if target is None else _target_leaf(path, value)
+                leaf = None if target is None else leaf_of(path, value)
+                if target is not None and leaf is None:
+                    kind = type(value).__qualname__
+                    raise CheckpointError(f"the {kind} in the target is not an array")
                 if leaf is not None and resolve is None:
                     sharding = _own_sharding(leaf, value)
                 reads[path] = _read(
@@ -195,9 +198,8 @@ def join(
                 made[path] = sharding
         # A ValueError is JAX's, about a sharding that does not fit.
         except ValueError as error:
-            name = f"{path} {show_shape(np.shape(value))}"
-            name = leaves[path].name if path in leaves else name
-            all_problems.append(f"{name}: {error}")
+            shape = leaves[path].shape if path in leaves else np.shape(value)
+            all_problems.append(f"{path} {show_shape(shape)}: {error}")
     return Plan(reads, made, all_problems, target, resolution)
 
 
@@ -214,14 +216,6 @@ def _resolved(
             if text.split(" ")[0].strip(":") not in left_out
         ]
         return None if texts else error.resolution, texts
-
-
-def _target_leaf(path: str, value: Any) -> Leaf:
-    leaf = leaf_of(path, value)
-    if leaf is None:
-        kind = type(value).__qualname__
-        raise CheckpointError(f"the {kind} in the target is not an array")
-    return leaf
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> Any:

@@ -53,7 +53,6 @@ class Leaf:
     kind: Kind
     shape: Shape = ()
     dtype: Any = None
-    implementation: str = ""  # of PRNG keys
     is_numpy: bool = False
 
     @property
@@ -76,7 +75,7 @@ class Leaf:
     def bytes_of(self, shape: Shape) -> int:
         """Bytes of a part of this shape; of a PRNG key, of the numbers behind it."""
         if self.kind == "key":
-            return 4 * math.prod((*shape, *key_data_shape(self.implementation)))
+            return 4 * math.prod((*shape, *key_data(self.dtype)[1]))
         return 0 if self.is_python else math.prod(shape) * self.dtype.itemsize
 
     @property
@@ -103,7 +102,7 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            return Leaf(path, "key", value.shape, dtype, _implementation(dtype))
+            return Leaf(path, "key", value.shape, dtype)
         is_numpy = isinstance(value, np.ndarray | np.generic)
         # The byte order of a host array is no part of its value.
         native = dtype.newbyteorder("=") if is_numpy else dtype
@@ -131,38 +130,24 @@ def no_value(value: Any, function: str) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------ PRNG keys
-
-
-def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
-    """The leaf of PRNG keys of an implementation, by its name."""
-    return Leaf(path, "key", shape, _key_of(implementation)[0], implementation)
-
-
-def key_data_shape(implementation: str) -> Shape:
-    """Shape of the uint32 data of one key."""
-    return _key_of(implementation)[1]
-
-
 @functools.lru_cache(maxsize=8)
-def _key_of(implementation: str) -> tuple[Any, Shape]:
-    """The dtype of keys of an implementation, and the shape of the data of one."""
+def key_dtype(implementation: str) -> Any:
+    """The dtype of PRNG keys of an implementation."""
     make = functools.partial(jax.random.key, 0, impl=implementation)
-    data = jax.eval_shape(lambda: jax.random.key_data(make()))
-    return jax.eval_shape(make).dtype, data.shape
+    return jax.eval_shape(make).dtype
 
 
 @functools.lru_cache(maxsize=8)
-def _implementation(dtype: Any) -> str:
-    """The name of the implementation of keys of a dtype."""
+def key_data(dtype: Any) -> tuple[str, Shape]:
+    """The implementation of PRNG keys, and the shape of the uint32 data of one."""
     names: list[str] = []
 
-    def record(key: Any) -> Any:
+    def data(key: Any) -> Any:
         names.append(str(jax.random.key_impl(key)))
-        return key
+        return jax.random.key_data(key)
 
-    jax.eval_shape(record, jax.ShapeDtypeStruct((), dtype))
-    return names[0]
+    shape = jax.eval_shape(data, jax.ShapeDtypeStruct((), dtype)).shape
+    return names[0], shape
 
 
 # -------------------------------------------------------------- stored and wanted

@@ -44,8 +44,8 @@ from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
-    key_data_shape,
-    key_leaf,
+    key_data,
+    key_dtype,
     leaf_of,
     nested,
 )
@@ -259,7 +259,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
     if leaf.kind != "array":
         entry["kind"] = leaf.kind
     if leaf.kind == "key":
-        entry["implementation"] = leaf.implementation
+        entry["implementation"] = key_data(leaf.dtype)[0]
     if leaf.is_numpy:
         entry["numpy"] = True
     if leaf.is_empty:
@@ -272,7 +272,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
 def _stored_json(leaf: Leaf) -> list[Any] | None:
     """Shape and dtype of the array that Orbax stores; None for a Python value."""
     if leaf.kind == "key":
-        return [[*leaf.shape, *key_data_shape(leaf.implementation)], "uint32"]
+        return [[*leaf.shape, *key_data(leaf.dtype)[1]], "uint32"]
     if leaf.kind in ("int", "float", "string"):
         return None
     return [list(leaf.shape), leaf.numpy_dtype.name]
@@ -390,7 +390,7 @@ def _leaf(path: str, entry: Mapping[str, Any], held: Mapping[str, Any]) -> Leaf:
     if kind == "key":
         # Orbax keeps the key data, which have a dim more.
         shape = shape if array is None else shape[:-1]
-        return key_leaf(path, shape, entry["implementation"])
+        return Leaf(path, kind, shape, key_dtype(entry["implementation"]))
     dtype = np.dtype(entry["dtype"] if array is None else array.dtype)
     return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
 

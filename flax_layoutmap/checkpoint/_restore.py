@@ -27,7 +27,7 @@ from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
     is_floating,
-    key_data_shape,
+    key_data,
     leaf_of,
     problem_list,
 )
@@ -315,7 +315,7 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
     """The uint32 data of PRNG keys as keys, if the target has keys."""
     target = leaf_of(stored.path, value)
     if target is not None and target.kind == "key" and stored.dtype == np.uint32:
-        if stored.shape == (*target.shape, *key_data_shape(target.implementation)):
+        if stored.shape == (*target.shape, *key_data(target.dtype)[1]):
             return target
     return stored
 
@@ -333,7 +333,7 @@ def _empty(leaf: Leaf) -> Any:
     """An array without elements, which Orbax does not store."""
     if leaf.kind != "key":
         return np.zeros(leaf.shape, leaf.dtype)
-    return np.zeros((*leaf.shape, *key_data_shape(leaf.implementation)), np.uint32)
+    return np.zeros((*leaf.shape, *key_data(leaf.dtype)[1]), np.uint32)
 
 
 def _as_wanted(read: Read, value: Any) -> Any:
@@ -346,7 +346,8 @@ def _as_wanted(read: Read, value: Any) -> Any:
         return value
     if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
         # Orbax returns the data of keys if it has lost the implementation.
-        wrap = functools.partial(jax.random.wrap_key_data, impl=stored.implementation)
+        name, _ = key_data(stored.dtype)
+        wrap = functools.partial(jax.random.wrap_key_data, impl=name)
         value = jax.jit(wrap, out_shardings=sharding)(value)
     elif isinstance(value, jax.Array):
         # An array that Orbax has cut to 32 bits must not be cast further.

@@ -52,8 +52,7 @@ def restore_safetensors(
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
-            with either (the file counts before the index), or with several files; on a
-            disk.
+            with either (the file counts before the index) or with several files.
         target: the tree to restore into, as in `restore`. None: a dict of all tensors
             by their names, which are the paths that rules see.
         layout_map: the rules, as in `restore`.
@@ -69,8 +68,7 @@ def restore_safetensors(
         include: as in `restore`.
         exclude: as in `restore`.
         dtype: as in `restore`.
-        missing: as in `restore`, for leaves whose tensors do not exist or that no entry
-            of the mapping matches.
+        missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
         progress: as in `restore`.
 
@@ -79,7 +77,7 @@ def restore_safetensors(
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
-            the target or the rules. A concrete target is then as it was.
+            the target or the rules.
         MeshError: the rules have no mesh of devices.
 
     Example:
@@ -102,8 +100,8 @@ def restore_safetensors(
     """
     if mapping is not None and target is None:
         raise CheckpointError(
-            "a mapping says what the leaves of a target are made of, so it needs one; "
-            "without a target the tensors come back under their own names"
+            "a mapping says what the leaves of a target are made of; without a target, "
+            "the tensors come back under their own names"
         )
     options = Options(
         local(path),
@@ -136,50 +134,39 @@ class _Tensors:
 
     def offer(self, target: Target | None, options: Options) -> Offer:
         leaves: dict[str, Leaf] = {}
-        if target is None:
-            for name, tensor in self._tensors.items():
-                path, shapes = escape(name), {name: tensor.shape}
-                leaves[path] = Leaf(path, "array", tensor.shape, tensor.dtype)
-                self._makers[path] = _Maker(
-                    Recipe((name,)), name, shapes, self._tensors
-                )
-            return Offer(leaves)
         absent: dict[str, str] = {}
         faults: dict[str, str] = {}
+        if target is None:
+            for name, tensor in self._tensors.items():
+                path, recipe = escape(name), Recipe((name,))
+                leaves[path] = Leaf(path, "array", tensor.shape, tensor.dtype)
+                self._makers[path] = _Maker(recipe, name, {name: tensor})
+            return Offer(leaves)
         columns = zip(target.leaves.items(), target.flat.paths, strict=True)
         for (path, value), short in columns:
             recipe, shape = self._names.recipe(short, path), np.shape(value)
-            if recipe is None:
-                absent[path] = self._names.unmatched(short)
-                continue
             try:
+                if recipe is None:
+                    raise LookupError(self._names.unmatched(short))
                 maker = _maker(recipe, shape, self._tensors)
+            except LookupError as error:
+                absent[path] = str(error)
             except ValueError as error:
-                faults[path] = f"the mapping's steps do not make this shape: {error}"
-                continue
-            if isinstance(maker, str):
-                absent[path] = f"there is no tensor {maker!r} in {self.where}"
-                continue
-            self._makers[path], leaves[path] = maker, maker.leaf(path, value)
-            if problem := maker.problem(shape):
-                faults[path] = problem
+                faults[path] = str(error)
+            else:
+                self._makers[path], leaves[path] = maker, maker.leaf(path, value)
+                if problem := maker.problem(shape):
+                    faults[path] = problem
         problems = self._unused() if options.unexpected == "error" else ()
         return Offer(leaves, absent, faults, problems)
 
     def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
-        if target is not None:
-            return resolve(target.tree, rules)
-        return resolve(
-            {
-                name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-                for name, tensor in self._tensors.items()
-            },
-            rules,
-        )
+        tree = {n: _abstract(tensor) for n, tensor in self._tensors.items()}
+        return resolve(tree if target is None else target.tree, rules)
 
     def _unused(self) -> list[str]:
         """A problem for each tensor that no leaf uses."""
-        used = {name for maker in self._makers.values() for name in maker.shapes}
+        used = {name for maker in self._makers.values() for name in maker.tensors}
         tied = "; where the model ties its output to the embedding, pass tied=True"
         return [
             f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
@@ -212,7 +199,6 @@ class _Maker:
 
     recipe: Recipe
     name: str
-    shapes: Mapping[str, Shape]
     tensors: Mapping[str, Tensor]
 
     def leaf(self, path: str, value: Any) -> Leaf:
@@ -220,7 +206,7 @@ class _Maker:
 
         If that one can be converted, the others can.
         """
-        kinds = {self.tensors[name].dtype for name in self.shapes}
+        kinds = {tensor.dtype for tensor in self.tensors.values()}
         if any(map(is_scaled, self.recipe.steps)):
             kinds = {np.dtype(jnp.bfloat16)}
         wanted = getattr(value, "dtype", None)
@@ -229,7 +215,7 @@ class _Maker:
 
     def problem(self, shape: Shape) -> str | None:
         """The problem with the first tensor that has another shape."""
-        for name, size in self.shapes.items():
+        for name, size in self.recipe.shapes(self.name, shape).items():
             if self.tensors[name].shape != size:
                 return (
                     f"needs {self.tensors[name]} to have the shape {show_shape(size)}; "
@@ -249,20 +235,35 @@ class _Maker:
         return ""
 
 
-def _maker(recipe: Recipe, shape: Shape, tensors: Mapping[str, Tensor]) -> _Maker | str:
-    """The maker by the first name that exists, else a tensor that does not."""
+def _maker(recipe: Recipe, shape: Shape, tensors: Mapping[str, Tensor]) -> _Maker:
+    """The maker by the first name that exists.
+
+    Raises LookupError if none does, ValueError if the steps do not make this shape.
+    """
     absent = []
     for name in recipe.names:
         used, plain = recipe, recipe.without_scales()
-        held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
+        held = [tensors.get(tensor) for tensor in _shapes(plain, name, shape)]
         if not any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held):
             used = plain
-        shapes = used.shapes(name, shape)
-        missing = [tensor for tensor in shapes if tensor not in tensors]
-        if not missing:
-            return _Maker(used, name, shapes, tensors)
-        absent += missing
-    return absent[0]
+        shapes = _shapes(used, name, shape)
+        if missing := [tensor for tensor in shapes if tensor not in tensors]:
+            absent += missing
+            continue
+        return _Maker(used, name, {tensor: tensors[tensor] for tensor in shapes})
+    raise LookupError(f"there is no tensor {absent[0]!r}")
+
+
+def _shapes(recipe: Recipe, name: str, shape: Shape) -> dict[str, Shape]:
+    try:
+        return recipe.shapes(name, shape)
+    except ValueError as error:
+        text = f"the mapping's steps do not make this shape: {error}"
+        raise ValueError(text) from error
+
+
+def _abstract(tensor: Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
 
 def _value(maker: _Maker, read: Read) -> Any:

@@ -16,7 +16,6 @@ from flax_layoutmap.checkpoint import _metadata, _orbax
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     is_storable,
-    key_leaf,
     leaf_of,
     mesh_of,
     nested,
@@ -134,8 +133,6 @@ def _described(
             )
         elif problem := _problem(leaf, value):
             problems.append(f"{leaf.name}: {problem}")
-        elif leaf.kind == "key":
-            leaves.append(key_leaf(path, leaf.shape, str(jax.random.key_impl(value))))
         else:
             leaves.append(leaf)
     return leaves, problems
