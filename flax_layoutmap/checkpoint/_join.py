@@ -110,6 +110,10 @@ class Read:
     result: Leaf
     sharding: Any
 
+    def __str__(self) -> str:
+        spec = getattr(self.sharding, "spec", self.sharding)
+        return f"{self.stored} → {self.result}, {spec}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
