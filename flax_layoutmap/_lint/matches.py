@@ -168,6 +168,10 @@ def _paths(resolution: Resolution) -> list[str]:
 def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[str, str]:
     """What the rule may have meant: the end of a message, and a fix."""
     match, pattern = resolution.rules.match, rule.pattern
+    path = _first_match(pattern, match, paths)
+    if path is not None:
+        hint = f": only a pattern that names what leads to the model sees {path!r}"
+        return hint, "name it, or match the path within the model"
     for mode in get_args(MatchMode):
         path = _first_match(pattern, mode, paths) if mode != match else None
         if path is not None:

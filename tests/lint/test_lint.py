@@ -397,6 +397,15 @@ def test_what_an_unused_rule_may_have_meant(
     assert hint in issue.message and issue.fix.startswith(fix)
 
 
+def test_a_rule_that_does_not_name_its_section() -> None:
+    state = nnx.State({"up": {"w": nnx.Param(struct(8, 8))}})
+    rules = [("^[^/]+/up/w", None), ("w", ("model", None))]
+    (issue,) = [i for i in on({"net": state}, rules) if i.code == "LM101"]
+    assert "only a pattern that names what leads to the model sees 'net/up/w'" in (
+        issue.message
+    )
+
+
 def test_unused_optimizer_rules() -> None:
     (issue,) = training(adam(), {"upp": ("data", "model")})
     assert (issue.code, issue.section, issue.rule_number) == ("LM101", "optimizer", 1)

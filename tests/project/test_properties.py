@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.matching import Matcher
-from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 from flax_layoutmap._tree import flatten as _flatten
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.paths import Flat, escape, unescape
@@ -477,49 +476,3 @@ def test_equal_layouts_have_equal_hashes_and_specs(
         assert hash(one) == hash(other) and one.rank == other.rank
     assert flm.TensorLayout(one) == one
     assert eval(repr(one), {"TensorLayout": flm.TensorLayout}) == one
-
-
-# ---------------------------------------------------------------------- JSON
-
-
-@st.composite
-def rule_lists(draw: st.DrawFn) -> tuple[flm.Rule, ...]:
-    patterns = draw(st.lists(PATTERNS, max_size=3, unique=True))
-    made = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for pattern in patterns:
-            layout = flm.TensorLayout(
-                draw(st.one_of(st.none(), layouts())),
-                memory_kind=draw(st.sampled_from([None, "pinned_host"])),
-            )
-            rank = draw(st.sampled_from(["error", "skip"]))
-            made.append(flm.Rule(pattern, layout, rank=rank))  # type: ignore[arg-type]
-    return tuple(made)
-
-
-@settings(max_examples=80)
-@given(
-    rule_lists(),
-    rule_lists(),
-    st.sampled_from([None, flm.DeviceMesh.abstract(SIZES, AXES)]),
-    st.sampled_from(MATCHES),
-    st.sampled_from(["error", "first", "last"]),
-    st.sampled_from([None, True, False]),
-)
-def test_rule_sets_as_json_there_and_back(
-    rules: Any, others: Any, mesh: Any, match: Any, overlap: Any, strict: Any
-) -> None:
-    made = flm.RuleSet(
-        rules,
-        match=match,
-        overlap=overlap,
-        strict=strict,
-        optimizer=others,
-        names=rules,
-    )
-    made = made if mesh is None else made.on(mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = rules_from_json(json.loads(json.dumps(rules_to_json(made))))
-    assert again == made and hash(again) == hash(made)

@@ -1,6 +1,5 @@
 """Rule sets to JSON (schema 1) and back."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,10 +7,7 @@ from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.serialise import (
-    mesh_from_json,
-    mesh_to_json,
     rules_from_json,
-    rules_to_json,
 )
 
 MESH = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
@@ -41,12 +37,6 @@ def full_map() -> flm.LayoutMap:
     return layout_map
 
 
-def test_there_and_back() -> None:
-    rules = full_map().freeze()
-    text = json.dumps(rules_to_json(rules))
-    assert rules_from_json(json.loads(text)) == rules
-
-
 def test_what_is_written() -> None:
     layout_map = flm.LayoutMap(MESH)
     layout_map["(gate|up)/kernel"] = (None, ("data", "model"))
@@ -74,23 +64,6 @@ def test_what_is_written() -> None:
     }
 
 
-def test_without_a_mesh() -> None:
-    layout_map = flm.LayoutMap()
-    layout_map["a"] = ("data",)
-    data = layout_map.to_json()
-    assert data["mesh"] is None
-    assert flm.LayoutMap.from_json(data) == layout_map
-
-
-def test_devices_are_not_written(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["a"] = ("data",)
-    read = flm.LayoutMap.from_json(layout_map.to_json())
-    assert read.device_mesh == MESH
-    assert read.on(mesh) == layout_map
-    assert flm.LayoutMap.from_json(layout_map.to_json(), mesh=mesh) == layout_map
-
-
 def test_onto_another_mesh() -> None:
     data = full_map().to_json()
     with pytest.raises(flm.errors.RuleError, match="rule 'g': .* names the axis 'x'"):
@@ -99,16 +72,6 @@ def test_onto_another_mesh() -> None:
     read = flm.LayoutMap.from_json(data, mesh="data=4,model=2")
     assert read.device_mesh == flm.DeviceMesh("data=4,model=2")
     assert read["a"] == flm.TensorLayout((None, "model"), read.device_mesh)
-
-
-def test_meshes() -> None:
-    for mesh in (
-        None,
-        MESH,
-        flm.DeviceMesh.abstract("x=3", axis_types="explicit"),
-        flm.DeviceMesh.abstract((2, 2), ("a", "b"), axis_types=("auto", "explicit")),
-    ):
-        assert mesh_from_json(mesh_to_json(mesh)) == mesh
 
 
 def changed(**entries: Any) -> dict[str, Any]:
