@@ -10,7 +10,7 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,10 @@ from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_sta
 
 # Kinds of parameters.
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, _EITHER)
-_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, _EITHER)
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 # Numbers of Python, which JAX takes as leaves.
 NUMBERS = bool | int | float | complex
@@ -55,26 +56,25 @@ class Slot:
     parameter: str
     key: int | str
 
-    def is_among(self, names: frozenset[str]) -> bool:
-        """Whether an option with these names refers to this argument."""
+    def is_among(self, names: Container[str]) -> bool:
         return self.name in names or self.parameter in names
 
 
 def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
     """The arguments one by one, also those in `*args` and `**kwargs`."""
-    parameters = bound.signature.parameters
-    names = positional_names(bound.signature)
     slots: list[tuple[Slot, Any]] = []
-    for at, value in enumerate(bound.args):
-        rest, number = _variadic(parameters, _ARGS), at - len(names)
-        name = names[at] if number < 0 else f"{rest}[{number}]"
-        slots.append((Slot(name, name if number < 0 else rest, at), value))
-    for key, value in bound.kwargs.items():
-        name, parameter = key, key
-        if key not in parameters or parameters[key].kind not in _BY_KEYWORD:
-            parameter = _variadic(parameters, _KWARGS)
-            name = f"{parameter}/{key}" if key in parameters else key
-        slots.append((Slot(name, parameter, key), value))
+    parameters, count = bound.signature.parameters, len(bound.args)
+    for name, value in bound.arguments.items():
+        kind, at = parameters[name].kind, len(slots)
+        if kind is _KWARGS:
+            for key, part in value.items():
+                shown = f"{name}/{key}" if key in parameters else key
+                slots.append((Slot(shown, name, key), part))
+        elif kind is _ARGS:
+            each = [Slot(f"{name}[{n}]", name, at + n) for n in range(len(value))]
+            slots += zip(each, value, strict=True)
+        else:
+            slots.append((Slot(name, name, at if at < count else name), value))
     return slots
 
 
@@ -85,41 +85,28 @@ def call_with(fun: Any, values: Iterable[tuple[Slot, Any]]) -> Any:
     return fun(*args, **{k: v for k, v in by_key.items() if isinstance(k, str)})
 
 
-def positional_names(signature: inspect.Signature) -> list[str]:
-    """The parameters that can be given by position, in order."""
-    return [n for n, p in signature.parameters.items() if p.kind in _BY_POSITION]
-
-
-def _variadic(parameters: Mapping[str, inspect.Parameter], kind: Any) -> str:
-    """The name of `*args` or `**kwargs`; empty if there is none."""
-    return next((name for name, p in parameters.items() if p.kind is kind), "")
-
-
 def names_of(
     signature: inspect.Signature,
     names: str | Iterable[str],
     numbers: int | Iterable[int],
     option: str,
 ) -> frozenset[str]:
-    """The arguments that an option of jit names, by name and by position.
-
-    Raises:
-        LayoutError: there is no such argument.
-    """
+    """The arguments that an option of jit names, by name and by position."""
     parameters = signature.parameters
+    kinds = {p.kind: name for name, p in parameters.items()}
+    positional = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
     listed = [names] if isinstance(names, str) else list(names)
-    positional, rest = positional_names(signature), _variadic(parameters, _ARGS)
     for number in [numbers] if isinstance(numbers, int) else numbers:
         if -len(positional) <= number < len(positional):
             listed.append(positional[number])
-        elif rest and number >= 0:
-            listed.append(f"{rest}[{number - len(positional)}]")
+        elif _ARGS in kinds and number >= 0:
+            listed.append(f"{kinds[_ARGS]}[{number - len(positional)}]")
         else:
             raise LayoutError(
                 f"{option.replace('names', 'nums')} names argument number {number}, "
                 f"but the function has {list(parameters)}"
             )
-    for name in [] if _variadic(parameters, _KWARGS) else listed:
+    for name in [] if _KWARGS in kinds else listed:
         if name.partition("[")[0] not in parameters:
             raise LayoutError(
                 f"{option} names the argument {name!r}, but the function has "
@@ -143,6 +130,10 @@ def _is_taken(node: Any) -> bool:
     return isinstance(node, Taken)
 
 
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
 @dataclasses.dataclass(frozen=True)
 class Argument:
     """An argument, taken apart.
@@ -151,8 +142,7 @@ class Argument:
         outer: its structure, with a `Taken` for each NNX object.
         graphdefs: the structures of these.
         is_state: whether the rules lay it out.
-        is_donated: whether its buffers may be reused.
-        given: its layouts, if the user gives them: the entry of `in_shardings`.
+        given: the layouts that the user gives it: the entry of `in_shardings`.
         value: as the caller passed it.
         objects: the outermost NNX objects in it, which are updated in place.
         parts: the Variables in these, and the arrays in no Variable.
@@ -173,8 +163,7 @@ class Argument:
     raw: Sequence[Any] = ()
     leaves: Sequence[Any] = ()
 
-    def structure(self) -> "Argument":
-        """What a program may keep of it: no values."""
+    def without_values(self) -> "Argument":
         empty: Any = dict.fromkeys(("objects", "parts", "raw", "leaves"), ())
         return dataclasses.replace(self, value=None, **empty)
 
@@ -192,13 +181,15 @@ class Argument:
     @functools.cached_property
     def treedef(self) -> Any:
         """Structure of the plain tree, with an `nnx.State` for each NNX object."""
-        if not self.objects:
-            return self.outer
-        return jax.tree.structure(plain_tree(self.value))
+        return (
+            jax.tree.structure(plain_tree(self.value)) if self.objects else self.outer
+        )
+
+    def plain(self, leaves: Sequence[Any]) -> Any:
+        return self.treedef.unflatten(leaves)
 
     @property
     def is_container(self) -> bool:
-        """Whether it is a tree, not a single array."""
         return not jax.tree_util.treedef_is_leaf(self.treedef)
 
     def key(self, rules: RuleSet | None) -> Any:
@@ -207,29 +198,22 @@ class Argument:
         The rules place state, which has no weak types.
         """
         structure = self.slot, self.outer, *self.graphdefs
-        if self.is_state and rules is None:
-            return *structure, *((*_SHAPE(x), own_sharding(x)) for x in self.leaves)
-        if self.is_state:
-            return *structure, *map(_SHAPE, self.leaves)
-        return *structure, *(_data_key(x, self.given is None) for x in self.leaves)
+        if not self.is_state:
+            return *structure, *(_data_key(x, self.given is None) for x in self.leaves)
+        places = [own_sharding(x) for x in self.leaves] if rules is None else []
+        return *structure, *map(_SHAPE, self.leaves), *places
 
     def as_state(self) -> "Argument":
-        """The same, laid out by the rules."""
         leaves = list(map(strong, self.raw))
         return dataclasses.replace(self, is_state=True, leaves=leaves)
 
-    def plain(self, leaves: Sequence[Any] | None = None) -> Any:
-        """The tree with an `nnx.State` for each NNX object."""
-        return self.treedef.unflatten(self.leaves if leaves is None else leaves)
-
     def owners(self) -> list[nnx.Variable[Any] | None]:
-        """Per leaf, the Variable of an NNX object that holds it."""
-        held = iter(
-            part if isinstance(part, nnx.Variable) else None
-            for part in self.parts
-            for _ in jax.tree.leaves(value_of(part))
-        )
-        return [next(held) if inside else None for inside in self.in_objects]
+        """Per leaf, the Variable of an NNX object that holds it, or one like it."""
+        if not self.objects:
+            return [None] * len(self.leaves)
+        nodes = jax.tree.leaves(plain_tree(self.value), is_leaf=_is_variable)
+        pairs = [(node if _is_variable(node) else None, node) for node in nodes]
+        return [owner for owner, node in pairs for _ in jax.tree.leaves(node)]
 
     def write(self, leaves: Sequence[Any]) -> None:
         """Write leaves that were placed for a program into the Variables."""
@@ -238,7 +222,7 @@ class Argument:
         nodes = jax.tree.leaves(self.outer.unflatten(leaves), is_leaf=_is_taken)
         values = [x for node in nodes if _is_taken(node) for x in node.values]
         for part, value in zip(self.parts, values, strict=True):
-            if isinstance(part, nnx.Variable):
+            if _is_variable(part):
                 part.set_raw_value(value)
 
     @functools.cached_property
@@ -251,25 +235,12 @@ class Argument:
         return self.flat.full_paths()[at]
 
     def label(self, at: int) -> str:
-        """Path and shape of a leaf, for messages."""
         return f"{self.path(at)} {show_shape(np.shape(self.leaves[at]))}"
-
-
-def value_of(part: Any) -> Any:
-    """What a Variable holds; an array as it is."""
-    return part.get_raw_value() if isinstance(part, nnx.Variable) else part
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the function, taken apart.
-
-    Attributes:
-        slots: all arguments, in the order of the signature.
-        static: those that are compile-time constants.
-        arguments: the others.
-        leaves: the leaves of these.
-    """
+    """A call of the function: all arguments by slot, and those with leaves apart."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -277,27 +248,27 @@ class Call:
     slots: Sequence[tuple[Slot, Any]]
     static: Mapping[Slot, Any]
     arguments: Sequence[Argument]
-    leaves: Sequence[Any]
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of the rules."""
         return None if self.rules is None else self.rules.mesh
 
-    @property
-    def objects(self) -> list[Any]:
-        """The outermost NNX objects in the arguments."""
-        return [node for argument in self.arguments for node in argument.objects]
-
     @functools.cached_property
-    def parts(self) -> list[Any]:
-        """The parts of these."""
-        return [part for argument in self.arguments for part in argument.parts]
+    def leaves(self) -> list[Any]:
+        return [leaf for argument in self.arguments for leaf in argument.leaves]
 
     @functools.cached_property
     def table(self) -> list[tuple[Argument, int]]:
         """Per leaf, the argument that has it, and its position there."""
         return [(a, at) for a in self.arguments for at in range(len(a.leaves))]
+
+    @functools.cached_property
+    def objects(self) -> list[Any]:
+        return [node for argument in self.arguments for node in argument.objects]
+
+    @functools.cached_property
+    def parts(self) -> list[Any]:
+        return [part for argument in self.arguments for part in argument.parts]
 
 
 def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
@@ -316,14 +287,11 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
 
 
 def put_together(
-    arguments: Sequence[Argument], leaves: Sequence[Any]
-) -> tuple[dict[Slot, Any], list[Any]]:
-    """Arguments of these structures, and the outermost NNX objects in them."""
+    arguments: Sequence[Argument], leaves: Iterable[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The values of arguments with these leaves, and the NNX objects in them."""
     rest, objects = iter(leaves), list[Any]()
     graphdefs = iter([each for a in arguments for each in a.graphdefs])
-    trees = [
-        a.outer.unflatten(itertools.islice(rest, a.outer.num_leaves)) for a in arguments
-    ]
     with nnx.merge_context() as merging:
 
         def merged(node: Any) -> Any:
@@ -332,12 +300,14 @@ def put_together(
                 objects.append(node)
             return node
 
-        values = [
-            jax.tree.map(merged, tree, is_leaf=_is_taken) if a.graphdefs else tree
-            for a, tree in zip(arguments, trees, strict=True)
-        ]
-    slots = [argument.slot for argument in arguments]
-    return dict(zip(slots, values, strict=True)), objects
+        values = []
+        for argument in arguments:
+            outer = argument.outer
+            tree = outer.unflatten(itertools.islice(rest, outer.num_leaves))
+            if argument.graphdefs:
+                tree = jax.tree.map(merged, tree, is_leaf=_is_taken)
+            values.append(tree)
+    return values, objects
 
 
 def take_apart(
@@ -350,43 +320,25 @@ def take_apart(
 
     An argument is state if an option says so, or if it holds an NNX object, an
     `nnx.State`, a TrainState or an optax state.
-
-    Raises:
-        LayoutError: a leaf is neither an array nor a number.
-        StructureError: JAX cannot flatten an argument.
     """
     flat = [(slot, value, *_nodes_of(slot, value)) for slot, value in slots]
     graph = Graph([node for *_, nodes in flat for node in nodes if is_object(node)])
     graphdefs, values, parts = map(iter, (graph.graphdefs, graph.values, graph.parts))
     arguments = []
     for slot, value, outer, is_state, nodes in flat:
-        objects = list(filter(is_object, nodes)) if is_state else []
-        defs = [next(graphdefs) for _ in objects]
-        counts = iter([each.num_leaves for each in defs])
-        tree = value
-        if objects:
-            taken = [
-                Taken([*itertools.islice(values, next(counts))]) if is_object(x) else x
-                for x in nodes
-            ]
-            tree = outer.unflatten(taken)
-        raw, outer = jax.tree.flatten(tree)
+        defs, objects = [], []
+        for at, node in enumerate(nodes):
+            if is_object(node):
+                objects.append(node)
+                defs.append(next(graphdefs))
+                nodes[at] = Taken([*itertools.islice(values, defs[-1].num_leaves)])
+        raw, outer = jax.tree.flatten(outer.unflatten(nodes) if objects else value)
         is_donated = slot.is_among(donated)
-        by_parameter = in_shardings.get(slot.parameter)
-        argument = Argument(
-            slot,
-            outer,
-            defs,
-            is_state or is_donated or slot.is_among(state),
-            is_donated,
-            in_shardings.get(slot.name, by_parameter),
-            value,
-            objects,
-            [*itertools.islice(parts, sum(each.num_leaves for each in defs))],
-            raw,
-            raw,
-        )
-        arguments.append(_checked(argument))
+        is_state = is_state or is_donated or slot.is_among(state)
+        given = in_shardings.get(slot.name, in_shardings.get(slot.parameter))
+        own = [*itertools.islice(parts, sum(each.num_leaves for each in defs))]
+        options = slot, outer, defs, is_state, is_donated, given
+        arguments.append(_checked(Argument(*options, value, objects, own, raw, raw)))
     return arguments
 
 
@@ -444,7 +396,7 @@ def _data_key(leaf: Any, is_placed: bool) -> Any:
 
 
 def no_array(leaf: Any) -> str:
-    """A description of a leaf that is neither an array nor a number; else ''."""
+    """Describes a leaf that is neither an array nor a number."""
     if isinstance(leaf, np.ndarray | np.generic):
         return f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
     if hasattr(leaf, "dtype") or isinstance(leaf, NUMBERS):
@@ -467,11 +419,9 @@ def strong(leaf: Any) -> Any:
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The shapes of leaves, to compare."""
     return tuple(tuple(np.shape(leaf)) for leaf in leaves)
 
 
 def first_four(names: Sequence[str]) -> str:
-    """The first four names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

@@ -36,12 +36,7 @@ from flax_layoutmap._step.arguments import (
     slots_of,
     take_apart,
 )
-from flax_layoutmap._step.donation import (
-    are_deleted,
-    deleted_paths,
-    is_array,
-    separate,
-)
+from flax_layoutmap._step.donation import are_deleted, deleted_paths, is_array, separate
 from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
@@ -58,11 +53,7 @@ def bind(
     rules: RuleSet | None,
     place: Placer | None = None,
 ) -> Call:
-    """Take the arguments of a call apart; data is placed by `place`, or `place_data`.
-
-    Raises:
-        LayoutError: an argument is no tree of arrays, or data does not fit the mesh.
-    """
+    """Take the arguments of a call apart; `place`, or `place_data`, places data."""
     slots = slots_of(job.signature.bind(*args, **kwargs))
     static = {slot: value for slot, value in slots if slot.is_among(job.static)}
     arguments: list[Argument] = []
@@ -77,8 +68,7 @@ def bind(
             leaves = (place or place_data)(argument, rules)
             argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
-    leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    return Call(args, kwargs, rules, slots, static, arguments, leaves)
+    return Call(args, kwargs, rules, slots, static, arguments)
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
@@ -116,11 +106,7 @@ def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
 
 
 def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
-    """The leaves of data: host arrays are split, those on the mesh keep their layout.
-
-    Raises:
-        LayoutError: an array does not divide, or is on other devices.
-    """
+    """The leaves of data: host arrays are split, others keep their layout."""
     mesh: Any = None if rules is None else rules.mesh
     placed: list[Any] = []
     problems: list[str] = []
@@ -193,10 +179,6 @@ def fit(program: Program, call: Call) -> list[Any]:
 
     Uncommitted arrays are placed, and equal placements get one spelling, as `jax.jit`
     would do in every call. A donated leaf shares no memory with another one.
-
-    Raises:
-        LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
-            and used twice.
     """
     if are_deleted(call.leaves):  # given to a program, some backends end the process
         named = {argument.name: argument.value for argument in call.arguments}
@@ -253,12 +235,10 @@ def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
 
 
 def _is_committed(leaf: Any) -> bool:
-    """Whether a leaf is an array that was put on its devices."""
     return is_array(leaf) and leaf.committed
 
 
 def show_sharding(sharding: Any) -> str:
-    """A sharding in a few words, for messages."""
     if isinstance(sharding, NamedSharding):
         kind = own_memory_kind(sharding)
         spec = show_spec(sharding.spec) + (f" {kind}" if kind else "")

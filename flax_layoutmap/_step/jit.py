@@ -69,11 +69,8 @@ def jit(
     a leaf, and donated arguments are state: they come in and go out in the layouts of
     the rules. Other arguments are data: arrays on the mesh stay as they are, those on
     the host are split over the map's `batch` axes. Objects are updated in place, as by
-    `nnx.jit`, and may be modified inside. A part of the result with the structure of an
-    argument gets its layouts; other states in it those of the rules.
-
-    docs/jit.md says what is compared, when the function is traced again, and what
-    Explicit axes and host memory mean.
+    `nnx.jit`. A part of the result with the structure of an argument gets its layouts;
+    other states in it those of the rules. docs/jit.md says what makes it trace again.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
@@ -93,8 +90,8 @@ def jit(
         which take the same arguments.
 
     Raises:
-        LayoutError: an option names no argument; or, when called, and before anything
-            has run: state or a batch does not fit, or docs/jit.md lists it as an error.
+        LayoutError: an option names no argument; or, when called, state or a batch
+            does not fit, or the function does what docs/jit.md does not support.
         ProcessError: at the first call, when the processes were given different
             rules, meshes, states or host batches: each of them passes the whole batch.
 
@@ -169,7 +166,6 @@ class Jitted:
     def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
-        """Raise LayoutError if donated state was lost with a program that failed."""
         job, slots = self._job, slots_of(self._job.signature.bind(*args, **kwargs))
         lost = {slot.name: x for slot, x in slots if slot.is_among(job.donated)}
         if paths := deleted_paths(lost):
@@ -209,9 +205,8 @@ class Jitted:
     ) -> tuple[Job, Sequence[Argument], Program]:
         """Make the program of a call for a mesh that need not exist; for `flm.pod`.
 
-        The same function, options and treatment of arguments as in a call; nothing is
-        cached. `rules` replace this function's own, on a mesh that may be abstract;
-        `place` places arguments that are data. More arguments are `donated`, by name.
+        `rules` replace this function's own, on a mesh that may be abstract; `place`
+        places arguments that are data. More arguments are `donated`, by name.
         """
         own = self._job
         more = names_of(own.signature, donated, (), "donate_argnames")
@@ -237,10 +232,7 @@ class Jitted:
         return rules
 
     def _program(self, call: Call, *, runs: bool = False) -> Program:
-        """The program of a call: a cached one, or a new one.
-
-        `runs` says whether it will run, for which all processes have to agree.
-        """
+        """The program of a call; before it `runs`, all processes have to agree."""
         programs = self._programs_like(call)
         known = next((each for each in programs if is_for(each, call)), None)
         if known is not None and (known.agreed or not runs):
@@ -255,12 +247,6 @@ class Jitted:
         return program
 
     def _programs_like(self, call: Call) -> list[Program]:
-        """The programs for calls of this structure.
-
-        Raises:
-            LayoutError: a static argument cannot be hashed.
-            StructureError: a constant in an NNX object cannot be compared.
-        """
         key = _key(call)
         try:
             programs = self._programs.setdefault(key, [])

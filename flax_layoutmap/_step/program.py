@@ -58,12 +58,7 @@ from flax_layoutmap._step.trace import (
     roots_of,
 )
 from flax_layoutmap._tree.flax_internals import was_made_here, write_value
-from flax_layoutmap._tree.graph import (
-    TAG,
-    Graph,
-    with_objects,
-    without_objects,
-)
+from flax_layoutmap._tree.graph import TAG, Graph, with_objects, without_objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,14 +69,15 @@ class Structure:
         graphdefs: those of the given objects, then of new ones in the result.
         treedef: the structure of their values.
         sources: per leaf, its position among the arguments; None: the next output.
+        returned: where in the result the new objects are.
     """
 
     graphdefs: tuple[Any, ...]
     treedef: Any
     sources: tuple[int | None, ...]
+    returned: tuple[str, ...]
 
     def leaves(self, given: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-        """The leaves after the function."""
         rest = iter(outputs)
         return [next(rest) if at is None else given[at] for at in self.sources]
 
@@ -112,15 +108,13 @@ class Outcome:
         changed: numbers of the parts of NNX objects that get new values.
         leaves: positions of the leaves of these.
         structure: the objects afterwards if their structure changes, else None.
-        returned: where in its result the new NNX objects are.
-        out_tree: the structure of its result.
+        out_tree: the structure of the result.
         returns_objects: whether NNX objects or their Variables are in it.
     """
 
     changed: tuple[int, ...]
     leaves: tuple[int, ...]
     structure: Structure | None
-    returned: tuple[str, ...]
     out_tree: Any
     returns_objects: bool
 
@@ -133,17 +127,13 @@ class Program:
         jitted: from the leaves of all arguments to new values, and the result.
         wanted: one sharding (or None: any) per leaf of all arguments.
         free: positions of the leaves whose sharding no rule has decided.
-        state: positions of the leaves of state.
-        donated: positions of the leaves that are donated.
-        gives_trees: whether some of these are in no NNX object.
-        outcome: what its outputs are.
-        places: the shardings of these (or None: any).
+        gives_trees: whether leaves are donated that are in no NNX object.
+        places: one sharding (or None: any) per output.
         moved: after a change of structure, numbers of leaves that stay as they are and
             get another sharding, which has to be put there.
         shapes: abstract outputs.
-        fingerprints: lines of rules, mesh and table, which processes compare.
         mesh: the Explicit mesh, if it is traced as on Auto axes; or None.
-        agreed: whether the processes have compared them.
+        agreed: whether the processes have compared the fingerprints.
         misses: how many calls of it in a row were not recognised.
     """
 
@@ -163,57 +153,46 @@ class Program:
     misses: int = 0
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """The new values and the result."""
         outputs = self.jitted(*leaves)
         return outputs if self.mesh is None else typed(outputs, self.places, self.mesh)
 
 
 def make_program(job: Job, call: Call) -> Program:
-    """Choose the layouts, trace the function, and make its program.
-
-    Raises:
-        LayoutError: rules, options or the function do not fit the arguments.
-    """
-    named = named_objects(call.arguments)
+    """Choose the layouts, trace the function, and make its program."""
+    named, rules = named_objects(call.arguments), call.rules
     check_parts(named)
     if job.runs:
         refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
-    before = layouts_of(call.arguments, call.rules)
+    before = layouts_of(call.arguments, rules)
     known = known_of(call.arguments, before.wanted)
     outcomes: list[Outcome] = []
     remarks: list[str] = []
     flat = _flat_function(job, call, before, known, outcomes, remarks.append)
     options: Any = {"in_shardings": tuple(before.wanted)}
     avals = avals_of(call.leaves, before.wanted)
-    with mesh_context(call.rules, avals):
+    with mesh_context(rules, avals):
         traced = jax.jit(flat, **options).trace(*avals)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (new, result) = outcomes[-1], traced.out_info
     after, layouts = layouts_after(call, before, outcome, new)
-    results, resolution = places_of_result(
-        result, job.out_shardings, known, layouts, call.rules
-    )
-    sources = [None] * len(after)
-    if outcome.structure is not None:
-        sources = outcome.structure.sources
+    results, made = places_of_result(result, job.out_shardings, known, layouts, rules)
+    structure = outcome.structure
+    sources = [None] * len(after) if structure is None else structure.sources
     pairs = list(zip(sources, after, strict=True))
     places = [*(where for source, where in pairs if source is None), *results]
     for text in remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}
-    if resolution is not None:
-        resolution.announce()
-        if jax.process_count() > 1:
-            fingerprints = resolution.fingerprint_lines()
-    donated = _donated(call, outcome)
-    if mesh_needed(call.rules) is not None and not any(places):
+    if made is not None:
+        made.announce()
+        fingerprints = made.fingerprint_lines() if jax.process_count() > 1 else {}
+    if mesh_needed(rules) is not None and not any(places):
         options["keep_unused"] = True  # JAX knows the devices by its inputs alone
-    layouts_out = jax.tree.unflatten(jax.tree.structure((new, result)), places)
+    options["out_shardings"] = jax.tree.structure((new, result)).unflatten(places)
+    options["donate_argnums"] = donated = _donated(call, outcome)
     return Program(
-        jitted=jax.jit(
-            flat, out_shardings=layouts_out, donate_argnums=donated, **options
-        ),
+        jitted=jax.jit(flat, **options),
         wanted=before.wanted,
         free=before.free,
         state=[at for at, (a, _) in enumerate(call.table) if a.is_state],
@@ -259,20 +238,18 @@ def _flat_function(
     Each trace of it appends to `outcomes`. It holds the structure of the arguments,
     and none of their arrays.
     """
-    arguments = [argument.structure() for argument in call.arguments]
+    arguments = [argument.without_values() for argument in call.arguments]
     names = [name for name, _ in named_objects(call.arguments)]
-    slots = [slot for slot, _ in call.slots]
-    static, rules, mesh = call.static, call.rules, call.mesh
-    wanted, parameters = layouts.wanted, layouts.parameters
-    held = [a.in_objects[at] for a, at in call.table]
-    positions = [at for at, inside in enumerate(held) if inside]
+    slots, static, rules = [x for x, _ in call.slots], call.static, call.rules
+    wanted, made = layouts.wanted, layouts.resolution
+    parameters = () if made is None else tuple(made._flat.every_form())
+    positions = [n for n, (a, at) in enumerate(call.table) if a.in_objects[at]]
 
     def flat(*leaves: Any) -> Any:
         inputs = list(map(_on_device, leaves))
         values, objects = put_together(arguments, inputs)
-        graph = Graph(objects)
-        values.update(static)
-        given = [(slot, values[slot]) for slot in slots]
+        graph, rest = Graph(objects), iter(values)
+        given = [(x, static[x] if x in static else next(rest)) for x in slots]
         result = call_job(job, given, rules, parameters, report)
         outcome, new, result, made = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
@@ -286,17 +263,17 @@ def _flat_function(
             )
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
+
+        def pinned(x: Any, pin: Any) -> Any:
+            return _kept(host.get(id(x), x), pin[1]) if pin[0] else x
+
         where = [wanted[at] for at in outcome.leaves] or itertools.repeat(None)
-        new = _mapped(_kept, new, where)
-        pins, _ = pins_of(result, known)
-        return new, _mapped(
-            lambda x, pin: _kept(host.get(id(x), x), pin[1]) if pin[0] else x,
-            result,
-            pins,
+        return _mapped(_kept, new, where), _mapped(
+            pinned, result, pins_of(result, known)[0]
         )
 
     flat.__name__ = job.name
-    return flat if job.explicit else on_auto_axes(flat, mesh)
+    return flat if job.explicit else on_auto_axes(flat, call.mesh)
 
 
 def _mapped(function: Callable[..., Any], tree: Any, others: Iterable[Any]) -> Any:
@@ -306,7 +283,6 @@ def _mapped(function: Callable[..., Any], tree: Any, others: Iterable[Any]) -> A
 
 
 def _on_device(leaf: Any) -> Any:
-    """A leaf in the memory of the device."""
     if not isinstance(leaf, Tracer) or not is_on_host(leaf):
         return leaf
     return jax.device_put(leaf, jax.memory.Space.Device)
@@ -315,10 +291,7 @@ def _on_device(leaf: Any) -> Any:
 def _kept(x: Any, sharding: Any) -> Any:
     """A value of state, in the memory that it is kept in."""
     moves = is_on_host(sharding) and not is_on_host(x)
-    return jax.device_put(strong(x), _HOST) if moves else strong(x)
-
-
-_HOST = jax.memory.Space.Host
+    return jax.device_put(strong(x), jax.memory.Space.Host) if moves else strong(x)
 
 
 def _outcome(
@@ -334,34 +307,29 @@ def _outcome(
     """
     after = Graph(objects)
     known = set(map(id, after.nodes))
-    named = [(path, node) for path, node in roots_of(result) if id(node) not in known]
-    made = [node for _, node in named]
+    made = {path: node for path, node in roots_of(result) if id(node) not in known}
     structure, changed, leaves = None, (), ()
-    same = not made and after.is_like(before)
     # An array in no Variable is an attribute.
-    if same and all(map(operator.is_, before.parts, after.parts)):
+    same = not made and all(map(operator.is_, before.parts, after.parts))
+    if same and after.is_like(before):
         is_new = list(map(operator.is_not, before.leaves, after.leaves))
-        held = after.spans()
-        changed = tuple(
-            at for at, span in enumerate(held) if any(is_new[n] for n in span)
-        )
-        leaves = tuple(positions[n] for at in changed for n in held[at])
+        held = list(enumerate(after.spans()))
+        changed = tuple(at for at, span in held if any(is_new[n] for n in span))
+        leaves = tuple(positions[n] for at in changed for n in held[at][1])
         values = jax.tree.unflatten(after.treedef, after.leaves)
         new = [values[at] for at in changed]
     else:
-        after = before.after([*objects, *made])
+        after = before.after([*objects, *made.values()])
         position = {id(inputs[at]): at for at in positions}
         sources = tuple(position.get(id(leaf)) for leaf in after.leaves)
         new = [x for x, at in zip(after.leaves, sources, strict=True) if at is None]
-        structure = Structure(after.graphdefs, after.treedef, sources)
+        structure = Structure(after.graphdefs, after.treedef, sources, tuple(made))
     plain, returns = without_objects(result, after.nodes)
-    paths, out_tree = tuple(path for path, _ in named), jax.tree.structure(plain)
-    outcome = Outcome(changed, leaves, structure, paths, out_tree, returns)
-    return outcome, new, plain, made
+    outcome = Outcome(changed, leaves, structure, jax.tree.structure(plain), returns)
+    return outcome, new, plain, list(made.values())
 
 
 def _check_after(named: Sequence[tuple[str, Any]], made: Sequence[Any]) -> None:
-    """Raise StructureError where arguments share, or Variables hold no arrays."""
     check_parts(named)
     for path, part in named_parts([*named, *(("the result", node) for node in made)]):
         held = part.get_raw_value() if isinstance(part, nnx.Variable) else ()
@@ -389,8 +357,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
         for at, where in program.moved.items():
             after[at] = distribute_tensor(after[at], where)
-        nodes = outcome.structure.apply(call.objects, after)
-        return with_objects(result, nodes)
+        return with_objects(result, outcome.structure.apply(call.objects, after))
     changed = dict(zip(outcome.leaves, jax.tree.leaves(new), strict=True))
     state = [changed.get(at, leaves[at]) for at in program.state]
     refs = [weakref.ref(x) for x in state if isinstance(x, jax.Array)]
@@ -405,20 +372,16 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
 
 
 def check_level(parts: Sequence[Any]) -> None:
-    """Raise Flax's error if Variables are of another level of tracing.
-
-    Before anything runs, as their arrays may be donated.
-    """
+    """Raise Flax's error if Variables are of another level, before a program runs."""
     if parts and not was_made_here(parts[0]):
         parts[0].set_raw_value(parts[0].get_raw_value())
 
 
 def abstract_result(program: Program, call: Call) -> Any:
-    """The function's result without arrays; no object is changed."""
-    outcome, (new, result) = program.outcome, program.shapes
+    structure, (new, result) = program.outcome.structure, program.shapes
     given = abstract(call.leaves)
-    if outcome.structure is not None:
-        leaves = outcome.structure.leaves(given, jax.tree.leaves(new))
-        return with_objects(result, outcome.structure.merged(leaves)[1])
-    _, objects = put_together(call.arguments, given)
-    return with_objects(result, Graph(objects).nodes)
+    if structure is None:
+        nodes: Any = Graph(put_together(call.arguments, given)[1]).nodes
+    else:
+        nodes = structure.merged(structure.leaves(given, jax.tree.leaves(new)))[1]
+    return with_objects(result, nodes)

@@ -64,23 +64,14 @@ class Layouts:
     trees: Mapping[str, Any]
     resolution: Resolution | None
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The paths of parameters among the arguments, in all their forms."""
-        made = self.resolution
-        return () if made is None else tuple(made._flat.every_form())
-
 
 def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
-    """The layouts that arguments have to have."""
-    trees: dict[str, Any] = {}
-    if rules is not None:
+    trees = {
         # Without arrays, as a Resolution is cached.
-        trees = {
-            a.name: a.value if a.objects else a.plain(abstract(a.leaves))
-            for a in arguments
-            if a.is_state and a.given is None
-        }
+        a.name: a.value if a.objects else a.plain(abstract(a.leaves))
+        for a in arguments
+        if rules is not None and a.is_state and a.given is None
+    }
     resolution, by_rule = None, iter(())
     if trees:
         resolution = resolve(Roots(trees), rules)
@@ -90,20 +81,20 @@ def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
     wanted: list[Any] = []
     free: list[int] = []
     for argument in arguments:
+        leaves = argument.leaves
         if argument.given is not None:
-            mesh, what = rules and rules.mesh, f"in_shardings[{argument.name!r}]"
-            wanted += broadcast(argument.given, argument.plain(), mesh, what)
+            tree, what = argument.plain(leaves), f"in_shardings[{argument.name!r}]"
+            wanted += broadcast(argument.given, tree, rules and rules.mesh, what)
         elif argument.name not in trees:
-            keeps = argument.is_state
-            wanted += [own_sharding(x) if keeps else None for x in argument.leaves]
+            wanted += [own_sharding(x) if argument.is_state else None for x in leaves]
         else:
-            for leaf, owner in zip(argument.leaves, argument.owners(), strict=True):
+            for leaf, owner in zip(leaves, argument.owners(), strict=True):
                 sharding, has_rule = next(by_rule)
                 if not has_rule and _may_lie_anywhere(owner):
                     free.append(len(wanted))
                     kept = own_sharding(leaf)
-                    is_kept = kept is not None and not kept.is_fully_replicated
-                    sharding = kept if is_kept else sharding
+                    if kept is not None and not kept.is_fully_replicated:
+                        sharding = kept
                 wanted.append(sharding)
     return Layouts(wanted, free, trees, resolution)
 
@@ -115,6 +106,7 @@ def _may_lie_anywhere(owner: Any) -> bool:
 
 def abstract(leaves: Iterable[Any], shardings: Iterable[Any] = ()) -> list[Any]:
     """Leaves without their values; numbers and tracers stay."""
+    every = itertools.chain(shardings, itertools.repeat(None))
     return [
         leaf
         if isinstance(leaf, Tracer | NUMBERS)
@@ -124,9 +116,7 @@ def abstract(leaves: Iterable[Any], shardings: Iterable[Any] = ()) -> list[Any]:
             sharding=sharding,
             weak_type=bool(getattr(leaf, "weak_type", False)),
         )
-        for leaf, sharding in zip(
-            leaves, itertools.chain(shardings, itertools.repeat(None)), strict=False
-        )
+        for leaf, sharding in zip(leaves, every, strict=False)
     ]
 
 
@@ -139,17 +129,23 @@ def avals_of(leaves: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     return abstract(leaves, (a or b for a, b in zip(wanted, own, strict=True)))
 
 
+def is_on_host(x: Any) -> bool:
+    """Whether a sharding, or a traced array, is in another memory than the device's."""
+    if isinstance(x, Tracer):
+        return jax.typeof(x).memory_space is jax.memory.Space.Host
+    return x is not None and x is not BY_RULE and is_offloaded(own_memory_kind(x))
+
+
 # ----------------------------------------------------------------- what comes out
 
 
 def layouts_after(
     call: Call, before: Layouts, outcome: Any, new: Any
-) -> tuple[list[Any], Layouts]:
-    """Shardings of the outputs `new` of NNX objects, and of what is moved.
+) -> tuple[Sequence[Any], Layouts]:
+    """Shardings of the new values of NNX objects, or of all after a change.
 
     Values of Variables stay where they are. After a change of structure the rules are
-    asked again, and there is a sharding for each leaf of the objects; new Variables
-    that no rule names are left to XLA.
+    asked again; new Variables that no rule names are left to XLA.
     """
     structure = outcome.structure
     if structure is None:
@@ -157,35 +153,26 @@ def layouts_after(
     given = abstract(call.leaves, before.wanted)
     leaves = structure.leaves(given, abstract(jax.tree.leaves(new)))
     objects = iter(structure.merged(leaves)[0])
-    changed = [
-        (
-            argument.slot,
-            jax.tree.map(
-                lambda node: next(objects) if is_object(node) else node,
-                argument.value,
-                is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
-            ),
+
+    def renewed(value: Any) -> Any:
+        return jax.tree.map(
+            lambda node: next(objects) if is_object(node) else node,
+            value,
+            is_leaf=lambda node: is_object(node) or isinstance(node, nnx.State),
         )
-        for argument in call.arguments
-        if argument.objects
-    ]
-    names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
+
+    changed = [(a.slot, renewed(a.value)) for a in call.arguments if a.objects]
+    names = [f"{RESULT}/{path}".removesuffix("/") for path in structure.returned]
     made = [(Slot(name, name, name), next(objects)) for name in names]
-    shardings = {a.slot.name: a.given for a in call.arguments}
-    apart = iter(take_apart([*changed, *made], in_shardings=shardings))
+    given = {argument.name: argument.given for argument in call.arguments}
+    apart = iter(take_apart([*changed, *made], in_shardings=given))
     arguments = [next(apart) if a.objects else a for a in call.arguments]
-    arguments += apart
-    after = layouts_of(arguments, call.rules)
+    after = layouts_of(arguments := [*arguments, *apart], call.rules)
     inside = [held for argument in arguments for held in argument.in_objects]
-    places = [
-        None if at in after.free and source is None else after.wanted[at]
-        for at, source in zip(
-            itertools.compress(itertools.count(), inside),
-            structure.sources,
-            strict=True,
-        )
-    ]
-    return places, after
+    free = [at in after.free for at in range(len(inside))]
+    table = itertools.compress(zip(after.wanted, free, strict=True), inside)
+    pairs = zip(table, structure.sources, strict=True)
+    return [None if x and at is None else where for (where, x), at in pairs], after
 
 
 def known_of(arguments: Sequence[Argument], wanted: Sequence[Any]) -> Known:
@@ -193,12 +180,11 @@ def known_of(arguments: Sequence[Argument], wanted: Sequence[Any]) -> Known:
     state: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
     for argument, span in zip(arguments, spans(arguments), strict=True):
-        if not span or not (argument.is_state or argument.is_container):
-            continue
-        key = argument.treedef, shape_key(argument.leaves)
-        pairs = zip(span, argument.leaves, strict=True)
-        pins = [(argument.is_state, wanted[at] or own_sharding(x)) for at, x in pairs]
-        (state if argument.is_state else data).setdefault(key, []).append(pins)
+        if span and (argument.is_state or argument.is_container):
+            key = argument.treedef, shape_key(argument.leaves)
+            every = zip(wanted[span.start : span.stop], argument.leaves, strict=True)
+            pins = [(argument.is_state, where or own_sharding(x)) for where, x in every]
+            (state if argument.is_state else data).setdefault(key, []).append(pins)
     return data | state
 
 
@@ -209,32 +195,41 @@ def pins_of(result: Any, known: Known) -> tuple[list[Pin], dict[str, Any]]:
     `known` are looked for from the outside in; where several arguments have one, these
     are taken in turn.
     """
-    turns = {key: [list(pin) for pin in pins] for key, pins in known.items()}
+    turns = {key: itertools.cycle(pins) for key, pins in known.items()}
+    pins: list[Pin] = []
     made: dict[str, Any] = {}
 
-    def pins(tree: Any, path: str) -> list[Pin]:
-        leaves, treedef = jax.tree.flatten(tree)
-        turn = turns.get((treedef, shape_key(leaves)))
-        if turn is not None:
-            return turn.pop(0) if len(turn) > 1 else turn[0]
-        if not leaves or jax.tree_util.treedef_is_leaf(treedef):
-            return [(False, None)] * len(leaves)
-        if _is_made_state(tree):
-            made[path] = tree
-            return [(True, BY_RULE)] * len(leaves)
-        parts, _ = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda node: node is not tree
-        )
-        return [pin for keys, part in parts for pin in pins(part, path + _below(keys))]
+    def turn_of(node: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(node)
+        return turns.get((treedef, shape_key(leaves)))
 
-    return pins(result, RESULT), made
+    for keys, node in jax.tree.leaves_with_path(
+        result, is_leaf=lambda node: turn_of(node) is not None or _is_made_state(node)
+    ):
+        if (turn := turn_of(node)) is not None:
+            pins += next(turn)
+        elif _is_made_state(node):
+            made[RESULT + "".join(map(_below, keys))] = node
+            pins += [(True, BY_RULE)] * len(jax.tree.leaves(node))
+        else:
+            pins.append((False, None))
+    return pins, made
 
 
-def is_on_host(x: Any) -> bool:
-    """Whether a sharding, or a traced array, is in another memory than the device's."""
-    if isinstance(x, Tracer):
-        return jax.typeof(x).memory_space is jax.memory.Space.Host
-    return x is not None and x is not BY_RULE and is_offloaded(own_memory_kind(x))
+def _below(key: Any) -> str:
+    """The key of a part of a result: `[1]`, or `/policy`, which rules may name."""
+    named = isinstance(key, DictKey | GetAttrKey)
+    return f"/{join_keys([key])}" if named else jax.tree_util.keystr((key,))
+
+
+def _is_made_state(tree: Any) -> bool:
+    """Whether a result is a state by its type: a new one, or of another structure."""
+    return (
+        is_train_state(tree)
+        or is_optax_state(tree)
+        or isinstance(tree, nnx.State)
+        or (isinstance(tree, Mapping) and "params" in tree)
+    )
 
 
 def places_of_result(
@@ -242,9 +237,7 @@ def places_of_result(
 ) -> tuple[list[Any], Resolution | None]:
     """Per leaf of an abstract result, its sharding or None, and the resolution.
 
-    None leaves it to the compiler. `chosen` are the user's out shardings. A part of the
-    result with the structure of an argument keeps its layouts. Other state is laid out
-    by the rules.
+    None leaves it to the compiler; `chosen` are the user's out shardings.
     """
     # Without the types of Explicit axes, which the rules override.
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
@@ -258,35 +251,14 @@ def places_of_result(
         resolution = resolve(Roots({**made, **after.trees}), rules)
         by_rule = iter(resolution.sharding_list())
     shardings = [next(by_rule) if at is BY_RULE else at for _, at in pins]
-    pairs = zip(given, shardings, strict=True)
-    return [mine or sharding for mine, sharding in pairs], resolution
-
-
-def _below(keys: tuple[Any, ...]) -> str:
-    """The key of a part of a result: `[1]`, or `/policy`, which rules may name."""
-    named = isinstance(keys[0], DictKey | GetAttrKey) if keys else False
-    return f"/{join_keys(keys)}" if named else jax.tree_util.keystr(keys)
-
-
-def _is_made_state(tree: Any) -> bool:
-    """Whether a result is a state by its type: a new one, or of another structure."""
-    return (
-        is_train_state(tree)
-        or is_optax_state(tree)
-        or isinstance(tree, nnx.State)
-        or (isinstance(tree, Mapping) and "params" in tree)
-    )
+    return [a or b for a, b in zip(given, shardings, strict=True)], resolution
 
 
 # ------------------------------------------------------- layouts given by hand
 
 
 def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
-    """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts.
-
-    Raises:
-        LayoutError: `prefix` is no prefix of the tree, or a layout does not fit.
-    """
+    """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts."""
     try:
         layouts, treedef = jax.tree.flatten(prefix, is_leaf=_is_layout)
         numbers = jax.tree.broadcast(treedef.unflatten(range(len(layouts))), tree)
@@ -300,14 +272,10 @@ def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> lis
 
 
 def _is_layout(node: Any) -> bool:
-    if node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec):
-        return True
-    return type(node) is tuple and _names_axes(node)
-
-
-def _names_axes(entries: tuple[Any, ...]) -> bool:
-    """Whether a tuple is the axes of a layout, and not a tree of layouts."""
-    axes = [entry for entry in entries if entry is not None and entry is not ...]
+    """Whether a node is a layout, also as a tuple of axes, and not a tree of them."""
+    if type(node) is not tuple:
+        return node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec)
+    axes = [entry for entry in node if entry is not None and entry is not ...]
     return bool(axes) and all(
         isinstance(entry, str)
         or (type(entry) is tuple and all(isinstance(name, str) for name in entry))

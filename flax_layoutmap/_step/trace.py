@@ -11,7 +11,6 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from flax_layoutmap._core.errors import warn
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules, trace_key
 from flax_layoutmap._step.activations import call_activated, forget_path
@@ -90,7 +89,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The function's name, for messages and programs."""
         return getattr(self.fun, "__name__", "a_function")
 
 
@@ -99,7 +97,7 @@ def call_job(
     given: Sequence[tuple[Slot, Any]],
     rules: RuleSet | None,
     parameters: Iterable[str],
-    report: Callable[[str], None] = warn,
+    report: Callable[[str], None],
 ) -> Any:
     """Call the user's function with its rules in force, also those of activations.
 
