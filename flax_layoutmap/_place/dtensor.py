@@ -1,6 +1,7 @@
 """DTensor's `pack`, `unpack` and `call_with_layout`."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,19 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from flax_layoutmap._core.axes import normal_spec
-from flax_layoutmap._core.errors import LayoutError, MeshError, StructureError
-from flax_layoutmap._core.fetch import unboxed
+from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.fetch import is_eager, unboxed
 from flax_layoutmap._core.layout import TensorLayout, named_sharding
 from flax_layoutmap._place.place import (
     as_array,
     distribute,
     explicit_axes,
-    is_eager,
     mesh_of,
-    move,
     wanted_layout,
 )
 
@@ -33,8 +32,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
             (row-major); all of one shape and dtype. `nnx.Variable`s and Linen boxes
             stand for what they hold. Parts that are on their devices already are not
             copied.
-        layout: anything that `TensorLayout` takes; axes without a mesh take that of
-            `flm.dtensor.default_mesh` or `jax.set_mesh`.
+        layout: as for `flm.distribute_tensor`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
             copies all of them to the host, without other processes.
 
@@ -42,8 +40,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
         The array: per dim, its size is that of a part times the number of parts.
 
     Raises:
-        LayoutError: another number of parts, parts that differ in shape or dtype,
-            another rank, replicas that differ, a traced value, or no array.
+        LayoutError: parts that do not fit the layout, or each other.
         MeshError: no mesh of devices.
 
     Example:
@@ -62,21 +59,26 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
         raise MeshError(f"pack needs devices, {mesh!r} has none; use a concrete mesh")
     devices = _local_devices(mesh.jax_mesh)
     parts = _checked_parts(components, layout, len(devices))
-    shape, sharding = _whole(layout, parts[0].shape)
+    try:
+        dims = layout.dims(parts[0].ndim)
+    except LayoutError as error:
+        raise LayoutError(f"pack of parts {parts[0].shape}: {error}") from None
+    shape = tuple(
+        size * math.prod(mesh.axis_sizes[axis] for axis in axes)
+        for size, axes in zip(parts[0].shape, dims, strict=True)
+    )
+    sharding = named_sharding(mesh, normal_spec(dims), layout.memory_kind)
     if check:
         _check_replicas(parts, devices, sharding, shape)
-    memory = sharding.memory_kind
     placed = [
-        jax.device_put(part, jax.sharding.SingleDeviceSharding(d, memory_kind=memory))
+        jax.device_put(part, SingleDeviceSharding(d, memory_kind=sharding.memory_kind))
         for part, d in zip(parts, devices, strict=True)
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def unpack(x: Any) -> list[jax.Array]:
-    """Return the parts of an array on the devices of this process.
-
-    Nothing is copied.
+    """Return the parts of an array on the devices of this process, without a copy.
 
     Args:
         x: an array on a mesh; an `nnx.Variable` or a Linen box too.
@@ -85,7 +87,7 @@ def unpack(x: Any) -> list[jax.Array]:
         One array per device, on that device, in the order of the mesh.
 
     Raises:
-        LayoutError: an array on no mesh, a traced value, or no array.
+        LayoutError: anything but an array on a mesh.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -97,9 +99,10 @@ def unpack(x: Any) -> list[jax.Array]:
     Plain JAX: `[shard.data for shard in x.addressable_shards]`, in no set order.
     """
     x = unboxed(x)
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    is_traced = isinstance(x, Tracer)
+    sharding = None if is_traced else getattr(x, "sharding", None)
     if not isinstance(x, jax.Array) or not isinstance(sharding, NamedSharding):
-        what = "a traced value" if isinstance(x, Tracer) else f"a {type(x).__name__}"
+        what = "a traced value" if is_traced else f"a {type(x).__name__}"
         raise LayoutError(
             f"unpack takes an array on a mesh, outside of jit, got {what}; "
             "flm.relayout(x, layout) puts an array on a mesh"
@@ -126,51 +129,28 @@ def _checked_parts(
             f"pack takes one part per device of {mesh_of(layout)!r} in this process, "
             f"{count}, got {len(parts)}"
         )
-    first = parts[0]
-    for at, part in enumerate(parts):
-        if part.shape != first.shape or part.dtype != first.dtype:
+    kinds = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
+    for at, kind in enumerate(kinds):
+        if kind != kinds[0]:
             raise LayoutError(
-                f"pack takes parts of one shape and dtype: part 0 is {first.dtype} "
-                f"{tuple(first.shape)}, part {at} is {part.dtype} {tuple(part.shape)}"
+                f"pack takes parts of one shape and dtype: part 0 is {kinds[0]}, part "
+                f"{at} is {kind}"
             )
     return parts
 
 
-def _whole(
-    layout: TensorLayout, part: tuple[int, ...]
-) -> tuple[tuple[int, ...], NamedSharding]:
-    """The shape and sharding of the array whose parts have this shape."""
-    try:
-        dims = layout.dims(len(part))
-    except LayoutError as error:
-        raise LayoutError(f"pack of parts {tuple(part)}: {error}") from None
-    sizes = mesh_of(layout).axis_sizes
-    shape = tuple(
-        size * math.prod(sizes[axis] for axis in axes)
-        for size, axes in zip(part, dims, strict=True)
-    )
-    return shape, named_sharding(mesh_of(layout), normal_spec(dims), layout.memory_kind)
-
-
 def _check_replicas(
-    parts: list[Any],
-    devices: list[Any],
-    sharding: NamedSharding,
-    shape: tuple[int, ...],
+    parts: list[Any], devices: list[Any], sharding: NamedSharding, shape: Any
 ) -> None:
     indices = sharding.devices_indices_map(shape)
-    held = [_show(indices[device]) for device in devices]
-    if len(set(held)) == len(held):
-        return
-    first: dict[str, tuple[Any, bytes]] = {}
-    for part, device, index in zip(parts, devices, held, strict=True):
-        data = _bytes(part)
-        other, same = first.setdefault(index, (device, data))
-        if data != same:
+    first: dict[str, tuple[Any, Any]] = {}
+    for part, device in zip(parts, devices, strict=True):
+        other, same = first.setdefault(str(indices[device]), (device, part))
+        if same is not part and _bytes(same) != _bytes(part):
             raise LayoutError(
                 f"pack: the devices {other} and {device} hold the same part of an "
-                f"array {shape}, {index}, but were given different "
-                "values; make them equal, or use check=False"
+                f"array {shape}, but were given different values; make them equal, or "
+                "use check=False"
             )
 
 
@@ -180,37 +160,25 @@ def _bytes(part: Any) -> bytes:
     return np.asarray(part).tobytes()
 
 
-def _show(index: tuple[slice, ...]) -> str:
-    bounds = (f"{'' if s.start is None else s.start}:{s.stop or ''}" for s in index)
-    return f"[{', '.join(bounds)}]"
-
-
 def call_with_layout(
     fn: Callable[..., Any], layout: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function so that its results are computed in this layout.
 
-    The function is compiled, so that on Auto axes no device holds more of a result
-    than its part. On Explicit axes a result has the layout that the function gives it,
-    and is moved. It is compiled at every call: this is for what is made once,
-    `jnp.zeros` or an initialiser; in a loop, use `jax.jit`.
+    The function is compiled at every call, so that on Auto axes no device holds more of
+    a result than its part; on Explicit axes results are moved. It is for what is made
+    once, `jnp.zeros` or an initialiser; in a loop, use `jax.jit`. Inside of `jit`, the
+    function is called as it is, and its results are given the layout.
 
     Args:
-        fn: the function. Inside of `jit` it is called as it is, and its results are
-            given the layout.
-        layout: anything that `TensorLayout` takes, for every result; or a tree of
-            `TensorLayout`s, `NamedSharding`s and None (as the compiler likes) that is a
-            prefix of the results; or None, which calls `fn` and does nothing else.
+        fn: the function.
+        layout: as for `flm.distribute_tensor`, for every result; None calls `fn` and
+            does nothing else.
         args: for the function. Arrays are traced; anything else is a constant.
         kwargs: for the function, too.
 
     Returns:
         What the function returns.
-
-    Raises:
-        LayoutError: another rank, or a dim that does not divide.
-        MeshError: no mesh to be found, or one without devices.
-        StructureError: a tree of layouts that is no prefix of the results.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -223,58 +191,27 @@ def call_with_layout(
     """
     if layout is None:
         return fn(*args, **kwargs)
-    layouts = jax.tree.map(wanted_layout, layout, is_leaf=_is_layout)
-    if not is_eager():
-        return _given(fn(*args, **kwargs), layouts)
+    layout = wanted_layout(layout)
+    mesh: Any = mesh_of(layout)
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
-    def call(arrays: list[Any]) -> Any:
+    def call(arrays: Sequence[Any]) -> Any:
         traced = iter(arrays)
-        filled = [
-            next(traced) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-            for leaf in leaves
-        ]
-        own_args, own_kwargs = jax.tree.unflatten(treedef, filled)
-        return _given(fn(*own_args, **own_kwargs), layouts)
-
-    found: list[TensorLayout] = jax.tree.leaves(layouts)
-    with contextlib.ExitStack() as stack:
-        for each in found:
-            move(np.zeros(()), TensorLayout((), each.device_mesh), ())
-        if found and explicit_axes(mesh_of(found[0])):
-            # Constants on Explicit axes ask for a mesh in the context.
-            bare: Any = mesh_of(found[0]).jax_mesh
-            stack.enter_context(jax.set_mesh(bare))
-        return jax.jit(call)(arrays)
-
-
-def _given(results: Any, layouts: Any) -> Any:
-    wanted, treedef = jax.tree.flatten(layouts, is_leaf=lambda node: node is None)
-    try:
-        parts = treedef.flatten_up_to(results)
-    except ValueError as error:
-        raise StructureError(
-            f"call_with_layout: the layouts are no prefix of the results: {error}"
-        ) from error
-
-    def give(layout: TensorLayout | None, part: Any) -> Any:
-        if layout is None:
-            return part
+        pairs = zip(leaves, is_array, strict=True)
+        filled = [next(traced) if given else leaf for leaf, given in pairs]
+        own_args, own_kwargs = treedef.unflatten(filled)
         return jax.tree.map(
-            lambda leaf: distribute(leaf, layout, what="call_with_layout"), part
+            lambda x: distribute(as_array(x), layout, what="call_with_layout"),
+            fn(*own_args, **own_kwargs),
         )
 
-    return treedef.unflatten(map(give, wanted, parts))
-
-
-def _is_layout(node: Any) -> bool:
-    """Whether a node of a tree of layouts is a layout; None is not."""
-    if isinstance(node, tuple | list) and not isinstance(node, PartitionSpec):
-        dims = [dim for dim in node if dim is not None and dim is not ...]
-        return all(
-            isinstance(name, str)
-            for dim in dims
-            for name in (dim if isinstance(dim, tuple | list) else (dim,))
-        )
-    return not isinstance(node, dict) and node is not None
+    arrays = list(itertools.compress(leaves, is_array))
+    if not is_eager():
+        return call(arrays)
+    if mesh.is_abstract:
+        raise MeshError(f"call_with_layout needs devices, {mesh!r} has none")
+    # Constants on Explicit axes ask for a mesh in the context.
+    explicit = bool(explicit_axes(mesh))
+    with jax.set_mesh(mesh.jax_mesh) if explicit else contextlib.nullcontext():
+        return jax.jit(call)(arrays)

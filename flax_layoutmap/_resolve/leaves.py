@@ -217,9 +217,17 @@ def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, A
 # ----------------------------------------------------------------------- metadata
 
 
+def variable_metadata(box: Any) -> Any:
+    """The metadata of a Variable, also in a box of `nnx.bridge`; None for others."""
+    if isinstance(box, nnx.bridge.NNXMeta):
+        return box.metadata
+    return metadata_of(box) if isinstance(box, nnx.Variable) else None
+
+
 def mark_of(box: Any, key: str = "out_sharding") -> Mark:
-    """Read the mark of an NNX Variable (its metadata `key`) or a Linen box."""
-    if not isinstance(box, nnx.Variable):
+    """Read the mark of an NNX Variable (its metadata `key`) or a box."""
+    metadata = variable_metadata(box)
+    if metadata is None:
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
         if isinstance(box, linen_spmd.LogicallyPartitioned):
             kind = "linen"
@@ -228,7 +236,6 @@ def mark_of(box: Any, key: str = "out_sharding") -> Mark:
             rules=_rules(getattr(box, "rules", None)),
             kind=kind,
         )
-    metadata = metadata_of(box)
     layout, problem = _explicit(metadata.get("layout"))
     names = metadata.get(key)
     if names is None:  # an empty tuple means replicated

@@ -189,20 +189,17 @@ def test_constructors(kinds: Any) -> None:
 
 
 def test_trees(mesh: flm.DeviceMesh) -> None:
-    rows, columns = (flm.TensorLayout(a, mesh) for a in (("data", ...), (..., "model")))
+    """Every result has the layout."""
+    rows = flm.TensorLayout(("data", ...), mesh)
+    made = flm.dtensor.call_with_layout(lambda x: {"a": x, "b": [x[0], x]}, rows, X)
+    assert_lies(made["a"], (("data",), ()), mesh, X)
+    assert_lies(made["b"][0], (("data",),), mesh, X[0])
 
-    def make(x: Any) -> Any:
-        return {"a": x, "b": [x[0], x], "c": x}
 
-    same = flm.dtensor.call_with_layout(make, rows, X)
-    assert_lies(same["b"][0], (("data",),), mesh, X[0])
-    found = flm.dtensor.call_with_layout(make, {"a": rows, "b": columns, "c": None}, X)
-    assert_lies(found["a"], (("data",), ()), mesh, X)
-    assert_lies(found["b"][0], (("model",),), mesh, X[0])
-    assert_lies(found["b"][1], ((), ("model",)), mesh, X)
-    np.testing.assert_array_equal(found["c"], X)
-    pair = flm.dtensor.call_with_layout(lambda x: (x, x), (rows, columns), X)
-    assert_lies(pair[1], ((), ("model",)), mesh, X)
+def test_an_abstract_mesh(abstract_mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",), abstract_mesh)
+    with pytest.raises(flm.errors.MeshError, match="call_with_layout needs devices"):
+        flm.dtensor.call_with_layout(jnp.ones, layout, (8,))
 
 
 def test_bare_axes_take_the_default_mesh(mesh: flm.DeviceMesh) -> None:

@@ -1065,14 +1065,6 @@ CASES: dict[str, Case] = {
         "DeviceMesh('data=2,model=4')), not TensorLayout((None, 'data')); "
         "flm.relayout(x, layout) moves it",
     ),
-    "call_with_layout: no prefix": Case(
-        lambda: flm.dtensor.call_with_layout(
-            lambda: {"b": 1.0}, {"a": flm.TensorLayout((), "data=8")}
-        ),
-        flm.errors.StructureError,
-        "call_with_layout: the layouts are no prefix of the results: Dict key "
-        "mismatch; expected keys: ['a']; present keys: ['b'].",
-    ),
     "pack: no devices": Case(
         lambda: packed(1, mesh=ABSTRACT),
         flm.errors.MeshError,
@@ -1083,11 +1075,6 @@ CASES: dict[str, Case] = {
         lambda: jax.jit(lambda x: packed(x, x))(1.0),
         flm.LayoutError,
         "pack takes arrays, not values that jit or grad traces",
-    ),
-    "pack: no array": Case(
-        lambda: packed("a", "b"),
-        flm.LayoutError,
-        "pack takes arrays and numbers, got the str 'a'",
     ),
     "pack: another number": Case(
         lambda: packed(1, 2, 3),
@@ -1101,12 +1088,6 @@ CASES: dict[str, Case] = {
         "pack takes parts of one shape and dtype: part 0 is float64 (2,), part 1 is "
         "float64 (2, 1)",
     ),
-    "pack: another dtype": Case(
-        lambda: packed(np.ones(2), np.ones(2, int)),
-        flm.LayoutError,
-        "pack takes parts of one shape and dtype: part 0 is float64 (2,), part 1 is "
-        "int64 (2,)",
-    ),
     "pack: another rank": Case(
         lambda: packed(np.ones(2), np.ones(2), axes=("data", None)),
         flm.LayoutError,
@@ -1116,19 +1097,13 @@ CASES: dict[str, Case] = {
         lambda: packed(np.ones((2, 2)), np.zeros((2, 2))),
         flm.LayoutError,
         f"pack: the devices {jax.devices()[0]} and {jax.devices()[1]} hold the same "
-        "part of an array (2, 2), [:, :], but were given different values; make them "
-        "equal, or use check=False",
+        "part of an array (2, 2), but were given different values; make them equal, "
+        "or use check=False",
     ),
     "unpack: no mesh": Case(
         lambda: flm.dtensor.unpack(np.ones(2)),
         flm.LayoutError,
         "unpack takes an array on a mesh, outside of jit, got a ndarray" + ON_A_MESH,
-    ),
-    "unpack: traced": Case(
-        lambda: jax.jit(flm.dtensor.unpack)(np.ones(2)),
-        flm.LayoutError,
-        "unpack takes an array on a mesh, outside of jit, got a traced value"
-        + ON_A_MESH,
     ),
     "default_mesh: None": Case(
         lambda: flm.dtensor.default_mesh(None).__enter__(),
