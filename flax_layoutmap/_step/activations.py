@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import linen, nnx
@@ -43,19 +43,17 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh.
-        *models: NNX modules, whose paths begin here. A module that is in none of
-            them is the root of its own paths when it is called. Linen modules know
-            their paths and need not be given. A module that has several paths goes by
-            the first.
+        *models: NNX modules, whose paths begin here; any other one that is called is
+            the root of its own paths. Linen modules know theirs.
 
     Returns:
         A context manager.
 
     Raises:
-        RuleError: `layout_map` is none; or, at the end, a strict map has activation
+        RuleError: `layout_map` is not one; or, at the end, a strict map has activation
             rules that no called module matches.
         MeshError: the rules have no mesh.
-        LayoutError: when a layer is called whose output does not fit its rule.
+        LayoutError: in the block, an output does not fit its rule.
 
     Example:
         >>> import flax_layoutmap as flm, jax
@@ -86,20 +84,14 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
-        with using_rules(rules), _activated(rules, roots, parameters, warn):
+        with using_rules(rules), activated(rules, roots, parameters, warn):
             yield
 
     return Block(scope)
 
 
-def call_activated(call: Callable[[], Any], *how: Any) -> Any:
-    """Call a function in the block of `_activated`, which gets the other arguments."""
-    with _activated(*how):
-        return call()
-
-
 @contextlib.contextmanager
-def _activated(
+def activated(
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str],
@@ -145,15 +137,11 @@ def _modules_of(root: Any) -> list[tuple[Any, Any]]:
     return [(keys, node) for keys, node in nodes if isinstance(node, nnx.Module)]
 
 
-class _Mark(NamedTuple):
-    """The note of a module: its path, and the rules of the scope."""
-
-    path: Path
-    rules: RuleSet
-
-
 class _Active:
-    """The rules in force, and how deep in the calls of modules this is."""
+    """The rules in force, and how deep in the calls of modules this is.
+
+    The note of a module is its path, with the rules of the scope.
+    """
 
     def __init__(self, rules: RuleSet) -> None:
         self.outputs, self._depth = OutputRules(rules), 0
@@ -169,7 +157,7 @@ class _Active:
                     self.outputs.is_called.setdefault(path, False)
                 before.append((module, note_of(module)))
                 if self._path_of(module) is None:  # else an outer scope has marked it
-                    set_note(module, _Mark(path, self.outputs.rules))
+                    set_note(module, (path, self.outputs.rules))
         try:
             yield
         finally:
@@ -180,10 +168,8 @@ class _Active:
                 set_note(module, mark)
 
     def _path_of(self, module: Any) -> Path | None:
-        mark = note_of(module)
-        return (
-            mark.path if mark is not None and mark.rules == self.outputs.rules else None
-        )
+        path, rules = note_of(module) or (None, None)
+        return path if rules == self.outputs.rules else None
 
     def call(self, module: Any, call: Callable[[], Any]) -> Any:
         """Call an NNX module, and constrain its output."""
@@ -216,23 +202,25 @@ class _Active:
         if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
         own = tuple(f"{form}/{name}".strip("/") for form in path)
-        rule = self.outputs.rule_of(own)
-        if rule is None and (x.shape or not has_others):  # not a loss beside the output
-            rule = self.outputs.rule_of(path)
-        if rule is None or (rule.rank == "skip" and not fits(rule.layout, x.ndim)):
+        found = self.outputs.rule_of(own)
+        if not found and (x.shape or not has_others):  # a loss beside the output
+            found = self.outputs.rule_of(path)
+        if not found:
+            return x
+        rule = found.rule
+        if rule.rank == "skip" and not fits(rule.layout, x.ndim):
             return x
         try:
             # In the name of the operation, so that programs and profiles show it.
             with jax.named_scope(f"activations[{path[0]}]"):
                 return distribute_tensor(x, self.outputs.layout_of(rule, x.shape))
         except (LayoutError, MeshError) as error:
-            where = repr(path[0]) if path[0] else "the model"
             fix = (
                 "; it has several outputs, of which this one may have a rule of its "
                 f"own: layout_map.activations[{own[0]!r}] = …"
             )
             raise type(error)(
-                f"the rule {rule.pattern!r} for the output of {where} "
+                f"{found.name} for the output of {path[0] or 'the model'!r} "
                 f"{tuple(x.shape)}: {error}{fix if has_others else ''}"
             ) from error
 
@@ -274,10 +262,8 @@ def _named_in_errors(path: str, module: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_noted = _NOTE in "".join(getattr(error, "__notes__", ()))
+        text = "in the call of the module"
+        is_noted = text in "".join(getattr(error, "__notes__", ()))
         if has_explicit_axes(jax.sharding.get_abstract_mesh()) and not is_noted:
-            error.add_note(f"{_NOTE} {path or 'the model'} ({type(module).__name__})")
+            error.add_note(f"{text} {path or 'the model'} ({type(module).__name__})")
         raise
-
-
-_NOTE = "in the call of the module"

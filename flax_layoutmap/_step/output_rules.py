@@ -1,10 +1,11 @@
 """Which rule lays out the output of a module: `activations`, and Keras's `…/output`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from flax_layoutmap._core.errors import RuleError, closest
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.lay import divisible
+from flax_layoutmap._resolve.lay import CONFLICT_FIX, divisible
 from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
@@ -18,6 +19,14 @@ from flax_layoutmap._rules.rules import Remark, RuleSet, news
 Path = tuple[str, ...]
 
 
+class OutputRule(NamedTuple):
+    """A rule, its name in messages, and what its pattern has after the path."""
+
+    rule: Rule
+    name: str
+    end: str
+
+
 class OutputRules:
     """The rules for outputs, and which modules there are.
 
@@ -29,49 +38,53 @@ class OutputRules:
     def __init__(self, rules: RuleSet) -> None:
         self.is_called: dict[Path, bool] = {}
         self.rules = rules
-        # Rules in Keras's spelling, except those for parameters (see `learn`).
-        self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
-        self._chosen: dict[Path, Rule | None] = {}
+        self._rules = [
+            OutputRule(rule, f"{kind} {at + 1} {rule.pattern!r}", end)
+            for kind, section, end in (
+                ("activation rule", rules.activations, ""),
+                ("rule", rules.rules, "/output"),
+            )
+            for at, rule in enumerate(section)
+            if not end or is_for_outputs(rule)
+        ]
+        self._chosen: dict[Path, OutputRule | None] = {}
 
     def learn(self, parameters: Iterable[str]) -> None:
         """Drop rules `…/output` of the map that are for these parameters."""
-        if self._outputs:
-            matcher = Matcher(self._outputs, self.rules.match)
-            used = {at for path in parameters for at in matcher.matching(path)}
-            kept = [rule for at, rule in enumerate(self._outputs) if at not in used]
-            self._outputs = kept
+        own = [x for x in self._rules if x.end]
+        if own:
+            matcher = Matcher([x.rule for x in own], self.rules.match)
+            used = {own[at] for path in parameters for at in matcher.matching(path)}
+            self._rules = [x for x in self._rules if x not in used]
             self._chosen.clear()
 
-    def rule_of(self, path: Path) -> Rule | None:
+    def rule_of(self, path: Path) -> OutputRule | None:
         """The rule for an output, activations first."""
         if path not in self._chosen:
-            rules = self._matching(path)
+            some = self._matching(path, "") or self._matching(path, "/output")
+            rules = [x.rule for x in some]
             winner = self.rules.winner(rules, range(len(rules))) if rules else None
             if rules and winner is None:
-                listed = (f"{rule.pattern!r} → {rule.layout}" for rule in rules)
+                listed = ", ".join(f"{x.name} → {x.rule.layout}" for x in some)
                 raise RuleError(
                     "rules with different layouts match the output of "
-                    f"{path[0]!r}: {', '.join(listed)}; "
-                    'make one narrower, or use overlap="first" or "last"'
+                    f"{path[0]!r}: {listed}; {CONFLICT_FIX}"
                 )
-            self._chosen[path] = None if winner is None else rules[winner]
+            self.rules._caches.fired.update(map(id, rules))
+            self._chosen[path] = None if winner is None else some[winner]
         return self._chosen[path]
 
-    def _matching(self, path: Path) -> list[Rule]:
-        """The rules for an output, and record that they match one."""
-        outputs = [f"{form}/output" for form in path]
-        for rules, names in (self.rules.activations, path), (self._outputs, outputs):
-            at = reaching_the_end(rules, self.rules.match, names)
-            if at:
-                self.rules._caches.fired.update(id(rules[number]) for number in at)
-                return [rules[number] for number in at]
-        return []
+    def _matching(self, path: Path, end: str) -> Sequence[OutputRule]:
+        """The rules of one section that match an output."""
+        some = [x for x in self._rules if x.end == end]
+        forms = [form + end for form in path]
+        at_each = reaching_the_end([x.rule for x in some], self.rules.match, forms)
+        return [some[at] for at in at_each]
 
     def layout_of(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of a rule on the mesh; `indivisible` may replicate some dims."""
-        layout = (
-            rule.layout if rule.layout.device_mesh else rule.layout.on(self.rules.mesh)
-        )
+        layout = rule.layout
+        layout = layout if layout.device_mesh else layout.on(self.rules.mesh)
         if self.rules.indivisible == "error" or layout.device_mesh is None:
             return layout
         sizes = layout.device_mesh.axis_sizes
@@ -86,23 +99,21 @@ class OutputRules:
         """
         rules, paths = self.rules, list(self.is_called)
         unused = [
-            rule.pattern
-            for end, some in (("", rules.activations), ("/output", self._outputs))
-            for rule in some
-            if not rule.optional
-            and id(rule) not in rules._caches.fired
-            and not any(
-                reaching_the_end([rule], rules.match, [form + end for form in path])
-                for path in paths
-            )
+            x.rule.pattern
+            for x in self._rules
+            if not x.rule.optional and id(x.rule) not in rules._caches.fired
+            if not any(x in self._matching(path, x.end) for path in paths)
         ]
         if not unused or not paths or rules.strict is False:
             return
         known = [path[0] for path in paths]
-        near = [closest(pattern.removesuffix("/output"), known) for pattern in unused]
         listed = [
-            repr(pattern) + "".join(f"; the closest is {path!r}" for path in found)
-            for pattern, found in zip(unused, near, strict=True)
+            repr(pattern)
+            + "".join(
+                f"; the closest is {path!r}"
+                for path in closest(pattern.removesuffix("/output"), known)
+            )
+            for pattern in unused
         ]
         text = (
             f"activation rules that match the output of no module: {', '.join(listed)}"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules, trace_key
-from flax_layoutmap._step.activations import call_activated, forget_path
+from flax_layoutmap._step.activations import activated, forget_path
 from flax_layoutmap._step.arguments import Slot, call_with
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.paths import join_keys
@@ -105,16 +105,16 @@ def call_job(
     for rules `…/output`; `report` gets the warnings about rules that matched nothing.
     """
 
-    def call() -> Any:
-        result = call_with(job.fun, given)
-        for _, node in roots_of(result):
-            forget_path(node)
-        return result
-
     roots = [root for _, value in given for root in roots_of(value)]
-    return call_with_rules(
-        rules, lambda: call_activated(call, rules, roots, parameters, report)
-    )
+
+    def call() -> Any:
+        with activated(rules, roots, parameters, report):
+            result = call_with(job.fun, given)
+            for _, node in roots_of(result):
+                forget_path(node)
+            return result
+
+    return call_with_rules(rules, call)
 
 
 def roots_of(value: Any) -> list[tuple[str, Any]]:

@@ -139,8 +139,8 @@ def test_outputs_one_by_one(layout_map: flm.LayoutMap) -> None:
     with pytest.raises(flm.LayoutError) as caught:
         flm.jit(attend, layout_map=layout_map)(model, X)
     assert str(caught.value) == (
-        "the rule 'attn' for the output of 'attn' (8, 4): distribute_tensor of "
-        "an array (8, 4): the layout ('data', None, 'model') has 3 dims, the array has "
+        "activation rule 1 'attn' for the output of 'attn' (8, 4): distribute_tensor "
+        "of an array (8, 4): the layout ('data', None, 'model') has 3 dims, the array has "
         "2; it has several outputs, of which this one may have a rule of its own: "
         "layout_map.activations['attn/1/w'] = …"
     )
@@ -156,7 +156,7 @@ def test_outputs_one_by_one(layout_map: flm.LayoutMap) -> None:
 def test_what_does_not_divide(layout_map: flm.LayoutMap) -> None:
     model = layers(width=6)
     layout_map.activations["layers/0"] = LAYOUT
-    with pytest.raises(flm.LayoutError, match="rule 'layers/0' for the output of 'lay"):
+    with pytest.raises(flm.LayoutError, match="rule 1 'layers/0' for the output"):
         flm.jit(forward, layout_map=layout_map)(model, X)
     assert_clean(model)
     other = rules(indivisible="replicate")
@@ -216,7 +216,9 @@ def test_overlap() -> None:
     assert chosen("mlp") == "data"  # an exact key
     assert chosen("a/mlp", overlap="first") == "data"
     assert chosen("a/mlp", overlap="last") == "model"
-    with pytest.raises(flm.errors.RuleError, match=r"the output of 'a/mlp': 'mlp' → "):
+    with pytest.raises(
+        flm.errors.RuleError, match=r"of 'a/mlp': activation rule 1 'mlp' → "
+    ):
         chosen("a/mlp")
 
 
