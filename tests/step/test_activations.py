@@ -140,8 +140,8 @@ def test_outputs_one_by_one(layout_map: flm.LayoutMap) -> None:
         flm.jit(attend, layout_map=layout_map)(model, X)
     assert str(caught.value) == (
         "activation rule 1 'attn' for the output of 'attn' (8, 4): distribute_tensor "
-        "of an array (8, 4): the layout ('data', None, 'model') has 3 dims, the array has "
-        "2; it has several outputs, of which this one may have a rule of its own: "
+        "of an array (8, 4): the layout ('data', None, 'model') has 3 dims, the array "
+        "has 2; it has several outputs, of which this one may have a rule of its own: "
         "layout_map.activations['attn/1/w'] = …"
     )
     layout_map.activations["attn/1/w"] = ("model", None)
