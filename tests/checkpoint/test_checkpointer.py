@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,6 @@ def test_states_of_data_come_back(tmp_path: Path, state: Any) -> None:
 def test_data_that_cannot_be_saved(tmp_path: Path) -> None:
     checkpointer = open_at(tmp_path)
     for state, phrase in (
-        (object(), "the state of data is a object"),
         ({"a": [set()]}, "the state of data['a'][0] is a set"),
         ({1: 2}, "the state of data is a dict"),
         (np.array([None]), "the state of data is a ndarray"),
@@ -223,7 +223,7 @@ def test_data_that_cannot_be_saved(tmp_path: Path) -> None:
             checkpointer.save(0, weights(0), data=Holder(state))
     with refused("data is a range_iterator", "get_state"):
         checkpointer.save(0, weights(0), data=iter(range(3)))
-    assert checkpointer.steps == [] and checkpointer.save(0, weights(0))
+    assert checkpointer.steps == []
 
 
 def test_data_is_set_only_where_the_step_could_be_restored(tmp_path: Path) -> None:
@@ -305,25 +305,19 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "replace", rename)
 
 
-@pytest.mark.parametrize("kind", [None, ZeroDivisionError, SystemExit])
 def test_a_failed_save_is_raised_at_the_end_of_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the exception that the user's loop raised, if any, in its chain."""
+    """With the exception that the user's loop raised in its chain."""
     failing(monkeypatch)
-    checkpointer = open_at(tmp_path)
-    with pytest.raises(flm.errors.CheckpointError, match="no space left") as caught:
-        with checkpointer:
+    with refused("cannot save step 0 to", "no space left"):
+        with open_at(tmp_path) as checkpointer:
             checkpointer.save(0, weights(0))
-            if kind is not None:
-                raise kind(0)
-    assert "cannot save step 0 to" in str(caught.value)
-    chain: list[type[BaseException]] = []
-    error: BaseException | None = caught.value
-    while error is not None:
-        chain.append(type(error))
-        error = error.__cause__ or error.__context__
-    assert kind is None or kind in chain
+    with pytest.raises(flm.errors.CheckpointError) as caught:
+        with checkpointer:
+            checkpointer.save(1, weights(0))
+            raise ZeroDivisionError
+    assert "ZeroDivisionError" in "".join(traceback.format_exception(caught.value))
     assert checkpointer.steps == []
 
 

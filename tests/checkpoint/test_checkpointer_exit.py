@@ -40,7 +40,6 @@ with checkpointer:
 # The end → the program, its exit code, what it says, the steps that are there.
 ENDS = {
     "end of the block": (IN_BLOCK, 0, "", [0, 1]),
-    "exception": (IN_BLOCK + "raise KeyError('mine')", 1, "KeyError: 'mine'", [0, 1]),
     "sys.exit": (IN_BLOCK + "sys.exit(3)", 3, "", [0, 1]),
     "no block": ("save(checkpointer, 0), save(checkpointer, 1)", 0, "", [0, 1]),
     "full disk": (
