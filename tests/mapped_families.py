@@ -10,8 +10,6 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +29,18 @@ class Family:
     """
 
     preset: str
-    mapping: Callable[..., list[Any]]
     tensors: Table
     leaves: Table
     published: Sizes
-    tiny: Sizes
     parameters: int | None = None
+    options: dict[str, bool] = dataclasses.field(default_factory=dict)
     left_out: str = "(?!)"
 
     def entries(self, sizes: Sizes, scanned: bool) -> list[Any]:
         """The mapping."""
-        own = {"dense_layers": sizes["D"]} if "D" in sizes else {}
-        return self.mapping(scanned=scanned, **own)
+        own = {"dense_layers": sizes["D"]} if self.preset == "deepseek_v3" else {}
+        make = getattr(mappings, self.preset)
+        return make(scanned=scanned, **self.options, **own)
 
     def stored(self, sizes: Sizes) -> Shapes:
         """Name → shape of the tensors."""
@@ -134,7 +132,23 @@ def below(prefix: str, held: Table) -> Table:
     return {f"{prefix}{name}": dims for name, dims in held.items()}
 
 
-TINY = {"L": 2, "V": 64, "d": 32, "H": 4, "K": 2, "s": 8, "Hs": 32, "Ks": 16, "f": 48}
+# The sizes of a small model of any family.
+TINY = {
+    **{
+        "L": 3,
+        "Ldec": 3,
+        "D": 1,
+        "Lmoe": 2,
+        "V": 64,
+        "d": 32,
+        "f": 48,
+        "m": 32,
+        "E": 4,
+    },
+    **{"H": 4, "K": 2, "s": 8, "Hs": 32, "Ks": 16, "nr": 12, "nv": 14, "v": 6, "B": 8},
+    **{"qr": 16, "kr": 20, "kr_r": 24, "mel": 8, "p": 4, "P": 17, "N": 8},
+    **{"dv": 64, "fv": 96, "Hv": 8, "proj": 16},
+}
 
 
 def heads(L: int, V: int, d: int, H: int, K: int, s: int, f: int, **more: int) -> Sizes:
@@ -209,6 +223,8 @@ h.{n}.mlp.c_proj.bias d
 h.{n}.ln_1.[weight,bias] d
 h.{n}.ln_2.[weight,bias] d
 ln_f.[weight,bias] d
+h.{n}.attn.bias 1 1 P P
+h.{n}.attn.masked_bias 1
 """)
 # A layer of models whose norms have a bias, and whose mlp has no gate.
 BIASED_ATTENTION = """
@@ -282,7 +298,6 @@ L/mlp/experts/down/bias E d
 MIXTRAL_SIZES = heads(32, 32000, 4096, 32, 8, 128, 14336, m=14336, E=8)
 QWEN_MOE_SIZES = heads(48, 151936, 2048, 32, 4, 128, 6144, m=768, E=128)
 GPT_OSS_SIZES = heads(24, 201088, 2880, 64, 8, 64, 2880, m=2880, E=32)
-TINY_EXPERTS = {**TINY, "m": 32, "E": 4}
 
 # ----------------------------------------------------------------------- DeepSeek V3
 
@@ -340,27 +355,6 @@ DEEPSEEK_SIZES = {
     **{"L": 61, "D": 3, "Lmoe": 58, "V": 129280, "d": 7168, "H": 128, "f": 18432},
     **{"nr": 192, "nv": 256, "v": 128, "qr": 1536, "kr": 512, "kr_r": 576},
     **{"m": 2048, "E": 256},
-}
-TINY_DEEPSEEK = {
-    **{"L": 3, "D": 1, "Lmoe": 2, "V": 64, "d": 32, "H": 4, "f": 48, "nr": 12},
-    **{"nv": 14, "v": 6, "qr": 16, "kr": 20, "kr_r": 24, "m": 24, "E": 4},
-}
-
-
-def lite(held: Table, query: Table) -> Table:
-    """DeepSeek V2 Lite: queries of full rank, two shared experts, no router bias."""
-    made = without(held, "q_a|q_b|router/bias|e_score")
-    for name, dims in made.items():
-        if "shared_experts" in name:
-            made[name] = dims.replace("m", "2*m")
-    return made | at("{dense}", query) | at("{moe}", query)
-
-
-LITE = lite(DEEPSEEK, table("L.self_attn.q_proj.weight H*nr d"))
-LITE_LEAVES = lite(DEEPSEEK_LEAVES, table("L/attention/query/kernel d H nr"))
-LITE_SIZES = {
-    **{"L": 27, "D": 1, "Lmoe": 26, "V": 102400, "d": 2048, "H": 16, "f": 10944},
-    **{"nr": 192, "nv": 256, "v": 128, "kr": 512, "kr_r": 576, "m": 1408, "E": 64},
 }
 
 
@@ -545,109 +539,86 @@ def encoder(L: int, d: int, H: int, f: int, **more: int) -> Sizes:
     return {**own, **more}
 
 
-TINY_T5 = encoder(2, 32, 4, 48, V=64, B=8)
-TINY_VISION = {"p": 4, "P": 17, "N": 8}
-
+EXPERTS, SPARSE = OTHER_LEAVES | EXPERT_LEAVES, OTHERS | HEAD_NORMS | ROUTER
+POST = {"post_norms": True}
 FAMILIES = {
     "llama": Family(
-        *("llama", mappings.llama, HUGGING_FACE, FLAX),
-        *(heads(32, 128256, 4096, 32, 8, 128, 14336), TINY, 8_030_261_248),
+        *("llama", HUGGING_FACE, FLAX, heads(32, 128256, 4096, 32, 8, 128, 14336)),
+        8_030_261_248,
     ),
-    "qwen2": Family(  # Qwen 2.5 7B
-        *("qwen2", mappings.qwen2, HUGGING_FACE | BIASES, FLAX | BIAS_LEAVES),
-        *(heads(28, 152064, 3584, 28, 4, 128, 18944), TINY, 7_615_616_512),
+    "qwen2": Family(  # 2.5 7B
+        *("qwen2", HUGGING_FACE | BIASES, FLAX | BIAS_LEAVES),
+        *(heads(28, 152064, 3584, 28, 4, 128, 18944), 7_615_616_512),
     ),
     "qwen3": Family(  # 8B
-        *("qwen3", mappings.qwen3, HUGGING_FACE | HEAD_NORMS, FLAX | HEAD_NORM_LEAVES),
-        *(heads(36, 151936, 4096, 32, 8, 128, 12288), TINY, 8_190_735_360),
+        *("qwen3", HUGGING_FACE | HEAD_NORMS, FLAX | HEAD_NORM_LEAVES),
+        *(heads(36, 151936, 4096, 32, 8, 128, 12288), 8_190_735_360),
     ),
     "gemma": Family(  # 2B
-        *("gemma", mappings.gemma, TIED, TIED_FLAX),
-        *(heads(18, 256000, 2048, 8, 1, 256, 16384), TINY, 2_506_172_416),
+        *("gemma", TIED, TIED_FLAX, heads(18, 256000, 2048, 8, 1, 256, 16384)),
+        2_506_172_416,
     ),
     "gemma 3": Family(  # 1B
-        *("gemma", partial(mappings.gemma, post_norms=True), GEMMA3, GEMMA3_LEAVES),
-        *(heads(26, 262144, 1152, 4, 1, 256, 6912), TINY, 999_885_952),
+        *("gemma", GEMMA3, GEMMA3_LEAVES, heads(26, 262144, 1152, 4, 1, 256, 6912)),
+        *(999_885_952, POST),
     ),
     "gemma 3, with vision": Family(  # 4B
-        *("gemma", partial(mappings.gemma, post_norms=True)),
-        *(below("language_model.", GEMMA3) | VISION, GEMMA3_LEAVES),
-        *(heads(34, 262208, 2560, 8, 4, 256, 10240), TINY),
-        left_out="(vision_tower|multi_modal_projector).*",
+        *("gemma", below("language_model.", GEMMA3) | VISION, GEMMA3_LEAVES),
+        *(heads(34, 262208, 2560, 8, 4, 256, 10240), None, POST),
+        "(vision_tower|multi_modal_projector).*",
     ),
     "gpt2": Family(
-        *("gpt2", mappings.gpt2, GPT2, GPT2_LEAVES),
-        encoder(12, 768, 12, 3072, V=50257, P=1024),
-        encoder(2, 32, 4, 48, V=64, P=16),
-        124_439_808,
+        *("gpt2", GPT2, GPT2_LEAVES, encoder(12, 768, 12, 3072, V=50257, P=1024)),
+        *(124_439_808, {}, r"h\.\d+\.attn\.(masked_)?bias"),
     ),
     "mixtral": Family(  # 8x7B
-        *("mixtral", mappings.mixtral, OTHERS | MIXTRAL),
-        *(OTHER_LEAVES | EXPERT_LEAVES, MIXTRAL_SIZES, TINY_EXPERTS),
-        46_702_792_704,
+        *("mixtral", OTHERS | MIXTRAL, EXPERTS, MIXTRAL_SIZES, 46_702_792_704),
     ),
     "mixtral, fused": Family(
-        *("mixtral", partial(mappings.mixtral, fused=True), OTHERS | ROUTER | FUSED),
-        *(OTHER_LEAVES | EXPERT_LEAVES, MIXTRAL_SIZES, TINY_EXPERTS),
-        46_702_792_704,
+        *("mixtral", OTHERS | ROUTER | FUSED, EXPERTS, MIXTRAL_SIZES, 46_702_792_704),
+        {"fused": True},
     ),
     "qwen3_moe": Family(  # 30B-A3B
-        *("qwen3_moe", mappings.qwen3_moe),
-        OTHERS | HEAD_NORMS | ROUTER | QWEN_EXPERTS,
-        OTHER_LEAVES | HEAD_NORM_LEAVES | EXPERT_LEAVES,
-        *(QWEN_MOE_SIZES, TINY_EXPERTS, 30_532_122_624),
+        *("qwen3_moe", SPARSE | QWEN_EXPERTS, EXPERTS | HEAD_NORM_LEAVES),
+        *(QWEN_MOE_SIZES, 30_532_122_624),
     ),
     "deepseek_v3": Family(  # in bfloat16, the first layers
-        *("deepseek_v3", mappings.deepseek_v3, DEEPSEEK, DEEPSEEK_LEAVES),
-        *(DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2}, TINY_DEEPSEEK),
-    ),
-    "deepseek_v3, V2 Lite": Family(
-        *("deepseek_v3", mappings.deepseek_v3, LITE, LITE_LEAVES),
-        *(LITE_SIZES, TINY_DEEPSEEK, 15_706_484_224),
+        *("deepseek_v3", DEEPSEEK, DEEPSEEK_LEAVES),
+        DEEPSEEK_SIZES | {"L": 5, "Lmoe": 2},
     ),
     "deepseek_v3, float8": Family(  # as published
-        *("deepseek_v3", mappings.deepseek_v3),
-        *(with_scales(DEEPSEEK | NEXT_TOKEN), DEEPSEEK_LEAVES),
-        *(DEEPSEEK_SIZES, TINY_DEEPSEEK, 671_026_419_200),
-        left_out=r"model\.layers\.61\..*",
+        *("deepseek_v3", with_scales(DEEPSEEK | NEXT_TOKEN), DEEPSEEK_LEAVES),
+        *(DEEPSEEK_SIZES, 671_026_419_200, {}, r"model\.layers\.61\..*"),
     ),
     "gpt_oss": Family(  # 20B, in bfloat16
-        *("gpt_oss", partial(mappings.gpt_oss, mxfp4=False)),
-        *(GPT_OSS | GPT_OSS_WEIGHTS, GPT_OSS_LEAVES),
-        *(GPT_OSS_SIZES, TINY_EXPERTS, 20_914_757_184),
+        *("gpt_oss", GPT_OSS | GPT_OSS_WEIGHTS, GPT_OSS_LEAVES, GPT_OSS_SIZES),
+        *(20_914_757_184, {"mxfp4": False}),
     ),
     "gpt_oss, MXFP4": Family(  # as published
-        *("gpt_oss", mappings.gpt_oss, GPT_OSS | MXFP4, GPT_OSS_LEAVES),
-        *(GPT_OSS_SIZES, TINY_EXPERTS, 20_914_757_184),
+        *("gpt_oss", GPT_OSS | MXFP4, GPT_OSS_LEAVES, GPT_OSS_SIZES, 20_914_757_184),
     ),
     "t5": Family(  # 1.1 base
-        *("t5", mappings.t5, T5, T5_LEAVES),
-        *(encoder(12, 768, 12, 2048, V=32128, B=32), TINY_T5, 247_577_856),
+        *("t5", T5, T5_LEAVES, encoder(12, 768, 12, 2048, V=32128, B=32)),
+        247_577_856,
     ),
     "t5, 1.0": Family(  # small
-        *("t5", partial(mappings.t5, gated=False, tied=True)),
-        *(T5_1_0, without(T5_LEAVES, "lm_head|gate")),
-        *(encoder(6, 512, 8, 2048, V=32128, B=32), TINY_T5, 60_506_624),
+        *("t5", T5_1_0, without(T5_LEAVES, "lm_head|gate")),
+        *(encoder(6, 512, 8, 2048, V=32128, B=32), 60_506_624),
+        {"gated": False, "tied": True},
     ),
     "whisper": Family(  # large-v3
-        *("whisper", mappings.whisper, WHISPER, WHISPER_LEAVES),
-        encoder(32, 1280, 20, 5120, V=51866, mel=128),
-        encoder(2, 32, 4, 48, V=64, mel=8) | {"Ldec": 3},
-        1_543_490_560,
+        *("whisper", WHISPER, WHISPER_LEAVES),
+        *(encoder(32, 1280, 20, 5120, V=51866, mel=128), 1_543_490_560),
     ),
     "vit": Family(  # B/16, for ImageNet
-        *("vit", mappings.vit, VIT, VIT_LEAVES),
-        encoder(12, 768, 12, 3072, p=16, P=197, N=1000),
-        encoder(2, 32, 4, 48, **TINY_VISION),
+        *("vit", VIT, VIT_LEAVES, encoder(12, 768, 12, 3072, p=16, P=197, N=1000)),
         86_567_656,
     ),
     "clip": Family(  # B/32
-        *("clip", mappings.clip, CLIP, CLIP_LEAVES),
-        encoder(12, 512, 8, 2048, V=49408, dv=768, fv=3072, Hv=12, p=32, P=50)
-        | {"proj": 512},
-        encoder(2, 32, 4, 48, V=64, dv=64, fv=96, Hv=8, **TINY_VISION) | {"proj": 16},
-        151_277_313,
-        left_out=r".*position_ids",
+        *("clip", CLIP, CLIP_LEAVES),
+        encoder(12, 512, 8, 2048, V=49408, p=32, P=50)
+        | {"dv": 768, "fv": 3072, "Hv": 12, "proj": 512},
+        *(151_277_313, {}, r".*position_ids"),
     ),
 }
 

@@ -125,16 +125,6 @@ def _is_not_for_xla(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.dtype.kind == "c"
 
 
-@hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 10**6), st.integers(0, 7))
-def test_every_single_bit_counts(dtype: str, at: int, bit: int) -> None:
-    value = random(dtype, (3, 5))
-    changed = value.copy()
-    used = USED_BITS.get(dtype, 255)
-    content = changed.view(np.uint8).reshape(-1)
-    content[at % content.size] ^= np.uint8(1 << bit & used)
-    assert (of(changed) != of(value)) == bool(1 << bit & used)
-
-
 def test_other_values_have_other_checksums() -> None:
     value = random("float32", (64, 64))
     others = [
@@ -154,7 +144,7 @@ def with_record(path: Path, **changes: Any) -> None:
     file = path / "_CHECKPOINT_METADATA"
     data = json.loads(file.read_text("utf-8"))
     record = data["custom_metadata"]["flax_layoutmap"]
-    del record["digest"]
+    record.pop("digest", None)
     record.update(changes)
     file.write_text(json.dumps(data), "utf-8")
 
@@ -162,24 +152,20 @@ def with_record(path: Path, **changes: Any) -> None:
 def test_a_leaf_that_is_not_as_it_was_saved_is_named(tmp_path: Path) -> None:
     layout_map = flm.LayoutMap("data=8", strict=False)
     layout_map["w"] = ("data",)
-    tree = {**layout_map.place({"layer": {"w": jnp.arange(8.0)}}), "n": 3}
-    for name, recorded in (
-        ("a", {"layer/w": "0" * 16, "n": of(3)}),
-        ("b", {"layer/w": of(tree["layer"]["w"]), "n": "0" * 16}),
-    ):
-        flm.checkpoint.save(tmp_path / name, tree)
-        assert flm.checkpoint.verify(tmp_path / name).leaves == 2
-        with_record(tmp_path / name, checksums=recorded)
-        damaged = "- layer/w (8,): " if name == "a" else "- n ("
+    tree = layout_map.place({"layer": {"w": jnp.arange(8.0)}, "n": 3})
+    flm.checkpoint.save(tmp_path / "a", tree)
+    assert flm.checkpoint.verify(tmp_path / "a").leaves == 2
+    recorded = checksums({"layer/w": tree["layer"]["w"], "n": tree["n"]})
+    for path, damaged in (("layer/w", "- layer/w (8,): "), ("n", "- n ()")):
+        with_record(tmp_path / "a", checksums=recorded | {path: "0" * 16})
         said = ("1 problem", damaged, "not those that were saved")
         with refused(*said):
-            flm.checkpoint.restore(tmp_path / name, layout_map=layout_map)
+            flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
         with refused(*said):
-            flm.checkpoint.verify(tmp_path / name)
-        restored = flm.checkpoint.restore(
-            tmp_path / name, layout_map=layout_map, verify=False
-        )
-        assert (np.asarray(restored["layer"]["w"]) == np.arange(8)).all()
+            flm.checkpoint.verify(tmp_path / "a")
+    options: Any = {"layout_map": layout_map, "verify": False}
+    restored = flm.checkpoint.restore(tmp_path / "a", **options)
+    assert (np.asarray(restored["layer"]["w"]) == np.arange(8)).all()
 
 
 @pytest.mark.multiprocess

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mapped_families import FAMILIES, write_headers
+from mapped_families import FAMILIES, TINY, write_headers
 from same import assert_placed, assert_same, refused
 from shapes import nested
 
@@ -76,15 +76,15 @@ SAVED = [case for case in CASES if case.values[0] != "gpt_oss, MXFP4"]
 def test_there_and_back(name: str, scanned: bool, tmp_path: Path) -> None:
     """Sharded by the preset; the tensors have the published names."""
     family = FAMILIES[name]
-    shapes = family.model(family.tiny, scanned)
+    shapes = family.model(TINY, scanned)
     rules = flm.presets.load(family.preset, "fsdp=2,expert=2,tensor=2")
     model = rules.place(tree_of(shapes))
-    mapping = family.entries(family.tiny, scanned)
+    mapping = family.entries(TINY, scanned)
     flm.checkpoint.save_safetensors(tmp_path, model, mapping=mapping)
     stored = {leaf.path: leaf.shape for leaf in flm.checkpoint.inspect(tmp_path).leaves}
     expected = {
         re.sub(PREFIXES, "", tensor): shape
-        for tensor, shape in family.stored(family.tiny).items()
+        for tensor, shape in family.stored(TINY).items()
         if not tensor.endswith("_scale_inv")
         if not re.fullmatch(family.left_out, tensor)
     }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from mapped_families import FAMILIES
+from mapped_families import FAMILIES, TINY
 from safetensors.numpy import save_file
 from same import refused
 from shapes import nested
@@ -83,7 +83,7 @@ def path_of(leaf: str) -> str:
 def numbered(family: str) -> Tensors:
     """The tensors of a tiny model, in which no two numbers are equal."""
     found, start = {}, 0
-    for name, shape in FAMILIES[family].stored(FAMILIES[family].tiny).items():
+    for name, shape in FAMILIES[family].stored(TINY).items():
         size = int(np.prod(shape))
         numbers = np.arange(start, start + size, dtype=np.int32)
         found[name], start = numbers.reshape(shape), start + size
@@ -100,12 +100,12 @@ def test_a_leaf_has_the_right_numbers(case: list[str], tmp_path: Path) -> None:
         expected = np.stack([made(tensors[name.format(at)]) for at in range(4)])
     else:
         expected = made(tensors[name])
-    shape = family.model(family.tiny, scanned=False).get(path, expected.shape)
+    shape = family.model(TINY, scanned=False).get(path, expected.shape)
     assert shape == expected.shape
     found = restore(
         tmp_path,
         nested({path: np.zeros(expected.shape, np.int32)}),
-        mapping=family.entries(family.tiny, False),
+        mapping=family.entries(TINY, False),
         unexpected="ignore",
     )
     [leaf] = jax.tree.leaves(found)
@@ -121,7 +121,7 @@ def test_stacks_begin_with_their_own_layer(tmp_path: Path) -> None:
         f"{stack}/attention/kv_a/kernel": np.zeros((len(numbers), 32, 24), np.int32)
         for stack, numbers in stacks.items()
     }
-    mapping = family.entries(family.tiny, True)
+    mapping = family.entries(TINY, True)
     found = restore(tmp_path, nested(shapes), mapping=mapping, unexpected="ignore")
     for stack, numbers in stacks.items():
         kernel = found[stack]["attention"]["kv_a"]["kernel"]

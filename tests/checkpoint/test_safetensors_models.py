@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings
@@ -100,24 +99,3 @@ def test_logits_are_those_of_pytorch(
     assert there.keys() == here.keys()
     for held, value in there.items():
         np.testing.assert_array_equal(here[held], value, strict=True)
-
-
-def test_gpt2_without_a_prefix_and_with_masks(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
-    """As the first checkpoints of GPT-2 are."""
-    there = tensors(hf_models.GOLDEN / "hf_gpt2")
-    here = {name.removeprefix("transformer."): value for name, value in there.items()}
-    for layer in range(2):
-        here[f"h.{layer}.attn.bias"] = np.tri(64, dtype=np.float32)[None, None]
-        here[f"h.{layer}.attn.masked_bias"] = np.full(1, -1e4, np.float32)
-    save_file(here, tmp_path / "model.safetensors")
-
-    def make() -> hf_models.Decoder:
-        return hf_models.Decoder("gpt2", rngs=nnx.Rngs(0))
-
-    options = {"layout_map": layout_map(mesh), "mapping": mappings.gpt2()}
-    model: Any = flm.checkpoint.restore_safetensors(tmp_path, make, **options)
-    kernel = model.layers[1].attention.key.kernel[...]
-    fused = there["transformer.h.1.attn.c_attn.weight"]
-    np.testing.assert_array_equal(kernel, fused[:, 32:64].reshape(32, 4, 8))
