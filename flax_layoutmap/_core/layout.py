@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core import dtensor_format
 from flax_layoutmap._core.axes import (
     Dim,
     dim_axes,
@@ -17,25 +18,10 @@ from flax_layoutmap._core.axes import (
     read_dims,
     spec_entries,
 )
-from flax_layoutmap._core.dtensor_format import (
-    MATCH,
-    UNSHARDED,
-    dim_of,
-    layout_proto,
-    layout_text,
-    read_layout_proto,
-    read_layout_text,
-    word_of,
-    words_in,
-)
+from flax_layoutmap._core.dtensor_format import MATCH, UNSHARDED
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.grid import shard_offsets, whole
-from flax_layoutmap._core.mesh import (
-    DeviceMesh,
-    as_mesh,
-    mesh_from_proto,
-    same_grid,
-)
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same_grid
 
 
 class TensorLayout:
@@ -227,40 +213,27 @@ class TensorLayout:
         return (*axes[:at], *(None,) * (ndim - count), *axes[at + 1 :])
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
-        """Return the `PartitionSpec` in normal form (no trailing None).
+        """Return the `PartitionSpec` of an array of this rank, without trailing None.
 
-        Args:
-            ndim: rank of the array; needed where a `...` stands before a sharded dim.
+        The rank is needed where a `...` stands before a sharded dim.
         """
-        self._check_complete()
-        if ndim is not None:
-            return normal_spec(self.dims(ndim))
-        axes = self.axes
-        if ... in axes:
-            at = axes.index(...)
-            if any(dim_axes(dim) for dim in axes[at:]):
+        if ndim is None:
+            axes = self.axes
+            ndim = len(axes) - (... in axes)
+            if ... in axes and any(map(dim_axes, axes[axes.index(...) :])):
                 raise LayoutError(
                     f"the layout {self} holds a '...' before a sharded dim; "
                     "pass the rank, .spec(ndim)"
                 )
-            axes = axes[:at]
-        return normal_spec(tuple(dim_axes(dim) for dim in axes))
+        return normal_spec(self.dims(ndim))
 
     def sharding(self, ndim: int | None = None) -> NamedSharding:
-        """Return the `NamedSharding` on this layout's mesh.
-
-        Args:
-            ndim: rank of the array; needed where a `...` stands before a sharded dim.
-        """
+        """Return the `NamedSharding` on this layout's mesh; see `spec`."""
         return named_sharding(self._some_mesh(), self.spec(ndim), self.memory_kind)
 
     @property
     def backend_layout(self) -> NamedSharding:
-        """Keras's name for `sharding()`.
-
-        Its spec has no trailing `None`, as Keras's may, so compare with
-        `.is_equivalent_to(other, ndim)`, not `==`.
-        """
+        """Keras's name for `sharding()`; its spec has no trailing None."""
         return self.sharding()
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -271,10 +244,9 @@ class TensorLayout:
         return tuple(map(operator.floordiv, shape, _parts(dims, sizes)))
 
     def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
-        """Return whether both shard `ndim` dims alike, on meshes with equal axes.
+        """Return whether both shard `ndim` dims alike.
 
-        Unlike `NamedSharding.is_equivalent_to` this also compares an abstract mesh
-        with a concrete one: axis names, sizes and the normal form decide.
+        An abstract mesh and a concrete one are alike if axis names and sizes are.
         """
         mine, yours = self.device_mesh, other.device_mesh
         if mine is None or yours is None:
@@ -293,57 +265,36 @@ class TensorLayout:
 
     @property
     def sharding_specs(self) -> list[str]:
-        """DTensor's word for each dim: an axis, `"unsharded"` or `"match"`.
-
-        A dim on several axes, which DTensor does not have, is `"x+y"`.
-        """
-        return list(map(word_of, self._every_dim()))
+        """DTensor's word for each dim: an axis, `"unsharded"`, `"match"` or `"x+y"`."""
+        return list(map(dtensor_format.word_of, self._every_dim()))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of shards along each dim, as in the documented DTensor.
-
-        (TensorFlow 2.21 gives the shape of the mesh, which is `mesh.shape` here.)
-        """
-        self._check_complete()
-        dims = [dim_axes(dim) for dim in self._every_dim()]
-        return tuple(_parts(dims, self._some_mesh().axis_sizes))
+        """Number of shards along each dim, as documented for DTensor."""
+        return tuple(_parts(self._every_dim_axes(), self._some_mesh().axis_sizes))
 
     def num_shards(self, idx: int) -> int:
         """Return the number of shards along a dim, which may count from the end."""
         return self.shape[self._position(idx)]
 
     def is_fully_replicated(self) -> bool:
-        """Return whether the array is replicated on every device.
-
-        As documented for DTensor, an axis of size 1 shards nothing. (TensorFlow 2.21
-        says False as soon as a dim names an axis.)
-        """
+        """Return whether each device has all of the array; an axis may have size 1."""
         self._check_complete()
         return all(self._some_mesh().axis_sizes[n] == 1 for n in self.axis_names)
 
     def is_batch_parallel(self) -> bool:
         """Return whether dim 0, and no other, is sharded."""
-        self._check_complete()
-        first, *rest = map(dim_axes, self._every_dim() or (None,))
+        first, *rest = self._every_dim_axes() or ((),)
         return bool(first) and not any(rest)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
         """Return the shard index of each device of the mesh, in row-major order.
 
-        Example:
-            >>> import flax_layoutmap as flm
-            >>> mesh = flm.DeviceMesh.abstract("x=3,y=2")
-            >>> flm.TensorLayout(("x", None), mesh).offset_to_shard()
-            [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
-
         Plain JAX: `sharding.devices_indices_map(shape)`, in elements.
         """
-        self._check_complete()
-        mesh = self._some_mesh()
-        at = mesh.axis_names.index
-        dims = [[at(name) for name in dim_axes(dim)] for dim in self._every_dim()]
-        return [tuple(offset) for offset in shard_offsets(mesh.shape, dims).tolist()]
+        dims, mesh = self._every_dim_axes(), self._some_mesh()
+        numbers = [[mesh.axis_names.index(name) for name in names] for names in dims]
+        return [tuple(offset) for offset in shard_offsets(mesh.shape, numbers).tolist()]
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
         """Return the number of the shard at these offsets, in row-major order."""
@@ -404,31 +355,31 @@ class TensorLayout:
     def as_proto(self) -> Any:
         """Return a message with the bytes of TensorFlow's `LayoutProto`.
 
-        A dim on several axes is written `x+y`, which only we read. It needs a mesh and
-        the rank, and has no word for a memory kind.
+        A dim on several axes is written `x+y`, which DTensor cannot read.
         """
         if self.memory_kind is not None:
             raise LayoutError(
                 f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
                 f"layout {self._axes_text()}; pickle it, or write it without"
             )
-        return layout_proto(self.sharding_specs, self.mesh_proto())
+        return dtensor_format.layout_proto(self.sharding_specs, self.mesh_proto())
 
     @classmethod
     def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
         """Read a `LayoutProto`, from here or TensorFlow, or its bytes.
 
-        Args:
-            proto: the message. The mesh has devices if all of them are listed and
-                here; its axes are Auto. `.on(mesh)` takes another one.
-            strict: refuse `x+y`, as DTensor does.
+        The mesh has devices if all of them are listed and here; its axes are Auto.
+        With `strict`, a dim `x+y` is an error, as it is for DTensor.
         """
-        return cls._from_proto(read_layout_proto(proto), strict)
+        return cls._from_proto(dtensor_format.read_layout_proto(proto), strict)
 
     @classmethod
     def _from_proto(cls, proto: Any, strict: bool) -> Self:
         mesh = mesh_from_proto(proto.mesh_config)
-        dims = tuple(dim_of(word, strict) for word in words_in(proto))
+        dims = tuple(
+            dtensor_format.dim_of(word, strict)
+            for word in dtensor_format.words_in(proto)
+        )
         return cls._exactly(dims, mesh)
 
     def mesh_proto(self) -> Any:
@@ -445,24 +396,13 @@ class TensorLayout:
         return cls.from_proto(proto_str, strict=strict)
 
     def to_string(self) -> str:
-        """Return the text of DTensor's `Layout.to_string`; see `as_proto`.
-
-        Example:
-            >>> import flax_layoutmap as flm
-            >>> mesh = flm.DeviceMesh.abstract("x=2")
-            >>> flm.TensorLayout(("x", None), mesh).to_string()
-            'sharding_specs:x,unsharded, mesh:|x=2|0,1||'
-        """
-        return layout_text(self.as_proto())
+        """Return the text of DTensor's `Layout.to_string`; see `as_proto`."""
+        return dtensor_format.layout_text(self.as_proto())
 
     @classmethod
     def from_string(cls, text: str, *, strict: bool = False) -> Self:
-        """Read the text of `to_string`, from here or TensorFlow; see `from_proto`.
-
-        (TensorFlow drops the last dim without a word if the comma after it is missing;
-        here that is an error.)
-        """
-        return cls._from_proto(read_layout_text(text), strict)
+        """Read the text of `to_string`, from here or TensorFlow; see `from_proto`."""
+        return cls._from_proto(dtensor_format.read_layout_text(text), strict)
 
     def _every_dim(self) -> tuple[Dim, ...]:
         if ... in self.axes:
@@ -471,6 +411,9 @@ class TensorLayout:
                 "every dim, or use flm.TensorLayout.replicated(mesh, rank)"
             )
         return self.axes
+
+    def _every_dim_axes(self) -> tuple[tuple[str, ...], ...]:
+        return self.dims(len(self._every_dim()))
 
     def _position(self, dim: Any) -> int:
         """The dim counted from 0, of one that may be counted from the end."""

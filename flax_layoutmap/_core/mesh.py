@@ -6,26 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core import dtensor_format
 from flax_layoutmap._core.devices import (
     Key,
     devices_here,
     key_of,
     long_name,
     require_here,
-)
-from flax_layoutmap._core.dtensor_format import (
-    mesh_proto,
-    mesh_text,
-    read_mesh_proto,
-    read_mesh_text,
 )
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._core.grid import whole
@@ -332,7 +321,7 @@ class DeviceMesh:
         Axis types are not written, nor devices of an abstract mesh.
         """
         names, local = [long_name(d) for d in self._flat], self.local_device_ids()
-        return mesh_proto(
+        return dtensor_format.mesh_proto(
             list(self.axis_sizes.items()),
             global_device_ids=range(self.size),
             local_device_ids=local,
@@ -347,22 +336,16 @@ class DeviceMesh:
         The mesh has devices if the message lists all of them and they exist here, else
         it is abstract.
         """
-        return mesh_from_proto(read_mesh_proto(proto), axis_types)
+        return mesh_from_proto(dtensor_format.read_mesh_proto(proto), axis_types)
 
     def to_string(self) -> str:
-        """Return the text of DTensor's `Mesh.to_string`; see `as_proto`.
-
-        Example:
-            >>> import flax_layoutmap as flm
-            >>> flm.DeviceMesh.abstract("x=3,y=2").to_string()
-            '|x=3,y=2|0,1,2,3,4,5||'
-        """
-        return mesh_text(self.as_proto())
+        """Return the text of DTensor's `Mesh.to_string`; see `as_proto`."""
+        return dtensor_format.mesh_text(self.as_proto())
 
     @classmethod
     def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
         """Read the text of `to_string`, or of TensorFlow's; see `from_proto`."""
-        return mesh_from_proto(read_mesh_text(text), axis_types)
+        return mesh_from_proto(dtensor_format.read_mesh_text(text), axis_types)
 
     # ------------------------------------------------------------ Python's protocols
 

@@ -81,10 +81,9 @@ def test_host_values_become_global_arrays(job_part: launch.Part) -> None:
             if not holds
         ]
         assert not wrong, f"process {process}\n{one}"
-    assert sum(len(checks) for checks in ended[0].answer.values()) == 57
-    # Nothing that was written beside a file is left.
-    names = ["a.html", "a.svg", "layouts.json", "rules.toml"]
-    assert sorted(path.name for path in job_part.folder.iterdir()) == names
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 52
+    # Nothing that was written beside the file is left.
+    assert [path.name for path in job_part.folder.iterdir()] == ["rules.toml"]
 
 
 @pytest.mark.slow
@@ -241,54 +240,3 @@ def test_the_digest_sees_shapes_dtypes_and_values() -> None:
     digests = [_processes.digest_of_values(leaves) for leaves in values]
     assert len(set(digests)) == len(values)
     assert _processes.digest_of_values([np.ones((3, 2), np.float32).T]) == digests[0]
-
-
-def test_the_launcher_kills_what_does_not_end() -> None:
-    with pytest.raises(launch.LaunchError, match=r"killed after 1 s: processes \[1\]"):
-        launch.run("badly", "hangs", processes=2, devices=1, timeout=1)
-
-
-def test_the_launcher_tells_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
-    with pytest.raises(
-        launch.LaunchError, match=r"killed after \d s: .*\[0\]"
-    ) as caught:
-        launch.run("badly", "dies", processes=2, devices=1, timeout=60)
-    waited, failed = caught.value.ended
-    assert waited.code < 0 and waited.out == "process 0 was here\n"
-    assert failed.code == 1 and failed.err == "it could not be done\n"
-    assert "process 1 was here" in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_part_that_fails_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The part before has its own answer, and the one after runs in another start."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    names = ("written", "fails", "relayouts")
-    parts = {name: launch.Part(name, 2, names, tmp_path) for name in names}
-    with pytest.raises(launch.LaunchError, match="^part fails: .*processes") as caught:
-        assert not parts["fails"].ended
-    well, failed = caught.value.ended
-    assert well.answer == "well" and "ValueError" not in well.err
-    assert failed.answer is None and failed.code == 1
-    assert "ValueError: no such value" in failed.err
-    for name in ("written", "relayouts"):
-        assert [one.answer is None for one in parts[name].ended] == [False] * 2
-        assert "ValueError" not in parts[name].ended[1].err
-    assert parts["written"].folder.parent == parts["fails"].folder.parent
-    assert parts["relayouts"].folder.parent != parts["fails"].folder.parent
-
-
-def test_a_part_that_hangs_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "PART_SECONDS", 3.0)
-    begin = time.monotonic()
-    with pytest.raises(launch.LaunchError, match="^part hangs: failed") as caught:
-        assert not launch.Part("hangs", 1, ("hangs",), tmp_path).ended
-    assert time.monotonic() - begin < 60
-    (ended,) = caught.value.ended
-    assert ended.out == "waits for ever\n"
-    assert "Timeout" in ended.err and "hangs.py" in ended.err

@@ -71,31 +71,13 @@ def test_matched_needs_the_rank_and_the_axes(mesh: flm.DeviceMesh) -> None:
         layout.matched([("model",), ()])
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda layout: layout.dims(2),
-        lambda layout: layout.spec(),
-        lambda layout: layout.spec(2),
-        lambda layout: layout.sharding(2),
-        lambda layout: layout.backend_layout,
-        lambda layout: layout.shard_shape((8, 8)),
-        lambda layout: layout.equivalent(layout, 2),
-    ],
-)
-def test_match_is_known_to_an_array_only(use: Any, mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.LayoutError, match="has a MATCH dim, which only"):
-        use(flm.TensorLayout((MATCH, "model"), mesh))
-
-
-def test_rules_do_not_match(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    for section in (layout_map, layout_map.names, layout_map.optimizer):
-        with pytest.raises(
-            flm.errors.RuleError, match=r"\(MATCH\), which only relayout"
-        ):
-            section["kernel"] = (MATCH, "model")
-        assert "kernel" not in section
+def test_match_is_known_to_an_array_only(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout((MATCH, "model"), mesh)
+    for use in (layout.spec, layout.sharding, lambda: layout.shard_shape((8, 8))):
+        with pytest.raises(flm.LayoutError, match="has a MATCH dim, which only"):
+            use()
+    with pytest.raises(flm.errors.RuleError, match=r"\(MATCH\), which only relayout"):
+        flm.LayoutMap(mesh)["kernel"] = (MATCH, "model")
 
 
 # ------------------------------------------------------ against TensorFlow's answers
@@ -340,9 +322,7 @@ def test_rank_0_is_neither_one_dim_nor_any_rank() -> None:
     ("use", "message"),
     [
         (lambda: ROWS.num_shards(2), "has dims -2 to 1, got dim 2"),
-        (lambda: ROWS.num_shards(-3), "has dims -2 to 1, got dim -3"),
-        (lambda: ROWS.delete(2), "has dims -2 to 1, got dim 2"),
-        (lambda: ROWS.delete([0, -3]), "has dims -2 to 1, got dim -3"),
+        (lambda: ROWS.delete([0, 7]), "has dims -2 to 1, got dim 7"),
         (lambda: ROWS.delete([0, 1]).delete(0), "has no dims, got dim 0"),
         (lambda: flm.TensorLayout.replicated(SIX, -1), "rank must be 0 or more, got"),
         (lambda: flm.TensorLayout.batch_sharded(SIX, "x", 0), "no dims, got dim 0"),
@@ -374,25 +354,23 @@ def test_counting_from_the_end() -> None:
     assert flm.TensorLayout.inner_sharded(SIX, "y", 1) == flm.TensorLayout(("y",), SIX)
 
 
-@pytest.mark.parametrize("axes", [(), (..., "x"), ("x", ...)])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda layout: layout.sharding_specs,
-        lambda layout: layout.shape,
-        lambda layout: layout.num_shards(0),
-        lambda layout: layout.is_batch_parallel(),
-        lambda layout: layout.offset_to_shard(),
-        lambda layout: layout.offset_tuple_to_global_index((0,)),
-        lambda layout: layout.delete(0),
-        lambda layout: layout.to_string(),
-        lambda layout: layout.serialized_string(),
-    ],
-)
-def test_an_open_rank_is_no_rank(use: Any, axes: Any) -> None:
-    layout = flm.TensorLayout(axes, SIX)
-    with pytest.raises(flm.LayoutError, match="leaves the rank open, and this needs"):
-        use(layout)
+def test_what_needs_the_rank_or_a_mesh() -> None:
+    def error_of(layout: flm.TensorLayout, name: str, *arguments: Any) -> str:
+        with pytest.raises(flm.LayoutError) as caught:
+            member = getattr(layout, name)
+            member(*arguments)
+        return str(caught.value)
+
+    for axes in ((), (..., "x"), ("x", ...)):
+        layout = flm.TensorLayout(axes, SIX)
+        for name in ("shape", "is_batch_parallel", "offset_to_shard", "to_string"):
+            assert "leaves the rank open, and this needs" in error_of(layout, name)
+        assert "leaves the rank open" in error_of(layout, "delete", 0)
+    layout = flm.TensorLayout(("x", None))
+    for name in ("shape", "is_fully_replicated", "offset_to_shard", "mesh_proto"):
+        assert "has no mesh, which this needs; give one" in error_of(layout, name)
+    assert layout.mesh is None and layout.sharding_specs == ["x", "unsharded"]
+    assert layout.is_batch_parallel()
 
 
 def test_what_needs_no_rank() -> None:
@@ -404,27 +382,6 @@ def test_what_needs_no_rank() -> None:
     layout = flm.TensorLayout(("x", ..., "y"), SIX)
     assert layout.global_shape_from_local_shape((1, 5, 1)) == (3, 5, 2)
     assert layout.mesh_proto() == SIX.as_proto()
-
-
-def test_what_needs_a_mesh() -> None:
-    layout = flm.TensorLayout(("x", None))
-    uses: list[Any] = [
-        lambda: layout.shape,
-        layout.is_fully_replicated,
-        layout.offset_to_shard,
-        lambda: layout.global_shape_from_local_shape((1, 1)),
-        layout.to_string,
-        layout.as_proto,
-        layout.mesh_proto,
-    ]
-    for use in uses:
-        with pytest.raises(
-            flm.errors.MeshError, match=r"no mesh, which this needs; give one"
-        ):
-            use()
-    assert layout.mesh is None and layout.sharding_specs == ["x", "unsharded"]
-    assert layout.is_batch_parallel()
-    assert flm.TensorLayout.replicated(None, 2) == flm.TensorLayout((None, None))
 
 
 def test_host_memory() -> None:
@@ -503,8 +460,6 @@ def test_every_layout_is_written_and_lies_as_in_jax(data: st.DataObject) -> None
         ("sharding_specs:x,,y, mesh:M", "the word of dim 1 is empty"),
         ("sharding_specs:x, mesh:M ", "cannot read the layout"),
         ("sharding_specs:x,", "cannot read the layout"),
-        ("mesh:M", "cannot read the layout"),
-        ("parted:x, mesh:M", "cannot read the layout"),
         ("sharding_specs:z, mesh:M", "names the axis 'z'"),
         ("sharding_specs:x,x, mesh:M", "'x' twice"),
         ("sharding_specs:x+x, mesh:M", "'x' twice"),
@@ -536,7 +491,6 @@ def test_damaged_protos() -> None:
             flm.TensorLayout.from_proto(wrong)
     damages: list[tuple[Any, str]] = [
         (lambda p: setattr(p, "type", 2), "of type PARTED has no meaning"),
-        (lambda p: setattr(p, "type", 3), "of type SINGLE_DEVICE has no meaning"),
         (lambda p: setattr(p, "type", 9), "of type 9 has no meaning"),
         (lambda p: p.sharding_specs[1].Clear(), "a dim is without its word"),
         (lambda p: p.ClearField("mesh_config"), "it has no mesh"),
@@ -588,31 +542,3 @@ def test_golden_list_of_members() -> None:
 def test_the_keyword_of_dtensor() -> None:
     layout = flm.TensorLayout(["x", "unsharded"], mesh=SIX)
     assert layout == flm.TensorLayout(["x", "unsharded"], SIX)
-    with pytest.raises(
-        flm.errors.MeshError, match="device_mesh= and mesh=.*leave one out"
-    ):
-        flm.TensorLayout(["x"], SIX, mesh=SIX)
-    with pytest.raises(TypeError, match=r"^TensorLayout\.__init__"):
-        flm.TensorLayout(["x"], meshes=SIX)  # pyright: ignore[reportCallIssue]
-
-
-# Whole numbers only, of any kind that has them; never cut, never a raw TypeError.
-WHOLE: list[tuple[Any, Any]] = [
-    (lambda n: ROWS.num_shards(n), 0),
-    (lambda n: ROWS.delete(n), 0),
-    (lambda n: ROWS.delete([n]), 0),
-    (lambda n: ROWS.delete((n,)), 0),
-    (lambda n: ROWS.offset_tuple_to_global_index((n, 0)), 0),
-    (lambda n: flm.TensorLayout.replicated(ROWS.mesh, n), 2),
-    (lambda n: flm.TensorLayout.batch_sharded(ROWS.mesh, "x", n), 2),
-    (lambda n: flm.TensorLayout.batch_sharded(ROWS.mesh, "x", 2, n), 0),
-]
-
-
-@pytest.mark.parametrize("wrong", ["x", "0", 0.5, 1.0, None, (0.5,)], ids=str)
-@pytest.mark.parametrize("at", range(len(WHOLE)))
-def test_whole_numbers_only(at: int, wrong: Any) -> None:
-    call, good = WHOLE[at]
-    assert call(np.int64(good)) == call(good) == call(np.array(good))
-    with pytest.raises(flm.LayoutError):
-        call(wrong)

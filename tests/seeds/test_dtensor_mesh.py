@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import run_python
 from jax.sharding import AxisType
 from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
@@ -328,25 +327,6 @@ def test_several_processes(job_part: launch.Part) -> None:
     )
     with pytest.raises(flm.errors.MeshError, match="there are no devices cpu:"):
         pickle.loads(bytes.fromhex(first["pickle"]))
-
-
-def test_a_pickle_is_read_where_the_devices_are() -> None:
-    code = """
-import jax, pickle
-jax.config.update("jax_num_cpu_devices", {count})
-import flax_layoutmap as flm
-try:
-    layout = pickle.loads(bytes.fromhex("{written}"))
-    print(layout, [device.id for device in layout.mesh.devices.flat])
-except flm.errors.MeshError as error:
-    print(error)
-"""
-    mesh = flm.DeviceMesh.from_dtensor(["cpu:5", "cpu:2"], [("x", 2)])
-    written = pickle.dumps(flm.TensorLayout((None, "x"), mesh)).hex()
-    assert run_python(code.format(count=6, written=written)) == "(None, 'x') [5, 2]\n"
-    assert run_python(code.format(count=4, written=written)) == (
-        "there are no devices cpu:5; this job has cpu:0, cpu:1, cpu:2, cpu:3\n"
-    )
 
 
 # ------------------------------------------------------------------ text and protos
