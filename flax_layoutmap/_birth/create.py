@@ -91,7 +91,7 @@ def create(
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
         _check_result(traced.abstract, make)
-        resolution = resolve(traced.abstract, rules)
+        resolution = resolve(traced, rules)
         refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")
         resolution.announce()
         agreement.add(lambda: {"keys and constants": trace_lines(traced)})

@@ -26,9 +26,10 @@ from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import is_eager, need_devices, put
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve_or_recall, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import Block, using_rules
+from flax_layoutmap._tree.flatten import names_of_shared
 from flax_layoutmap._tree.flax_internals import (
     is_nnx_object,
     metaclass_of_objects,
@@ -357,7 +358,9 @@ class _Scope:
                 if id(part) not in later and all(map(is_ours, jax.tree.leaves(part)))
             )
             if jax.tree.leaves(state):
-                models.append(_Model(root, state, resolve(state, self.rules)))
+                names = names_of_shared(root)
+                resolution = resolve_or_recall(state, self.rules, names)
+                models.append(_Model(root, state, resolution))
         return models
 
     def forget(self) -> None:

@@ -49,7 +49,7 @@ def lint(args: Namespace) -> bool:
 
 def explain(args: Namespace) -> None:
     """Explains why a leaf got its layout, or none."""
-    from flax_layoutmap._tree.paths import fold
+    from flax_layoutmap._show.fold import fold
 
     resolution = _sources.resolution_of(args)
     paths = _paths(resolution, args.path)

@@ -20,7 +20,7 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
-from flax_layoutmap._tree.paths import Flat, Section
+from flax_layoutmap._tree.paths import Flat, Leaf
 
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]
@@ -61,7 +61,7 @@ class Leaves:
         layouts: position → the layout of a parameter that has one, whatever the rules.
         state: the optimizer state alone, if its parameters were given separately: these
             are then the first leaves, and not part of the tree itself.
-        nodes: the object of each section, or None.
+        nodes: prefix of a section of optimizer state → the optimizer or TrainState.
         modules: the NNX modules of the tree.
         given: trees of parameters that an optimizer may have been given.
     """
@@ -74,7 +74,7 @@ class Leaves:
     live: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
     layouts: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
     state: Flat | None = None
-    nodes: Sequence[Any] = ()
+    nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Sequence[Any] = ()
     given: Sequence[Any] = ()
 
@@ -89,22 +89,19 @@ class Leaves:
         return len(self.flat.paths) - len(self.own.paths)
 
 
-def leaves_of(flat: Flat, tree: Any) -> Leaves:
-    """Read the columns of a flattened tree."""
+def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
+    """Read the columns of a flattened tree; `treedef` is its structure, if known."""
     shapes, dtypes, others = _columns(flat.leaves)
-    treedef = flat.treedef
-    if treedef is None:
+    if treedef is None or flat.has_objects:
         treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
     live = {
-        at: TensorLayout(flat.leaves[at].sharding)
-        for section in flat.sections
-        if section.role == "optimizer"
-        for at in range(section.start, section.stop)
-        if isinstance(getattr(flat.leaves[at], "sharding", None), NamedSharding)
+        at: TensorLayout(leaf.value.sharding)
+        for at, leaf in enumerate(flat.records)
+        if leaf.role == "optimizer"
+        and isinstance(getattr(leaf.value, "sharding", None), NamedSharding)
     }
-    nodes = [section.node for section in flat.sections]
     modules = []
-    if any(node is not None for node in nodes):
+    if flat.nodes:
         modules = [
             node
             for node in jax.tree.leaves(tree, is_leaf=is_nnx_object)
@@ -117,7 +114,7 @@ def leaves_of(flat: Flat, tree: Any) -> Leaves:
         treedef,
         others,
         live,
-        nodes=nodes,
+        nodes=flat.nodes,
         modules=modules,
     )
 
@@ -126,16 +123,24 @@ def without_arrays(flat: Flat) -> Flat:
     """The flattened tree with a `Mark` for each annotation and no objects or arrays."""
     return dataclasses.replace(
         flat,
-        leaves=[],
-        annotations={at: mark_of(box) for at, box in flat.annotations.items()},
-        sections=[dataclasses.replace(part, node=None) for part in flat.sections],
+        nodes={},
+        records=[
+            Leaf(path, prefix, role, None, mark_of(box), fixed, others)
+            if box is not None
+            else Leaf(path, prefix, role, None, None, fixed, others)
+            for path, prefix, role, _, box, fixed, others in flat.records
+        ],
     )
 
 
 def as_one_state(flat: Flat) -> Flat:
     """The tree as one section of optimizer state."""
-    section = Section(0, len(flat.paths), "", "optimizer")
-    return dataclasses.replace(flat, sections=[section], paths=flat.full_paths())
+    return Flat(
+        [
+            leaf._replace(path=leaf.full_path, prefix="", role="optimizer")
+            for leaf in flat.records
+        ]
+    )
 
 
 def beside(
@@ -145,27 +150,18 @@ def beside(
 
     `layouts` are those of the parameters; None lets the rules decide.
     """
-    one, other, start = own.flat, state.flat, len(own.shapes)
-    (section,) = other.sections
-    stop = start + len(state.shapes)
-    moved = dataclasses.replace(section, start=start, stop=stop)
-    flat = dataclasses.replace(
-        one,
-        paths=one.paths + other.paths,
-        blocks=one.blocks + [b._replace(start=b.start + start) for b in other.blocks],
-        sections=[*one.sections, moved],
-        annotations=one.annotations | _moved(other.annotations, start),
-        fixed=one.fixed | {at + start for at in other.fixed},
-    )
+    start = len(own.shapes)
     return dataclasses.replace(
         state,
-        flat=flat,
+        flat=dataclasses.replace(
+            own.flat, records=[*own.flat.records, *state.flat.records]
+        ),
         shapes=[*own.shapes, *state.shapes],
         dtypes=[*own.dtypes, *state.dtypes],
         live={**own.live, **_moved(state.live, start)},
         layouts=dict(enumerate(layouts or ())),
-        state=other,
-        nodes=[*own.nodes, None],
+        state=state.flat,
+        nodes={prefix: node for prefix, node in own.nodes.items() if prefix},
         modules=own.modules,
         given=[params] if layouts else _given(params),
     )

@@ -35,9 +35,8 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
     parameters = [
         MatchedRules()
         if state is not None and state[at]
-        else matcher.match(section.forms(flat.paths[at]))
-        for section in flat.sections
-        for at in range(section.start, section.stop)
+        else _match(matcher, flat.forms_of_names(at))
+        for at in range(len(flat.records))
     ]
     return Matches(
         origins,
@@ -46,6 +45,18 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
         adapters=_beside_kernels(origins, matcher),
         state=_by_owner(origins, rules) if rules.optimizer else {},
     )
+
+
+def _match(matcher: Matcher, names: Sequence[tuple[str, ...]]) -> MatchedRules:
+    """The rules of a leaf by all its names; two keys of a shared Variable conflict."""
+    if len(names) == 1:
+        return matcher.match(names[0])
+    matches = list(map(matcher.match, names))
+    keys = {match.key for match in matches if match.key is not None}
+    if len(keys) > 1:
+        return MatchedRules(tuple(sorted(keys)))
+    matched = {at for match in matches for at in match.rules}
+    return MatchedRules(tuple(sorted(matched)), next(iter(keys), None))
 
 
 def _without_lora(origins: Origins, matcher: Matcher) -> dict[int, MatchedRules]:
@@ -87,7 +98,7 @@ def _by_owner(origins: Origins, rules: RuleSet) -> dict[str, MatchedRules]:
     flat, matcher = origins.leaves.flat, rules.matcher_of("optimizer")
     matches: dict[str, MatchedRules] = {}
     for key, at in origins.owners.items():
-        matches[key] = matcher.match(flat.forms(at))
+        matches[key] = _match(matcher, flat.forms_of_names(at))
         if not matches[key].rules and at in origins.plain:
             matches[key] = matcher.match(flat.forms(at, origins.plain[at]))
     return matches

@@ -96,9 +96,10 @@ def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
     owners = parameter_keys(flat)
     groups = _parameter_groups(leaves, owners)
     found: list[Origin | None] = [None] * len(flat.paths)
-    for section, node in itertools.zip_longest(flat.sections, leaves.nodes):
+    for section in flat.sections:
         if section.role != "optimizer":
             continue
+        node: Any = leaves.nodes.get(section.prefix)
         span = slice(section.start, section.stop)
         state = dict(zip(flat.paths[span], shapes[span], strict=True))
         tx_of = tx if tx is not None else getattr(node, "tx", None)
@@ -152,7 +153,7 @@ def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Orig
 def _with_adapters(
     leaves: Leaves, state: Sequence[Origin | None] | None, owners: Mapping[int, str]
 ) -> Origins:
-    leaves = dataclasses.replace(leaves, nodes=(), modules=(), given=())
+    leaves = dataclasses.replace(leaves, nodes={}, modules=(), given=())
     adapters, plain = find_adapters(leaves)
     by_key = {key: at for at, key in owners.items()}
     return Origins(leaves, state, by_key, adapters, plain)
@@ -191,7 +192,7 @@ def _parameter_groups(leaves: Leaves, owners: Mapping[int, str]) -> dict[str, Ow
             form: Owner(owners[at], leaves.shapes[at])
             for at in range(section.start, section.stop)
             if at in owners
-            for form in section.forms(leaves.flat.paths[at])
+            for form in leaves.flat.forms(at)
         }
         if group:
             groups[section.prefix] = {**groups.get(section.prefix, {}), **group}

@@ -25,11 +25,11 @@ from flax_layoutmap._rules.rules import RuleSet, announce
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
 from flax_layoutmap._show.diff import ResolutionDiff, difference, rule_lines
+from flax_layoutmap._show.fold import fold
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.snapshot import snapshot_of
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import Shown, show
-from flax_layoutmap._tree.paths import fold
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,6 +81,8 @@ class Resolution(ResolvedTable, Shown):
         positions = self._at
         if positions is None:
             positions = {path: at for at, path in enumerate(self.paths)}
+            for at, leaf in enumerate(self._flat.records):
+                positions |= {name: at for name in leaf.names()} if leaf.others else {}
             object.__setattr__(self, "_at", positions)
         return positions
 
@@ -88,7 +90,12 @@ class Resolution(ResolvedTable, Shown):
         at = self._positions().get(path)
         if at is not None:
             return at
-        inner = [at for at in range(len(self)) if path in self._flat.forms(at)]
+        flat = self._flat
+        inner = [
+            at
+            for at in range(len(self))
+            if any(path in forms for forms in flat.forms_of_names(at))
+        ]
         if len(inner) == 1:
             return inner[0]
         near = ", ".join(closest(path, self.paths, count=3))
@@ -388,9 +395,9 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
     distinct = rows if leaves.state is not None else resolution._distinct.values()
     if any(row.problem for row in distinct):
         found = {
-            path or "the leaf": f"{show_shape(shape)}: {row.problem}"
-            for path, shape, row in zip(
-                leaves.flat.full_paths(), leaves.shapes, rows, strict=True
+            leaf.label() or "the leaf": f"{show_shape(shape)}: {row.problem}"
+            for leaf, shape, row in zip(
+                leaves.flat.records, leaves.shapes, rows, strict=True
             )
             if row.problem
         }

@@ -5,9 +5,12 @@ Five stages, each a function from one frozen value to the next:
     tree → flatten → find_origins → match → decide → Resolution
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
 from flax_layoutmap._core.errors import RuleError, StructureError
@@ -20,11 +23,10 @@ from flax_layoutmap._resolve.origins import (
 )
 from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flatten import flatten, names_of_shared
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
 from flax_layoutmap._tree.paths import is_train_state
-from flax_layoutmap._tree.structure import Structure, structure_of
-from flax_layoutmap._tree.trace import trace
+from flax_layoutmap._tree.trace import Traced, trace
 
 
 def resolve(
@@ -63,13 +65,15 @@ def resolve(
         (8, 4)
     """
     rule_set = rule_set_of(rules, "resolve(tree, rules)")
-    tree, params = abstract_tree(tree), abstract_tree(params)
+    made = _traced(tree)
+    tree, others = (tree, None) if made is None else (made.abstract, made.others)
+    params = abstract_tree(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = rule_set.with_changes(strict=strict)
     if params is not None or tx is not None:
         resolution = resolve_tree(tree, rule_set, params, tx)
     else:
-        resolution = _resolve_or_recall(tree, rule_set)
+        resolution = resolve_or_recall(tree, rule_set, others)
     if strict:
         resolution.announce()
     return resolution
@@ -102,22 +106,56 @@ def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
     return decided(matches, rules)  # decide → Resolution
 
 
-def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
-    """Look the tree up by structure, shapes and dtypes before anything is matched."""
+def resolve_or_recall(
+    tree: Any, rules: RuleSet, others: Mapping[str, tuple[str, ...]] | None
+) -> Resolution:
+    """Look the tree up by structure, shapes and dtypes before anything is matched.
+
+    `others` has the other names of shared Variables, if the tree does not tell.
+    """
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
+        others = names_of_shared(tree)
         tree = nnx_state(tree)  # what its Resolution is a tree of
-    known = recall(tree, rules)
-    if known is not None:
-        return known
-    resolution = resolve_tree(tree, rules, None, None)
-    flat = resolution._flat
+    key = _key_of(tree, others)
+    trees = rules._caches.resolved
+    for known, resolution in tuple(trees):
+        if _is_equal(known, key):
+            return resolution
+    flat = flatten(tree, others)
+    leaves = leaves_of(flat, tree, None if key is None else key[0])
+    resolution = resolve_origins(find_origins(leaves), rules)
     # Annotations depend on Flax's logical rules in context, and state of an unknown
-    # kind on the current layouts of arrays; the structure has neither.
-    if not (flat.has_objects or flat.annotations or _depends_on_arrays(resolution)):
-        structure = flat.structure or structure_of(tree)
-        if structure is not None:
-            remember(structure, resolution)
+    # kind on the current layouts of arrays; the key has neither, and it does not tell
+    # which Variables of an NNX object are shared.
+    is_known = key is not None and not flat.has_objects and not flat.annotations
+    if is_known and not _depends_on_arrays(resolution):
+        trees.insert(0, (key, resolution))
+        del trees[_MOST_TREES:]
     return resolution
+
+
+# Cached in their rule set, newest first.
+_MOST_TREES = 4
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def _key_of(tree: Any, others: Any) -> Any:
+    """What the layouts of a tree of arrays depend on; None for another tree."""
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+    except (TypeError, ValueError):
+        return None
+    if not all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
+        return None
+    return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), others or None
+
+
+def _is_equal(key: Any, other: Any) -> bool:
+    try:
+        return bool(key == other)
+    except (TypeError, ValueError):  # metadata that cannot be compared
+        return False
 
 
 def _depends_on_arrays(resolution: Resolution) -> bool:
@@ -150,34 +188,21 @@ def rule_set_of(rules: Any, what: str) -> RuleSet:
 
 def abstract_tree(tree: Any) -> Any:
     """The tree, or the abstract result of the function that makes it."""
+    made = _traced(tree)
+    return tree if made is None else made.abstract
+
+
+def _traced(tree: Any) -> Traced | None:
+    """The trace of a function that makes a tree; None for a tree."""
+    if isinstance(tree, Traced):
+        return tree
     if not callable(tree) or is_nnx_object(tree) or is_train_state(tree):
-        return tree
+        return None
     if isinstance(tree, nnx.Variable):  # which passes calls on to its value
-        return tree
+        return None
     if hasattr(tree, "init") and hasattr(tree, "apply"):
         raise StructureError(
             f"a Linen module ({type(tree).__name__}) holds no variables; pass a "
             "function that makes them, lambda: module.init(key, x), or the variables"
         )
-    return trace(tree).abstract
-
-
-# ------------------------------------------------------------------ resolved trees
-
-# Cached in their rule set, newest first.
-_MOST_TREES = 4
-
-
-def recall(tree: Any, rules: RuleSet) -> Resolution | None:
-    """The Resolution of a tree with the same structure under these rules."""
-    for structure, resolution in tuple(rules._caches.resolved):
-        if structure.fits(tree):
-            return resolution
-    return None
-
-
-def remember(structure: Structure, resolution: Resolution) -> None:
-    """Cache a Resolution for `recall`, as long as its rule set lives."""
-    trees = resolution.rules._caches.resolved
-    trees.insert(0, (structure, resolution))
-    del trees[_MOST_TREES:]
+    return trace(tree)

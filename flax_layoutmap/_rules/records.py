@@ -74,6 +74,7 @@ class ResolvedLeaf:
         owner: the path of the parameter that optimizer state belongs to, or of the
             kernel that a LoRA matrix or a scale follows.
         note: more about why.
+        others: the other paths of a shared NNX Variable.
     """
 
     path: str
@@ -89,6 +90,7 @@ class ResolvedLeaf:
     fallback: str | None = None
     owner: str | None = None
     note: str | None = None
+    others: tuple[str, ...] = ()
 
 
 class Columns(NamedTuple):

@@ -13,11 +13,11 @@ from flax_layoutmap._core.grid import received
 from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
+from flax_layoutmap._show.fold import fold, natural_key
 from flax_layoutmap._show.report import ROLES
 from flax_layoutmap._show.snapshot import Record, Snapshot
 from flax_layoutmap._show.table import Grid, fitted, human_bytes, path_cell
 from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._tree.paths import fold, natural_key
 
 if TYPE_CHECKING:
     from rich.text import Text

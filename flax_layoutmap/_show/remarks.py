@@ -41,7 +41,8 @@ def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
     """Explain in a few lines why a leaf got its layout, or none."""
     note = f": {row.note}" if row.note else ""
     lines = [
-        f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {leaf.layout}",
+        f"{' = '.join((leaf.path, *leaf.others))} {show_shape(leaf.shape)} "
+        f"{leaf.dtype}: {leaf.layout}",
         f"  because: {because(row, rules)}{note}",
     ]
     section = section_of(row, rules)

@@ -21,6 +21,7 @@ from flax_layoutmap._rules.records import (
 )
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import rules_to_json
+from flax_layoutmap._show.fold import Fold, relation
 from flax_layoutmap._show.remarks import UNMATCHED, remarks
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import (
@@ -33,7 +34,7 @@ from flax_layoutmap._show.table import (
     path_cell,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._tree.paths import Fold, Role, relation
+from flax_layoutmap._tree.paths import Role
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -97,6 +98,13 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
     }
 
 
+def _other_names(table: ResolvedTable, fold: Fold) -> str:
+    """The other names of a shared Variable, if a row has some."""
+    leaf = table.leaf_of_tree(fold.members[0])
+    path, *others = leaf.label().split(" = ")
+    return "".join(f" = {fold.spell(relation(path, other))}" for other in others)
+
+
 def _grid_and_lines(
     table: ResolvedTable, folded: bool, width: int | None
 ) -> tuple[Grid, list[str]]:
@@ -140,7 +148,7 @@ def _full(
     names = {d: "-" if d is None else str(d) for d in set(leaves.dtypes)}
     shards = [row.shard_shape for row in rows]
     return {
-        "path": list(map(path_cell, folds)),
+        "path": [path_cell(fold) + _other_names(table, fold) for fold in folds],
         "shape": [
             "-" if dtype is None else show_shape(shape)
             for shape, dtype in zip(leaves.shapes, leaves.dtypes, strict=True)

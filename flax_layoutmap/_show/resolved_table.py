@@ -22,7 +22,8 @@ from flax_layoutmap._rules.records import (
     section_of,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, Fold, Role, apart, fold, relation
+from flax_layoutmap._show.fold import Fold, apart, fold, relation
+from flax_layoutmap._tree.paths import Flat, Leaf, Role
 
 # Random state, strings, and whole numbers (a `step`) are not parameters.
 _OTHER = ("random state", "not an array", "scalar")
@@ -81,7 +82,12 @@ class ResolvedTable:
             fallback=row.fallback,
             owner=row.owner,
             note=row.note,
+            others=self._flat.records[at].names()[1:],
         )
+
+    def leaf_of_tree(self, at: int) -> Leaf:
+        """The leaf at a position, without its layout."""
+        return self._flat.records[at]
 
     @functools.cached_property
     def _distinct(self) -> dict[int, Decision]:
@@ -90,10 +96,7 @@ class ResolvedTable:
 
     @functools.cached_property
     def _roles(self) -> list[Role]:
-        roles: list[Role] = []
-        for section in self._flat.sections:
-            count = section.stop - section.start
-            roles.extend(itertools.repeat(section.role, count))
+        roles: list[Role] = [leaf.role for leaf in self._flat.records]
         other = {key for key, row in self._distinct.items() if row.reason in _OTHER}
         for at, row in enumerate(self._rows if other else ()):
             if id(row) in other and roles[at] == "parameter":

@@ -13,8 +13,8 @@ from flax_layoutmap._core.whole_file import readable_json
 from flax_layoutmap._rules.records import show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import mesh_from_json, rules_from_json
+from flax_layoutmap._show.fold import natural_key
 from flax_layoutmap._show.report import array_text
-from flax_layoutmap._tree.paths import natural_key
 
 
 class Record(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._tree.paths import Fold
+from flax_layoutmap._show.fold import Fold
 
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -1,344 +1,410 @@
-"""Flatten any tree with its paths.
+"""Flatten any tree: each leaf with its path, its section and its role.
 
-Trees with repeated structure, such as stacks of layers, are flattened by JAX (in C++),
-and equal sub-structures are named once. Other trees are walked node by node (`walk`).
+JAX flattens (`tree_flatten_with_path`); this file names the leaves and cuts the tree
+into sections: a module inside a dict, Linen's `params`, an optimizer state.
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
+import numpy as np
 from flax import nnx
+from flax.core.meta import AxisMetadata
 from flax.nnx import OptState, RngState
 
 from flax_layoutmap._core.errors import StructureError
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
-from flax_layoutmap._tree.paths import (
-    LAYOUT_METADATA,
-    Block,
-    Flat,
-    Names,
-    Section,
-    escape,
+from flax_layoutmap._tree.flax_internals import (
+    children_of,
+    is_nnx_object,
+    metadata_of,
+    nnx_state,
 )
-from flax_layoutmap._tree.structure import ARRAYS, Signatures, Structure, container
-from flax_layoutmap._tree.walk import Walk
+from flax_layoutmap._tree.paths import (
+    Flat,
+    Leaf,
+    Role,
+    Roots,
+    escape,
+    is_optax_state,
+    is_optimizer,
+    is_optimizer_with_model,
+    is_train_state,
+    join_keys,
+    key_of,
+)
+
+# Metadata of a Variable about its layout.
+_LAYOUT_METADATA = frozenset(("layout", "out_sharding", "sharding_names", "sharding"))
 
 
 def plain_tree(tree: Any) -> Any:
     """The tree with each NNX object replaced by its `nnx.State`."""
     if is_nnx_object(tree):
         return nnx_state(tree)
-    return jax.tree.map(
-        lambda node: nnx_state(node) if is_nnx_object(node) else node,
-        tree,
-        is_leaf=is_nnx_object,
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
+    if not any(map(is_nnx_object, nodes)):
+        return tree
+    return treedef.unflatten([nnx_state(x) if is_nnx_object(x) else x for x in nodes])
+
+
+def flatten(tree: Any, others: Mapping[str, tuple[str, ...]] | None = None) -> Flat:
+    """Flatten any tree with its paths.
+
+    `others` has the other names of shared Variables, if the tree does not tell.
+    """
+    flattening = _Flattening()
+    flattening.section(tree, "", "parameter", is_root=True)
+    leaves = _without_saved_boxes(tree, flattening.leaves)
+    if others is None and flattening.has_objects:
+        others = names_of_shared(tree)
+    leaves = [_with_names(leaf, others) for leaf in leaves] if others else leaves
+    flat = Flat(leaves, flattening.nodes, flattening.has_objects, flattening.unseen)
+    if flattening.has_odd_keys:
+        _check_that_paths_differ(flat.full_paths())
+    return flat
+
+
+def _check_that_paths_differ(paths: Sequence[str]) -> None:
+    if len(set(paths)) < len(paths):
+        path = next(p for p, count in collections.Counter(paths).items() if count > 1)
+        raise StructureError(
+            f"two different keys both have the path {path!r} (an int and a string, for "
+            "example): rename one, so that rules can distinguish them"
+        )
+
+
+# ------------------------------------------------------------------ shared Variables
+
+
+def _with_names(leaf: Leaf, others: Mapping[str, tuple[str, ...]]) -> Leaf:
+    names = others.get(leaf.full_path, ())
+    inside = [name for name in names if name.startswith(leaf.prefix)]
+    return leaf._replace(others=tuple(x.removeprefix(leaf.prefix) for x in inside))
+
+
+def names_of_shared(tree: Any) -> dict[str, tuple[str, ...]]:
+    """Each path of the shared Variables of NNX objects → the other paths."""
+    names: dict[str, tuple[str, ...]] = {}
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx_object)
+    for keys, node in nodes:
+        if is_nnx_object(node):
+            start = "".join(f"{part}/" for part in [join_keys(keys)] if keys)
+            for paths in _paths_of_shared(node):
+                full = [start + path for path in paths]
+                names |= {x: tuple(y for y in full if y != x) for x in full}
+    return names
+
+
+def _paths_of_shared(root: Any) -> Iterator[list[str]]:
+    """The paths of each Variable that an NNX object holds more than once."""
+    edges: dict[int, list[tuple[int, str]]] = {id(root): []}  # node → its parents
+    nodes, is_shared = [root], False
+    for node in nodes:
+        for keys, child in children_of(node):
+            if id(child) in edges:
+                is_shared = True
+            else:
+                edges[id(child)] = []
+                nodes.append(child)
+            edges[id(child)].append((id(node), join_keys(keys)))
+
+    def paths(node: int, below: frozenset[int] = frozenset()) -> Iterator[str]:
+        for parent, name in edges[node]:
+            if parent == id(root):
+                yield name
+            elif parent not in below:  # an object may hold one that holds it
+                yield from (f"{p}/{name}" for p in paths(parent, below | {node}))
+
+    for node in nodes if is_shared else ():
+        if isinstance(node, nnx.Variable):
+            some = [*itertools.islice(paths(id(node)), _MOST_NAMES)]
+            if len(some) > 1:
+                yield some
+
+
+# Names of one Variable that are looked for.
+_MOST_NAMES = 256
+
+
+# What a node is. Boxes are Variables (`random` for random state, `moment` for that of
+# an optimizer) and Linen's; `state` is a State or a TrainState; a state of optax is a
+# `tuple`.
+_Kind = Literal[
+    "array",
+    "leaf",
+    "box",
+    "random",
+    "moment",
+    "linen",
+    "object",
+    "state",
+    "tuple",
+    "dict",
+    "node",
+]
+_BOXES = ("box", "random", "moment", "linen")
+_WHOLE = ("array", "leaf", *_BOXES)
+
+
+class _Flattening:
+    """Names the leaves of one tree, section by section."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.nodes: dict[str, Any] = {}
+        self.kinds: dict[type, _Kind] = {}
+        self.parts: dict[Any, str] = {}
+        self.unseen: list[str] = []
+        self.has_objects = False
+        self.has_odd_keys = False  # keys that are not strings, but may read the same
+
+    def section(
+        self, tree: Any, prefix: str, role: Role, *, is_root: bool = False
+    ) -> None:
+        """Add the leaves of a tree whose paths start at it.
+
+        `is_root` tells that it is the user's whole tree, or one of several arguments.
+        """
+        if isinstance(tree, Roots):
+            for name, part in tree.trees.items():
+                role = "optimizer" if name == "opt_state" else "parameter"
+                if self.kind(part) not in ("object", "state"):
+                    self.unseen.append(f"{name}/")
+                self.section(part, f"{prefix}{name}/", role, is_root=True)
+            return
+        separate: set[Any] = set()
+        if is_nnx_object(tree):
+            if is_optimizer(tree):
+                role, self.nodes[prefix] = "optimizer", tree
+                separate = {"model"} if is_optimizer_with_model(tree) else set()
+            tree, self.has_objects = nnx_state(tree), True
+        elif is_optax_state(tree):
+            role = "optimizer"
+        elif is_train_state(tree):
+            self.nodes[f"{prefix}opt_state/"] = tree
+        separate = separate or self.separate(tree, role, is_root)
+        if separate:
+            self.split(tree, prefix, role, separate)
+        elif self.kind(tree) in _WHOLE:
+            self.add(tree, "", "", prefix, role)
+        else:
+            self.below(tree, "", prefix, role)
+
+    def separate(self, tree: Any, role: Role, is_root: bool) -> set[Any]:
+        """The keys of the children that are sections by themselves."""
+        if is_train_state(tree):
+            return self.params(tree.params)
+        if role != "parameter" or not isinstance(tree, Mapping):
+            return set()
+        is_state = isinstance(tree, nnx.State)
+        children = tree.raw_mapping if is_state else tree
+        if is_state and _is_optimizer_with_model(children):
+            return {"model"}
+        if not is_state and "params" in tree:  # Linen variables
+            return self.params(tree["params"])
+        if any(map(_holds_optimizer, children.values())):  # States of NNX objects
+            return {key for key, x in children.items() if isinstance(x, Mapping)}
+        if is_root and not is_state:  # `{"model": variables, "step": 3}`
+            return {key for key, x in children.items() if _is_variables(x)}
+        return set()
+
+    def split(self, tree: Any, prefix: str, role: Role, separate: set[Any]) -> None:
+        """Add the leaves of a tree with children that are sections by themselves."""
+        for key, child in self.children(tree, prefix):
+            part = self.part(key)
+            if key in separate and isinstance(tree, nnx.State):
+                child = nnx.State(child)  # as parts of a State are
+            if self.is_optimizer_state(key, child, role):
+                self.section(child, f"{prefix}{part}/", "optimizer")
+            elif key in separate:
+                self.section(child, f"{prefix}{part}/", "parameter")
+            else:
+                self.add(child, part, part + "/", prefix, role)
+
+    def params(self, tree: Any) -> set[str]:
+        """The key of parameters that are not a single array."""
+        return set() if self.kind(tree) in ("array", "leaf") else {"params"}
+
+    def below(self, node: Any, start: str, prefix: str, role: Role) -> None:
+        """Add the leaves below a node; the hot loop."""
+        kinds, parts, leaves = self.kinds, self.parts, self.leaves
+        for key, child in self.children(node, prefix + start):
+            path = start + (parts.get(key) or self.part(key))
+            kind = kinds.get(type(child)) or self.kind(child)
+            if kind == "array":
+                leaves.append(Leaf(path, prefix, role, child))
+            elif kind == "box":
+                self.box(child, path, path + "/", prefix, role)
+            elif self.is_optimizer_state(key, child, role):
+                self.section(child, f"{prefix}{path}/", "optimizer")
+            elif kind == "dict":
+                self.below(child, path + "/", prefix, role)
+            else:
+                self.add(child, path, path + "/", prefix, role)
+
+    def add(self, node: Any, path: str, start: str, prefix: str, role: Role) -> None:
+        """Add the leaves of a node that has a path."""
+        kind = self.kind(node)
+        if kind == "array" or kind == "leaf":
+            self.leaves.append(Leaf(path, prefix, role, node))
+        elif kind in _BOXES:
+            self.box(node, path, start, prefix, role)
+        elif is_optimizer(node) if role == "optimizer" else self.is_section(node):
+            self.section(node, prefix + start, "parameter")
+        else:
+            self.below(node, start, prefix, role)
+
+    def is_optimizer_state(self, key: Any, node: Any, role: Role) -> bool:
+        """Whether a child is optimizer state by its name."""
+        return (
+            key == "opt_state" and role == "parameter" and self.kind(node) not in _WHOLE
+        )
+
+    def is_section(self, node: Any) -> bool:
+        """Whether a node among parameters is a section wherever it is."""
+        kind = self.kind(node)
+        return kind in ("object", "state") or (kind == "tuple" and is_optax_state(node))
+
+    def box(self, box: Any, path: str, start: str, prefix: str, role: Role) -> None:
+        """Add the content of a Variable or a Linen box, under the path of the box."""
+        kind = self.kind(box)
+        if kind != "linen":
+            metadata, value = metadata_of(box), box.get_raw_value()
+            # An empty tuple has a meaning too: replicated.
+            is_annotated = not _LAYOUT_METADATA.isdisjoint(metadata) and any(
+                metadata.get(key) is not None for key in _LAYOUT_METADATA
+            )
+        else:
+            value, is_annotated = box.value, True
+        role, fixed = "optimizer" if kind == "moment" else role, kind == "random"
+        if self.kind(value) == "array":
+            kept = box if is_annotated else None
+            self.leaves.append(Leaf(path, prefix, role, value, kept, fixed))
+            return
+        first = len(self.leaves)
+        self.add(value, path, start, prefix, role)
+        if is_annotated and len(self.leaves) == first + 1:
+            self.leaves[first] = self.leaves[first]._replace(box=box)
+        if fixed:
+            self.leaves[first:] = [x._replace(fixed=True) for x in self.leaves[first:]]
+
+    def part(self, key: Any) -> str:
+        """The part of a path that is made of a key."""
+        self.parts[key] = part = escape(key)
+        self.has_odd_keys |= type(key) is not str
+        return part
+
+    def kind(self, node: Any) -> _Kind:
+        kind = self.kinds.get(type(node))
+        if kind is None:
+            kind = self.kinds[type(node)] = _kind_of(node)
+        return kind
+
+    def children(self, node: Any, where: str) -> Iterable[tuple[Any, Any]]:
+        """The children of a node with their keys, in JAX's order."""
+        if type(node) is not dict:
+            if is_nnx_object(node):
+                node, self.has_objects = nnx_state(node), True
+            node = node.raw_mapping if isinstance(node, nnx.State) else node
+        try:
+            if type(node) is dict:
+                keys = sorted(node) if len(node) > 1 else node
+                return [(key, node[key]) for key in keys]
+            children, _ = jax.tree_util.tree_flatten_with_path(
+                node, is_leaf=lambda child: child is not node
+            )
+        except (TypeError, ValueError) as error:
+            raise _refused(where, node, error) from error
+        return [(key_of(entries[0]), child) for entries, child in children if entries]
+
+
+def _kind_of(node: Any) -> _Kind:
+    if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return "array"
+    if isinstance(node, nnx.Variable):
+        is_moment, is_random = isinstance(node, OptState), isinstance(node, RngState)
+        return "moment" if is_moment else "random" if is_random else "box"
+    if isinstance(node, AxisMetadata) and hasattr(node, "value"):
+        return "linen"
+    if is_nnx_object(node):
+        return "object"
+    if isinstance(node, nnx.State) or is_train_state(node):
+        return "state"
+    if isinstance(node, tuple):
+        return "tuple"
+    if type(node) is dict:
+        return "dict"
+    return "leaf" if jax.tree_util.all_leaves([node]) else "node"
+
+
+def _is_optimizer_with_model(children: Mapping[Any, Any]) -> bool:
+    """Whether a State is that of an `nnx.ModelAndOptimizer`."""
+    # An optimizer without state has no opt_state.
+    return (
+        "model" in children
+        and isinstance(children.get("step"), OptState)
+        and set(children) <= {"model", "opt_state", "step"}
     )
 
 
-def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
-    """Flatten any tree with its paths; `fold` merges parts that rules treat alike."""
-    try:
-        return _flatten(tree, fold)
-    except (RecursionError, SystemError):  # the latter of JAX's own flattening
-        depth, path = _deepest(tree)
-        limit = sys.getrecursionlimit()
-        if 3 * depth < limit:
-            raise  # the tree is not the cause
-        raise StructureError(
-            f"the tree is nested {depth} levels deep, at {path}, which is more than "
-            f"Python's recursion limit of {limit} allows for; make it flatter, or call "
-            f"sys.setrecursionlimit({10 * depth}) before"
-        ) from None
+def _holds_optimizer(node: Any) -> bool:
+    """Whether a node is the state of an `nnx.Optimizer` or a TrainState."""
+    if not isinstance(node, Mapping):
+        return False
+    return "opt_state" in node or isinstance(node.get("step"), OptState)
 
 
-def _deepest(tree: Any) -> tuple[int, str]:
-    """The depth of nested containers, and where the deepest path begins."""
-    depth, first = 0, ""
-    stack: list[tuple[Any, int, str]] = [(tree, 0, "")]
-    while stack:
-        node, level, path = stack.pop()
-        node = node.raw_mapping if type(node) is nnx.State else node
-        items: Any = ()
-        if isinstance(node, Mapping):
-            items = node.items()
-        elif isinstance(node, list | tuple):
-            items = enumerate(node)
-        if level > depth:
-            depth, first = level, path
-        for key, child in items:
-            below = f"{path}{escape(key)}/" if level < 3 else path
-            stack.append((child, level + 1, below))
-    return depth, repr(f"{first}…")
+def _is_variables(node: Any) -> bool:
+    """Whether a node is Linen variables (or a dict of `params` and others)."""
+    if not isinstance(node, Mapping) or isinstance(node, nnx.State):
+        return False
+    return isinstance(node.get("params"), Mapping)
 
 
-def _flatten(tree: Any, fold: Callable[[str], str]) -> Flat:
-    flat = _flatten_repeats(tree, fold)
-    if flat is not None:
-        return flat
-    flat = Walk(fold).flatten(tree)
-    plain = _saved_state(tree, flat)
-    return flat if plain is tree else Walk(fold).flatten(plain)
+def _refused(where: str, node: Any, error: Exception) -> StructureError:
+    name = where.removesuffix("/") or "the tree"
+    if isinstance(node, Mapping):
+        keys = list(node)
+        kinds = sorted({type(key).__name__ for key in keys})
+        return StructureError(
+            f"{name} has keys of types that cannot be sorted together "
+            f"({', '.join(kinds)}: {keys[:4]!r}), so JAX cannot flatten it: use "
+            "keys of one type"
+        )
+    return StructureError(f"{name} cannot be flattened: {error}")
 
 
-def _saved_state(tree: Any, flat: Flat) -> Any:
+# ------------------------------------------------------------- metadata of Orbax
+
+
+def _without_saved_boxes(tree: Any, leaves: list[Leaf]) -> list[Leaf]:
     """Orbax's metadata of an `nnx.State`, or of a dict of States, without the boxes.
 
     There a Variable is a dict with the one key `value`. A single parameter may have
     that name, so it is a box only where every leaf of the State has it.
     """
-    types = {kind: _is_orbax(kind) for kind in set(map(type, flat.leaves))}
-    if not isinstance(tree, Mapping) or not any(types.values()):
-        return tree
+    kinds = {type(leaf.value) for leaf in leaves}
+    orbax = {kind: kind.__module__.startswith("orbax.") for kind in kinds}
+    if not any(orbax.values()) or not isinstance(tree, Mapping):
+        return leaves
+    folders = {escape(key) for key, x in tree.items() if isinstance(x, Mapping)}
     boxed: dict[str, bool] = {}  # of each child of the root
-    for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True):
-        child = path.partition("/")[0]
-        is_box = path.endswith("/value") and types[type(leaf)]
+    for leaf in leaves:
+        child = leaf.full_path.partition("/")[0]
+        is_box = leaf.full_path.endswith("/value") and orbax[type(leaf.value)]
         boxed[child] = boxed.get(child, True) and is_box
-    if all(boxed.values()):
-        return _without_saved_boxes(tree)
-    children = {
-        key: _without_saved_boxes(child)
-        for key, child in tree.items()
-        if boxed.get(escape(key))
-        and isinstance(child, Mapping)
-        and set(child) != {"value"}
-    }
-    return {**tree, **children} if children else tree
 
+    def is_boxed(path: str) -> bool:
+        child, _, below = path.partition("/")
+        is_one = boxed[child] and child in folders and below != "value"
+        return is_one or all(boxed.values())
 
-def _without_saved_boxes(tree: Any) -> Any:
-    if not isinstance(tree, Mapping):
-        return tree
-    if set(tree) == {"value"} and not isinstance(tree["value"], Mapping | list):
-        return tree["value"]
-    return {key: _without_saved_boxes(child) for key, child in tree.items()}
-
-
-# ------------------------------------------------------------ repeated structure
-
-# The largest sub-tree that is named at once: a layer, not a stack of them.
-_BLOCK_LEAVES = 64
-# With more different sub-trees than this, `Walk` is faster.
-_TEMPLATES = 256
-# Sets of shapes per template whose signatures are cached.
-_SHAPES = 8
-
-
-class _Irregular(Exception):
-    """The tree has a node that only `Walk` can flatten."""
-
-
-class _Template(NamedTuple):
-    """The leaves of one sub-structure: paths below its root, plain and folded.
-
-    A path begins with a `/`, or is empty where the sub-structure is a leaf.
-    """
-
-    paths: tuple[str, ...]
-    names: tuple[str, ...]
-    fixed: tuple[int, ...]
-
-
-def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
-    """Flatten dicts and lists of arrays, or a State; None for any other tree."""
-    if type(tree) is nnx.State:
-        children: Any = tree.raw_mapping
-    elif type(tree) is dict:
-        children = tree
-    else:
-        return None
-    if any(map(is_nnx_object, children.values())):
-        return None
-    try:
-        leaves, treedef = jax.tree.flatten(tree)
-        kinds = list(map(type, leaves))
-        if any(issubclass(k, nnx.Pytree) or _is_orbax(k) for k in set(kinds)):
-            return None
-        return _Repeats(fold, leaves, kinds).flatten(treedef)
-    except (_Irregular, TypeError, ValueError):
-        return None  # the walk raises the error, if there is one
-
-
-def _is_orbax(kind: type) -> bool:
-    return kind.__module__.startswith("orbax.")
-
-
-class _Repeats:
-    """Names the leaves of one tree from its structure alone.
-
-    Methods that descend return the node's signature (see `structure`), or None where a
-    leaf is not an array.
-    """
-
-    def __init__(
-        self, fold: Callable[[str], str], leaves: list[Any], kinds: list[type]
-    ) -> None:
-        self.flat = Flat(leaves=leaves)
-        self.names = Names(fold)
-        self.templates: dict[Any, _Template] = {}
-        self.in_state = False
-        self.signatures = Signatures()
-        # id of a template → columns of a block, and its signature
-        self.seen: dict[int, list[tuple[Any, Any]]] = {}
-        self.columns: tuple[list[Any], ...] | None = None
-        first = dict(zip(kinds, leaves, strict=True))
-        if all(isinstance(leaf, ARRAYS) for leaf in first.values()):
-            shapes = [leaf.shape for leaf in leaves]
-            self.columns = kinds, shapes, [leaf.dtype for leaf in leaves]
-
-    def flatten(self, treedef: Any) -> Flat:
-        flat = self.flat
-        flat.treedef = treedef
-        kind, keys = treedef.node_data()
-        self.in_state = kind is nnx.State
-        if self.in_state or "params" not in keys:
-            root = self.down(treedef, "", "", is_root=True)
-            self.close("")
-        else:
-            root = self.variables(keys, treedef.children())
-        if self.columns is not None:
-            flat.structure = Structure(root)
-        return flat
-
-    def variables(self, keys: Sequence[Any], children: Sequence[Any]) -> Any:
-        """Linen variables: parameters are named within `params/`."""
-        made: dict[Any, Any] = {}
-        for key, child in zip(keys, children, strict=True):
-            if key == "params":
-                self.close("")
-                if child.node_data() is None or not child.num_leaves:
-                    raise _Irregular
-                made[key] = self.down(child, "", "")
-                self.close("params/")
-            else:
-                part, short = self.part(key)
-                made[key] = self.child(child, part, short)
-        self.close("")
-        return container(dict, made)
-
-    def close(self, prefix: str) -> None:
-        """End a section, if there is anything in it."""
-        sections, stop = self.flat.sections, len(self.flat.paths)
-        start = sections[-1].stop if sections else 0
-        if stop > start:
-            sections.append(Section(start, stop, prefix, "parameter"))
-
-    def child(self, treedef: Any, path: str, folded: str) -> Any:
-        """A child as one block of leaves, or one level further down."""
-        if treedef.num_leaves > _BLOCK_LEAVES:
-            return self.down(treedef, path + "/", folded + "/")
-        template = self.templates.get(treedef)
-        if template is None:
-            template = self.template(treedef)
-        flat, start = self.flat, len(self.flat.paths)
-        if template.paths:
-            flat.blocks.append(Block(start, folded, template.names))
-            flat.paths += [path + below for below in template.paths]
-            if template.fixed:
-                flat.fixed.update(start + at for at in template.fixed)
-        return self.signature(treedef, template, start)
-
-    def signature(self, treedef: Any, template: _Template, start: int) -> Any:
-        """The signature of a block; the same object for all equal blocks."""
-        if self.columns is None:
-            return None
-        stop = start + len(template.paths)
-        own = [column[start:stop] for column in self.columns]
-        seen = self.seen.setdefault(id(template), [])
-        for columns, signature in seen:
-            if columns == own:
-                return signature
-        block = jax.tree.unflatten(treedef, self.flat.leaves[start:stop])
-        try:
-            signature = self.signatures.of(block)
-        except RecursionError:
-            self.columns = None  # too deep for a signature
-            return None
-        if len(seen) < _SHAPES:
-            seen.append((own, signature))
-        return signature
-
-    def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> Any:
-        keys = self.keys(treedef, is_root)
-        if keys is None:
-            raise _Irregular  # a Variable of many leaves
-        names, child = self.names, self.child
-        made: list[Any] = []
-        for key, below in zip(keys, treedef.children(), strict=True):
-            part, short = names[key]
-            made.append(child(below, path + part, folded + short))
-        kind = treedef.node_data()[0]
-        if kind is not list:
-            return container(kind, dict(zip(keys, made, strict=True)))
-        return container(list, made)
-
-    def template(self, treedef: Any) -> _Template:
-        found = self.templates.get(treedef)
-        if found is not None:
-            return found
-        paths: list[str] = []
-        names: list[str] = []
-        fixed: list[int] = []
-        keys = self.keys(treedef)
-        if keys is None:
-            paths, names = [""], [""]
-            if _holds_random_state(treedef):
-                fixed = [0]
-        else:
-            for key, child in zip(keys, treedef.children(), strict=True):
-                part, short = self.names[key]
-                below = self.template(child)
-                fixed += [len(paths) + at for at in below.fixed]
-                paths += [f"/{part}{path}" for path in below.paths]
-                names += [f"/{short}{name}" for name in below.names]
-        if len(self.templates) == _TEMPLATES:
-            raise _Irregular
-        made = _Template(tuple(paths), tuple(names), tuple(fixed))
-        self.templates[treedef] = made
-        return made
-
-    def keys(self, treedef: Any, is_root: bool = False) -> Sequence[Any] | None:
-        """The keys of a node; None for a leaf, or a Variable that holds one."""
-        data = treedef.node_data()
-        if data is None:
-            return None
-        kind, static = data
-        if kind is type(None):
-            return ()
-        if kind is dict or (kind is nnx.State and is_root):
-            keys: Sequence[Any] = static
-        elif kind is list:
-            keys = range(len(treedef.children()))
-        else:
-            if not _is_plain_variable(treedef):
-                raise _Irregular
-            return None
-        if len({self.part(key)[0] for key in keys}) < len(keys):
-            raise _Irregular
-        return keys
-
-    def part(self, key: Any) -> tuple[str, str]:
-        """The part of a path, plain and folded, of a key that starts no section."""
-        found = self.names[key]
-        if found[0] == "opt_state" or (found[0] == "params" and not self.in_state):
-            raise _Irregular
-        return found
-
-
-def _is_plain_variable(treedef: Any) -> bool:
-    """Whether a node is a Variable with one leaf and without layout metadata."""
-    kind, static = treedef.node_data()
-    if not issubclass(kind, nnx.Variable) or issubclass(kind, OptState):
-        return False
-    metadata = dict(static)
-    if any(metadata.get(key) is not None for key in LAYOUT_METADATA):
-        return False
-    (content,) = treedef.children()
-    return content.node_data() is None
-
-
-def _holds_random_state(treedef: Any) -> bool:
-    data = treedef.node_data()
-    return data is not None and issubclass(data[0], RngState)
+    return [
+        leaf._replace(path=leaf.path.removesuffix("value").removesuffix("/"))
+        if is_boxed(leaf.full_path)
+        else leaf
+        for leaf in leaves
+    ]

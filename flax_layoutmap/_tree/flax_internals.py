@@ -159,7 +159,12 @@ def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> No
 
 def is_nnx_object(node: Any) -> bool:
     """Whether a node is an object of the NNX graph: Module, Optimizer, Rngs, …"""
-    return isinstance(node, nnx.Pytree)
+    return _is_nnx_type(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_nnx_type(kind: type) -> bool:
+    return issubclass(kind, nnx.Pytree)  # slow, as its metaclass is in Python
 
 
 def nnx_state(node: Any, *filters: Any) -> Any:
@@ -180,6 +185,22 @@ def variables_of(node: Any) -> list[nnx.Variable[Any]]:
         for _, value in nnx.iter_graph(node, graph=True)
         if isinstance(value, nnx.Variable)
     ]
+
+
+def children_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The objects and Variables that an NNX object holds, each with its key path."""
+    if isinstance(node, nnx.Variable):
+        return []
+    attributes = attributes_of(node)
+    data = (
+        dict(nnx.iter_children(node, graph=True)) if not attributes else attributes[0]
+    )
+    nodes, _ = jax.tree_util.tree_flatten_with_path(data, is_leaf=_is_graph_node)
+    return [(keys, child) for keys, child in nodes if _is_graph_node(child)]
+
+
+def _is_graph_node(node: Any) -> bool:
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
 def objects_of(node: Any) -> list[Any]:

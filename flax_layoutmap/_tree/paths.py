@@ -16,12 +16,11 @@ state. Rules see the path whole, and also without the names that lead to its sec
 that they hold for any wrapping; see `forms`.
 """
 
-import bisect
 import dataclasses
+import functools
 import itertools
-import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -29,99 +28,145 @@ import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap._tree.structure import Structure
 
 Role = Literal["parameter", "optimizer", "other"]
 
-# Metadata of a Variable about its layout.
-LAYOUT_METADATA = ("layout", "out_sharding", "sharding_names", "sharding")
+# Other names of a leaf that messages show.
+_MOST_SHOWN = 2
+
+_NUMBER = re.compile("[0-9]+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Section:
-    """A run of leaves whose paths start at one node."""
+class Leaf(NamedTuple):
+    """One leaf of a tree.
+
+    Attributes:
+        path: path within the section.
+        prefix: what precedes it in the whole tree: `model/params/`, or nothing.
+        role: whether the section holds parameters or the state of an optimizer.
+        value: the leaf itself.
+        box: the Variable or Linen box around it, if that has layout metadata.
+        fixed: whether it is random state, which no rule shards.
+        others: the other paths of a shared Variable, in no order.
+    """
+
+    path: str
+    prefix: str
+    role: Role
+    value: Any = None
+    box: Any = None
+    fixed: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def full_path(self) -> str:
+        """Path within the whole tree."""
+        return self.prefix + self.path if self.path else self.prefix.removesuffix("/")
+
+    def names(self) -> tuple[str, ...]:
+        """Every path within the whole tree: several of a shared Variable."""
+        return self.full_path, *(self.prefix + other for other in self.others)
+
+    def label(self) -> str:
+        """Its names, for messages: `decoder/w = embed/embedding`."""
+        more = " = …" if len(self.others) > _MOST_SHOWN else ""
+        return " = ".join(self.names()[: _MOST_SHOWN + 1]) + more
+
+
+class Section(NamedTuple):
+    """Consecutive leaves whose paths start at one node."""
 
     start: int  # position of the first leaf
     stop: int  # position after the last leaf
-    prefix: str  # what precedes the section's paths in the tree
+    prefix: str
     role: Role
-    node: Any = None  # the optimizer or train state
-    unseen: int = 0  # how many characters of the prefix rules do not see
-
-    def forms(self, path: str) -> tuple[str, ...]:
-        """The forms that rules see of a path within it."""
-        return forms(self.seen, path)
-
-    @property
-    def seen(self) -> str:
-        """What of the prefix the rules see."""
-        return self.prefix[self.unseen :]
 
 
-class Block(NamedTuple):
-    """A run of leaves whose folded paths start alike."""
-
-    start: int  # position of the first leaf
-    folded: str  # the common beginning of the folded paths
-    names: tuple[str, ...]  # the rest of each
-
-
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Flat:
-    """A tree, flattened: columns with one entry per leaf, in JAX's leaf order.
+    """The leaves of a tree, in JAX's order.
 
-    `paths` are within the section; `blocks` and `sections` are in order, without gaps;
-    `annotations` maps positions to Variables or boxes with layout metadata; `fixed` has
-    the positions that no rule may shard (random state); `has_objects`: NNX objects were
-    read through `nnx.state`; `treedef` and `structure` may be unknown.
+    Attributes:
+        records: the leaves.
+        nodes: prefix of a section of optimizer state → the `nnx.Optimizer` or the
+            TrainState that holds it.
+        has_objects: whether NNX objects were read through `nnx.state`.
+        unseen: beginnings of prefixes that rules do not see, see `Roots`.
     """
 
-    paths: list[str] = dataclasses.field(default_factory=list)
-    blocks: list[Block] = dataclasses.field(default_factory=list)
-    leaves: list[Any] = dataclasses.field(default_factory=list)
-    sections: list[Section] = dataclasses.field(default_factory=list)
-    annotations: dict[int, Any] = dataclasses.field(default_factory=dict)
-    fixed: set[int] = dataclasses.field(default_factory=set)
+    records: Sequence[Leaf]
+    nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_objects: bool = False
-    treedef: Any = None
-    structure: Structure | None = None
+    unseen: Sequence[str] = ()
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Path of each leaf within its section."""
+        return [leaf.path for leaf in self.records]
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The leaves themselves."""
+        return [leaf.value for leaf in self.records]
+
+    @functools.cached_property
+    def annotations(self) -> dict[int, Any]:
+        """Position → the box with layout metadata."""
+        return {
+            at: leaf.box for at, leaf in enumerate(self.records) if leaf.box is not None
+        }
+
+    @functools.cached_property
+    def fixed(self) -> set[int]:
+        """Positions of random state."""
+        return {at for at, leaf in enumerate(self.records) if leaf.fixed}
+
+    @functools.cached_property
+    def sections(self) -> list[Section]:
+        """The sections, in order."""
+        sections: list[Section] = []
+        for (prefix, role), leaves in itertools.groupby(
+            self.records, lambda leaf: (leaf.prefix, leaf.role)
+        ):
+            start = sections[-1].stop if sections else 0
+            count = sum(1 for _ in leaves)
+            sections.append(Section(start, start + count, prefix, role))
+        return sections
+
+    @functools.cached_property
+    def _full_paths(self) -> list[str]:
+        return [leaf.full_path for leaf in self.records]
 
     def full_paths(self) -> list[str]:
         """Path of each leaf within the whole tree."""
-        if all(not section.prefix for section in self.sections):
-            return self.paths
-        full: list[str] = []
-        for section in self.sections:
-            prefix = section.prefix
-            own = self.paths[section.start : section.stop]
-            full.extend(prefix + p if p else prefix.removesuffix("/") for p in own)
-        return full
-
-    def section(self, at: int) -> Section:
-        """The section of a leaf."""
-        return self.sections[bisect.bisect_right(self.sections, at, key=_START) - 1]
+        return self._full_paths
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
         """The forms that rules see of a leaf's path, or of another in its section."""
-        return self.section(at).forms(self.paths[at] if path is None else path)
+        leaf = self.records[at]
+        prefix = leaf.prefix
+        for name in self.unseen:
+            prefix = prefix.removeprefix(name)
+        return forms(prefix, leaf.path if path is None else path)
+
+    def forms_of_names(self, at: int) -> list[tuple[str, ...]]:
+        """The forms of each path of a leaf: several of a shared Variable."""
+        return [self.forms(at), *(self.forms(at, x) for x in self.records[at].others)]
 
     def representatives(self) -> Iterator[int]:
-        """One position for each distinct folded path, as far as blocks tell."""
-        seen = set()
-        for block in self.blocks:
-            key = self.section(block.start).prefix, block.folded, block.names
+        """One position for each distinct path, without regard to numbers."""
+        seen = set[tuple[str, str]]()
+        for at, leaf in enumerate(self.records):
+            key = leaf.prefix, _NUMBER.sub("0", leaf.path)
             if key not in seen:
                 seen.add(key)
-                yield from range(block.start, block.start + len(block.names))
+                yield at
 
     def every_form(self) -> Iterator[str]:
         """All forms of the paths of all leaves."""
-        for section in self.sections:
-            for path in self.paths[section.start : section.stop]:
-                yield from section.forms(path)
-
-
-_START = operator.attrgetter("start")
+        for at in range(len(self.records)):
+            for forms_of_name in self.forms_of_names(at):
+                yield from forms_of_name
 
 
 def forms(prefix: str, path: str) -> tuple[str, ...]:
@@ -140,9 +185,9 @@ def forms(prefix: str, path: str) -> tuple[str, ...]:
 class Roots:
     """Several trees under names, such as the arguments of a function.
 
-    Each is a section. Rules see the name of a Flax object, as they would in a dict, but
-    not that of a container of arrays, which may be data: the rule `b` would match every
-    `batch`. A name may be a path.
+    Each is a section, in the order given. Rules see the name of a Flax object, as they
+    would in a dict, but not that of a container of arrays, which may be data: the rule
+    `batch` would match every batch. A name may be a path.
     """
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
@@ -245,192 +290,3 @@ def is_optax_state(node: Any) -> bool:
         is_copies = type(node).__name__ == "LookaheadParams"
         return type(node).__module__.split(".")[0] == "optax" and not is_copies
     return bool(node) and all(part is None or is_optax_state(part) for part in node)
-
-
-class Names(dict[Any, tuple[str, str]]):
-    """Key of a mapping → its part, and the part folded."""
-
-    def __init__(self, fold: Callable[[str], str]) -> None:
-        super().__init__()
-        self.fold = fold
-
-    def __missing__(self, key: Any) -> tuple[str, str]:
-        part = escape(key)
-        self[key] = found = (part, self.fold(part))
-        return found
-
-
-# ------------------------------------------------------------------------- folded paths
-
-
-# A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
-# between underscores. Escapes in a path (`%2F`, `%A6`) hold no index, and neither do
-# more digits than the places of a list would have.
-_INDEX = re.compile(r"(?<![0-9%])(?<!%[A-F])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
-
-_TO_LAST_INDEX = re.compile(".*" + _INDEX.pattern)
-
-# Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
-# of them stay apart.
-_GLUED = 4
-
-# Runs of indices that are written before `…`.
-_RUNS = 6
-
-Indices = tuple[int, ...]
-Relation = tuple[tuple[str, ...], tuple[int | None, ...]]
-
-
-class Fold(NamedTuple):
-    """Leaves that are shown as one."""
-
-    text: str  # the path, with `{0..79}` for the indices 0 to 79
-    members: tuple[int, ...]  # positions, ascending
-    slots: tuple[str, ...] = ()  # of several members: the text of each index
-    varied: int = 0  # end of the last index in the text that varies
-
-    @property
-    def head(self) -> int:
-        """The length of the beginning of the text, which leaves below one node share.
-
-        It ends with the `/` after the last index that stands for several; without such
-        an index, after the last index.
-        """
-        last = None if self.varied else _TO_LAST_INDEX.match(self.text)
-        end = self.varied if last is None else last.end()
-        return self.text.find("/", end) + 1 if end else 0
-
-    def spell(self, relation: Relation) -> str:
-        """The path with this relation to that of every member."""
-        texts, indices = relation
-        own = self.slots or _INDEX.split(self.text)[1::2]
-        slots = own[len(own) - len(indices) :] if indices else ()
-        spelled = [
-            slot if index is None else str(index)
-            for slot, index in zip(slots, indices, strict=True)
-        ]
-        return _join(texts, spelled)
-
-
-def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
-    """Fold the paths that differ in indices alone, in the order of their first members.
-
-    Paths with different values in `alike` are not folded together.
-
-    >>> [row.text for row in fold(["a/0/w", "a/1/w", "a/2/w", "b"], [0, 0, 0, 0])]
-    ['a/{0..2}/w', 'b']
-    >>> [row.text for row in fold(["a_0", "a_1", "a_2", "a_4"], "xxyx")]
-    ['a_{0,1,4}', 'a_2']
-    """
-    groups: dict[Hashable, dict[Indices, int]] = {}
-    for at, (path, key) in enumerate(zip(paths, alike, strict=True)):
-        pieces = _INDEX.split(path)
-        group = groups.setdefault((tuple(pieces[::2]), key), {})
-        group[tuple(map(int, pieces[1::2]))] = at
-    folds: list[Fold] = []
-    for (texts, _), group in groups.items():  # pyright: ignore[reportGeneralTypeIssues]
-        for box in _boxes(list(group), texts):
-            members = [group[indices] for indices in itertools.product(*box)]
-            folds.append(_fold_of(texts, box, members))
-    return sorted(folds, key=lambda row: row.members[0])
-
-
-def apart(paths: Sequence[str]) -> list[Fold]:
-    """Every path by itself."""
-    return [Fold(path, (at,)) for at, path in enumerate(paths)]
-
-
-def relation(path: str, other: str) -> Relation:
-    """How another path relates to this one: its texts, and which indices are equal.
-
-    Indices are compared from the right. Leaves whose other paths have the same relation
-    to their own can be folded; `Fold.spell` writes the other path for all of them.
-
-    >>> relation("mu/layers/7/w", "layers/7/w")
-    (('layers/', '/w'), (None,))
-    """
-    mine = _INDEX.split(path)[1::2]
-    pieces = _INDEX.split(other)
-    theirs = pieces[1::2]
-    # Each index of the other needs a counterpart, whose slot it takes.
-    if len(theirs) > len(mine):
-        return (other,), ()
-    tail = mine[len(mine) - len(theirs) :]
-    same = [None if a == b else int(b) for a, b in zip(tail, theirs, strict=True)]
-    return tuple(pieces[::2]), tuple(same)
-
-
-def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
-    """Sort `layers/2` before `layers/10`."""
-    key: list[tuple[str | int, ...]] = []
-    for at, piece in enumerate(re.split(r"([0-9]+)", path)):
-        digits = piece.lstrip("0")
-        key.append((1, len(digits), digits, piece) if at % 2 else (0, piece))
-    return tuple(key)
-
-
-def spell_indices(indices: Sequence[int]) -> str:
-    """Ascending indices in the notation of a shell; many runs are abbreviated.
-
-    >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
-    ('7', '{0..3,5}', '{0..6..2}')
-    """
-    if len(indices) == 1:
-        return str(indices[0])
-    step = indices[1] - indices[0]
-    regular = all(b - a == step for a, b in itertools.pairwise(indices))
-    if step > 1 and regular and len(indices) > 3:
-        return f"{{{indices[0]}..{indices[-1]}..{step}}}"
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    texts = [
-        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
-        for run in runs
-    ]
-    if len(texts) > _RUNS:
-        texts = [*texts[: _RUNS - 3], "…", texts[-1]]
-    return f"{{{','.join(texts)}}}"
-
-
-def _boxes(tuples: list[Indices], texts: Sequence[str]) -> list[list[list[int]]]:
-    """Cut a set of indices into products of sets, one set per slot."""
-    if not tuples[0]:
-        return [[]]
-    rests: dict[int, list[Indices]] = {}
-    for indices in tuples:
-        rests.setdefault(indices[0], []).append(indices[1:])
-    same: dict[tuple[Indices, ...], list[int]] = {}
-    for first, rest in rests.items():
-        same.setdefault(tuple(sorted(rest)), []).append(first)
-    boxes = []
-    for rest, firsts in same.items():
-        glued = texts[0][-1:] not in ("", "/", "_")
-        choices = (
-            [[at] for at in firsts] if glued and len(firsts) < _GLUED else [firsts]
-        )
-        for box in _boxes(list(rest), texts[1:]):
-            boxes += [[sorted(choice), *box] for choice in choices]
-    return boxes
-
-
-def _fold_of(
-    texts: Sequence[str], box: Sequence[Sequence[int]], members: Sequence[int]
-) -> Fold:
-    slots = tuple(map(spell_indices, box))
-    text = _join(texts, slots)
-    if len(members) == 1:
-        return Fold(text, tuple(members))
-    last = max(at for at, some in enumerate(box) if len(some) > 1)
-    varied = len(_join(texts[: last + 1], slots[: last + 1]))
-    return Fold(text, tuple(sorted(members)), slots, varied)
-
-
-def _join(texts: Sequence[str], slots: Sequence[str]) -> str:
-    mixed = itertools.chain.from_iterable(
-        itertools.zip_longest(texts, slots, fillvalue="")
-    )
-    return "".join(mixed)

@@ -19,7 +19,7 @@ from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
 from flax_layoutmap._tree.trace import Traced, trace
@@ -42,6 +42,16 @@ class Target:
     def leaves(self) -> dict[str, Any]:
         """Path → leaf, concrete or abstract."""
         return dict(zip(self.flat.full_paths(), self.flat.leaves, strict=True))
+
+    def by_first_name(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves of a checkpoint, those of shared Variables by the target's name."""
+        renamed = {}
+        for leaf in self.flat.records:
+            first, *others = leaf.names()
+            saved = [name for name in others if name in leaves]
+            if saved and first not in leaves:
+                renamed[saved[0]] = first
+        return {renamed.get(path, path): leaf for path, leaf in leaves.items()}
 
     def resolve(self, rules: Any, saved: Mapping[str, Origin]) -> Resolution:
         """Resolve its leaves.
@@ -77,7 +87,7 @@ class Target:
             tree = self.tree
             if jax.ShapeDtypeStruct in map(type, self.flat.leaves):
                 tree = _with_new_objects(tree)
-            result = with_leaves(tree, [*new.values()], self.flat.treedef)
+            result = with_leaves(tree, [*new.values()])
         else:
             if made:
                 new |= _made(self.traced, list(new), made)
@@ -92,9 +102,7 @@ def opened(target: Any) -> Target:
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
-    flat = flatten(tree)
-    if flat.treedef is None:
-        flat.treedef = jax.tree.structure(plain_tree(tree))
+    flat = flatten(tree, None if traced is None else traced.others)
     return Target(tree, flat, traced)
 
 

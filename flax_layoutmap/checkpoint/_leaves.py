@@ -17,8 +17,8 @@ from flax_layoutmap._core.errors import CheckpointError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.fold import spell_indices
 from flax_layoutmap._tree.flatten import plain_tree
-from flax_layoutmap._tree.paths import spell_indices
 
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 

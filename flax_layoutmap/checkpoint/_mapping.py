@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._tree.paths import unescape
+from flax_layoutmap._tree.paths import Leaf, unescape
 from flax_layoutmap.checkpoint._lazy import Array, nothing
 from flax_layoutmap.checkpoint._steps import Step, is_scaled, linear
 
@@ -104,6 +104,12 @@ class NameMapping:
                         ) from error
                     return Recipe(names, recipe.steps)
         return None
+
+    def recipe_of(self, leaf: Leaf) -> Recipe | None:
+        """The recipe of a leaf, by the first of its names that has one."""
+        names = zip((leaf.path, *leaf.others), leaf.names(), strict=True)
+        recipes = (self.recipe(path, full_path) for path, full_path in names)
+        return next((recipe for recipe in recipes if recipe is not None), None)
 
     def unmatched(self, path: str) -> str:
         """The message that no entry matches a leaf."""

@@ -39,7 +39,8 @@ from flax_layoutmap._rules.serialise import (
     rules_from_json,
     rules_to_json,
 )
-from flax_layoutmap._tree.paths import Flat, Section, unescape
+from flax_layoutmap._tree.paths import Flat, unescape
+from flax_layoutmap._tree.paths import Leaf as TreeLeaf
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
@@ -350,28 +351,28 @@ def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    flat, origins = Flat(), {}
+    named, origins = dict[str, TreeLeaf](), {}
     for entry in record["sections"]:
-        start, prefix, role = len(flat.paths), entry["prefix"], entry["role"]
-        flat.paths.extend(entry["paths"])
-        flat.sections.append(Section(start, len(flat.paths), prefix, role))
+        prefix, role = entry["prefix"], entry["role"]
+        leaves = [TreeLeaf(path, prefix, role) for path in entry["paths"]]
+        named |= {leaf.full_path: leaf for leaf in leaves}
         if role == "optimizer":
-            full = flat.full_paths()[start:]
-            for path, (owner, dims) in zip(full, entry["owners"], strict=True):
+            for leaf, (owner, dims) in zip(leaves, entry["owners"], strict=True):
                 dims = None if dims is None else tuple(dims)
-                origins[path] = Origin(owner, dims, "unknown when it was saved")
+                origin = Origin(owner, dims, "unknown when it was saved")
+                origins[leaf.full_path] = origin
     special, sums = record["leaves"], record.get("checksums")
-    positions = {path: at for at, path in enumerate(flat.full_paths())}
-    flat.fixed.update(positions[path] for path in record["random"])
+    for path in record["random"]:
+        named[path] = named[path]._replace(fixed=True)
     for path, entry in record["layouts"].items():
-        flat.annotations[positions[path]] = _mark(entry)
-    leaves = {path: _leaf(path, special.get(path, {}), held) for path in positions}
+        named[path] = named[path]._replace(box=_mark(entry))
+    leaves = {path: _leaf(path, special.get(path, {}), held) for path in named}
     stored = {path for path, leaf in leaves.items() if not leaf.is_empty}
-    if wrong := (stored ^ held.keys()) | (special.keys() - positions.keys()):
+    if wrong := (stored ^ held.keys()) | (special.keys() - named.keys()):
         raise KeyError(min(wrong))
     return {
         "leaves": leaves,
-        "flat": flat,
+        "flat": Flat([*named.values()]),
         "origins": origins,
         "mesh": mesh_from_json(record["mesh"]),
         "rules": record["rules"],

@@ -262,6 +262,7 @@ class _Checkpoint:
 
     def offer(self, target: Target | None, options: Options) -> Offer:
         leaves, problems = self._stored.leaves, list[str]()
+        leaves = leaves if target is None else target.by_first_name(leaves)
         if self._verify and self._stored.checksums is None:
             problems.append(self._stored.no_checksums())
         if target is None:

@@ -15,6 +15,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.paths import Leaf as TreeLeaf
 from flax_layoutmap._tree.paths import escape
 from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
@@ -142,13 +143,10 @@ class _Tensors:
                 leaves[path] = Leaf(path, "array", tensor.shape, tensor.dtype)
                 self._makers[path] = _Maker(recipe, name, {name: tensor})
             return Offer(leaves)
-        columns = zip(target.leaves.items(), target.flat.paths, strict=True)
-        for (path, value), short in columns:
-            recipe, shape = self._names.recipe(short, path), np.shape(value)
+        for leaf in target.flat.records:
+            path, value, shape = leaf.full_path, leaf.value, np.shape(leaf.value)
             try:
-                if recipe is None:
-                    raise LookupError(self._names.unmatched(short))
-                maker = _maker(recipe, shape, self._tensors)
+                maker = self._maker_of(leaf)
             except LookupError as error:
                 absent[path] = str(error)
             except ValueError as error:
@@ -160,9 +158,24 @@ class _Tensors:
         problems = self._unused() if options.unexpected == "error" else ()
         return Offer(leaves, absent, faults, problems)
 
+    def _maker_of(self, leaf: TreeLeaf) -> "_Maker":
+        """The maker by the first name of a leaf that has its tensors; see `_maker`."""
+        errors = []
+        for path, full_path in zip(
+            (leaf.path, *leaf.others), leaf.names(), strict=True
+        ):
+            try:
+                recipe = self._names.recipe(path, full_path)
+                if recipe is None:
+                    raise LookupError(self._names.unmatched(path))
+                return _maker(recipe, np.shape(leaf.value), self._tensors)
+            except LookupError as error:
+                errors.append(error)
+        raise errors[0]
+
     def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
         tree = {n: _abstract(tensor) for n, tensor in self._tensors.items()}
-        return resolve(tree if target is None else target.tree, rules)
+        return resolve(tree if target is None else target.traced or target.tree, rules)
 
     def _unused(self) -> list[str]:
         """A problem for each tensor that no leaf uses."""

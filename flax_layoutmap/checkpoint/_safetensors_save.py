@@ -29,7 +29,7 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, undone
+from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
     check_bytes,
@@ -125,13 +125,13 @@ def _plan(
     """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     draft = _Draft()
-    columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
-    for path, short, value in columns:
-        if path in selection:
+    for leaf in flat.records:
+        if (path := leaf.full_path) in selection:
             try:
-                draft.add(*_made(path, short, value, names, dtype))
+                recipe = names.recipe_of(leaf)
+                draft.add(*_made(path, leaf.path, leaf.value, names, recipe, dtype))
             except ValueError as error:
-                problems.append(f"{path} {show_shape(np.shape(value))}: {error}")
+                problems.append(f"{path} {show_shape(np.shape(leaf.value))}: {error}")
     if not problems:
         draft.assemble()
         problems += draft.problems
@@ -141,7 +141,12 @@ def _plan(
 
 
 def _made(
-    path: str, short: str, value: Any, names: NameMapping, dtype: Any
+    path: str,
+    short: str,
+    value: Any,
+    names: NameMapping,
+    recipe: Recipe | None,
+    dtype: Any,
 ) -> tuple[Made, Sequence[Step]]:
     """A leaf and the steps to undo; ValueError if it cannot be saved."""
     leaf = leaf_of(path, value)
@@ -157,7 +162,6 @@ def _made(
     is_sharded = isinstance(getattr(value, "sharding", None), NamedSharding)
     if isinstance(value, jax.Array) and jax.process_count() > 1 and not is_sharded:
         raise ValueError("it has no NamedSharding; place it with layout_map.place")
-    recipe = names.recipe(short, path)
     if recipe is None:
         raise ValueError(names.unmatched(short))
     if any(step.key[0] == "mxfp4" for step in recipe.steps):

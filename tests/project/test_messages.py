@@ -643,8 +643,8 @@ CASES: dict[str, Case] = {
     "paths: twice": Case(
         lambda: fit({}, same_path()),
         flm.errors.StructureError,
-        "two different keys both have the path '0' (an int and a string, say): rename "
-        "one, so that rules can distinguish them",
+        "two different keys both have the path '0' (an int and a string, for example): "
+        "rename one, so that rules can distinguish them",
     ),
     "paths: node": Case(
         lambda: fit({}, {"a": [Broken()]}),

@@ -1,6 +1,5 @@
 """Properties of the core, on generated patterns, trees and layouts."""
 
-import itertools
 import json
 import re
 import string
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
@@ -23,11 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.matching import Matcher
-from flax_layoutmap._tree import flatten as _flatten
 from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.paths import Flat, escape, unescape
-from flax_layoutmap._tree.structure import structure_of
-from flax_layoutmap._tree.walk import Walk
+from flax_layoutmap._tree.paths import escape, unescape
 
 MATCHES = ["search", "match", "fullmatch"]
 # Few characters, so that patterns meet paths often.
@@ -158,101 +153,37 @@ def test_paths_are_injective_and_in_leaf_order(tree: dict[str, Any]) -> None:
     ]
 
 
-# --------------------------------------------- the two ways to flatten a tree
-
 X = np.zeros((2, 3), np.float32)
-STACK_KEYS = st.one_of(
-    st.sampled_from(["params", "opt_state", "step", "a", "b1", "layers", "x/1", "%"]),
-    st.integers(0, 12).map(str),
-    st.integers(0, 2),
-)
-STACK_LEAVES = st.one_of(
-    st.sampled_from([X, np.zeros(3), 3, "text", None]),
-    st.builds(nnx.Param, st.just(X)),
-    st.builds(nnx.BatchStat, st.just(X)),
-    st.builds(nnx.RngCount, st.just(np.uint32(0))),
-)
-# Not for the short way, each for a reason of its own.
 ODD_LEAVES = st.one_of(
+    st.sampled_from([X, 3, "text", None, (X, X), freeze({"a": X})]),
     st.builds(nnx.Param, st.just({"a": X})),
     st.builds(lambda: nnx.Param(X, layout=(None, "x"))),
     st.builds(nnx.OptState, st.just(X)),
+    st.builds(nnx.RngCount, st.just(np.uint32(0))),
     st.just(optax.ScaleByAdamState(X, {"a": X}, {"a": X})),  # type: ignore[arg-type]
-    st.just((X, X)),
-    st.just(freeze({"a": X})),
     st.just(nnx.State({"a": nnx.Param(X)})),
     st.builds(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0))),
-    st.builds(lambda: NoPytree()),
+)
+ODD_TREES = st.recursive(
+    ODD_LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(
+            st.sampled_from(["params", "opt_state", "step", "a", "b1"]),
+            inner,
+            max_size=3,
+        ),
+        st.lists(inner, max_size=2),
+    ),
+    max_leaves=8,
 )
 
 
-class NoPytree(nnx.Module, pytree=False):
-    def __init__(self) -> None:
-        self.w = nnx.Param(X)
-
-
-def stacks(leaves: Any) -> Any:
-    """Trees that repeat sub-trees, as stacks of layers do."""
-    nodes = st.recursive(
-        leaves,
-        lambda inner: st.one_of(
-            st.dictionaries(STACK_KEYS, inner, max_size=3),
-            st.lists(inner, max_size=2),
-            st.tuples(inner, st.integers(2, 12)).map(
-                lambda layer: {str(at): layer[0] for at in range(layer[1])}
-            ),
-            st.tuples(inner, st.integers(2, 4)).map(
-                lambda layer: [layer[0]] * layer[1]
-            ),
-        ),
-        max_leaves=8,
-    )
-    return st.dictionaries(STACK_KEYS, nodes, max_size=4)
-
-
-def folded(flat: Flat) -> list[str]:
-    return [block.folded + name for block in flat.blocks for name in block.names]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_leaves", [2, 64])
-@pytest.mark.parametrize("odd", [False, True], ids=["regular", "odd"])
-def test_the_short_way_is_the_long_way(
-    block_leaves: int, odd: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_flatten, "_BLOCK_LEAVES", block_leaves)
-    fold = str
-    ways = {"short": 0, "long": 0}
-
-    @settings(max_examples=400 if odd else 150)  # few of the odd ones go the short way
-    @given(stacks(STACK_LEAVES | ODD_LEAVES if odd else STACK_LEAVES), st.booleans())
-    def check(tree: Any, is_state: bool) -> None:
-        tree = nnx.State(tree) if is_state else tree
-        short = _flatten._flatten_repeats(tree, fold)
-        ways["long" if short is None else "short"] += 1
-        if short is None:
-            return
-        long = Walk(fold).flatten(tree)
-        assert list(short.paths) == long.paths
-        assert short.full_paths() == long.full_paths()
-        assert folded(short) == folded(long)
-        assert [block.start for block in short.blocks] == list(
-            itertools.accumulate([len(b.names) for b in short.blocks], initial=0)
-        )[:-1]
-        assert list(map(id, short.leaves)) == list(map(id, long.leaves))
-        assert short.sections == long.sections
-        assert short.fixed == long.fixed
-        assert not long.annotations and not long.has_objects
-        assert short.treedef == jax.tree.structure(tree)
-        known = structure_of(tree)
-        assert (known is None) == (short.structure is None)
-        if short.structure is not None:
-            assert short.structure.fits(tree)
-            assert short.structure.fits(jax.tree.map(lambda leaf: leaf, tree))
-            assert not short.structure.fits({"tree": tree})
-
-    check()
-    assert ways["short"] > 20, ways
+@settings(max_examples=150)
+@given(ODD_TREES)
+def test_leaves_of_any_tree_are_those_of_jax_in_order(tree: Any) -> None:
+    flat, leaves = flatten(tree), jax.tree.leaves(plain_tree(tree))
+    assert list(map(id, flat.leaves)) == list(map(id, leaves))
+    assert len({*flat.full_paths()}) == len(leaves)
 
 
 # ------------------------------------------- one canonical path for a leaf

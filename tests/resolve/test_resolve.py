@@ -2,10 +2,8 @@
 
 import gc
 import json
-import sys
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -1173,37 +1171,3 @@ def test_equal_problems_of_layers_are_told_once(mesh: flm.DeviceMesh) -> None:
     assert "  - layers/{0..23}/kernel ×24 (8,10): rule 1 'kernel'" in text
     assert len(caught.value.problems) == 24
     assert caught.value.problems[7].startswith("layers/15/kernel (8,10): rule 1")
-
-
-# ------------------------------------------------------------------- deep trees
-
-
-def deep(depth: int) -> dict[str, Any]:
-    tree: Any = {"kernel": struct(8, 16)}
-    for level in range(depth):
-        tree = {f"level{level}": tree}
-    return tree
-
-
-def test_trees_may_be_deep() -> None:
-    layout_map = mapped({"kernel": (None, "model")})
-
-    def resolved() -> str:
-        for tree in (deep(800), deep(800), deep(300)):
-            (leaf,) = layout_map.resolve(tree)
-            assert leaf.path.endswith("/level0/kernel") and leaf.shard_shape == (8, 4)
-        return layout_map.resolve(deep(800)).report()
-
-    # In a thread of its own: what calls a test may be a hundred levels deep itself.
-    with ThreadPoolExecutor(1) as pool:
-        assert "kernel" in pool.submit(resolved).result()
-
-
-def test_a_tree_that_is_too_deep_is_named() -> None:
-    with pytest.raises(flm.errors.StructureError) as caught:
-        mapped({"kernel": None}).resolve({"model": deep(5000)})
-    assert str(caught.value) == (
-        "the tree is nested 5002 levels deep, at 'model/level4999/level4998/…', which "
-        f"is more than Python's recursion limit of {sys.getrecursionlimit()} allows "
-        "for; make it flatter, or call sys.setrecursionlimit(50020) before"
-    )

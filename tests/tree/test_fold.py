@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_layoutmap._tree.paths import apart, fold, natural_key, relation, spell_indices
+from flax_layoutmap._show.fold import apart, fold, natural_key, relation, spell_indices
 
 
 def texts(paths: list[str], alike: list[int] | None = None) -> list[str]:
