@@ -21,15 +21,12 @@ _NUMBERS = bool | int | float | complex
 def fetch_layout(x: Any) -> TensorLayout | None:
     """Return the layout of an array: its mesh, and the axes of each dim.
 
-    Args:
-        x: an array on a mesh; an `nnx.Variable` or a Linen box, which hold one; a
-            traced value whose mesh has Explicit axes only; an abstract
-            `jax.ShapeDtypeStruct` with a sharding.
+    None for a Python number or None. A value that is not on a mesh raises, and so does
+    one of `jit` on Auto axes, whose layout is not known (JAX shows it as replicated).
 
-    Returns:
-        The layout, with one entry per dim; None for a Python number or None. Other
-        values raise, also those of `jit` on Auto axes, whose layout cannot be read
-        (JAX shows them as if they were replicated).
+    Args:
+        x: an array; an `nnx.Variable` or a Linen box, which hold one; a traced value on
+            Explicit axes; a `jax.ShapeDtypeStruct` with a sharding.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -54,8 +51,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
 def is_distributed(x: Any) -> bool:
     """Return whether a value is an array on a mesh, even of one device.
 
-    An `nnx.Variable` or a Linen box stands for what it holds. A value of `jit` on Auto
-    axes raises LayoutError, as that is unknown.
+    A value of `jit` on Auto axes raises LayoutError, as that is unknown.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -76,9 +72,8 @@ def check_layout(x: Any, layout: Any) -> None:
 
     Args:
         x: what `fetch_layout` takes.
-        layout: anything that `TensorLayout` takes; without a mesh, only the dims are
-            compared. Meshes are equal when axes, sizes and devices are; an abstract one
-            has no devices to compare.
+        layout: anything that `TensorLayout` takes. Without a mesh, only the dims are
+            compared; with an abstract one, all but the devices.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -125,12 +120,11 @@ def known_layout(x: Any) -> TensorLayout | None:
             return None
     if not isinstance(sharding, NamedSharding):
         return None
-    ndim, layout = len(x.shape), TensorLayout(sharding)
-    if ndim == 0:
-        return TensorLayout.replicated(layout.device_mesh, 0)
-    return TensorLayout(
-        layout.dims(ndim), layout.device_mesh, memory_kind=layout.memory_kind
-    )
+    layout = TensorLayout(sharding)
+    dims, mesh = layout.dims(len(x.shape)), layout.device_mesh
+    if not dims:
+        return TensorLayout.replicated(mesh, 0)
+    return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
 
 def own_mesh(x: Any) -> DeviceMesh | None:

@@ -21,14 +21,13 @@ def initialize(
     """Join a job of several processes; call it before any other use of JAX.
 
     Keras's `initialize`, over `jax.distributed`. Arguments left as None are read from
-    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES` and
-    `KERAS_DISTRIBUTION_PROCESS_ID`, then by JAX from its own variables
-    (`JAX_COORDINATOR_ADDRESS` and others) or from the cluster that it detects: Cloud
-    TPU, Slurm, Open MPI, Kubernetes. A second call without arguments does nothing.
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `…_NUM_PROCESSES` and `…_PROCESS_ID`, then by
+    JAX from its own variables or the cluster that it detects (Cloud TPU, Slurm, Open
+    MPI, Kubernetes). A second call without arguments does nothing. Unlike Keras's it
+    sets no seed.
 
-    Unlike Keras's it sets no seed: Flax models are made from an explicit one. JAX ends
-    processes that wait for `initialization_timeout` seconds (300 by default) for one
-    that does not come, and `shutdown_timeout_seconds` after one has ended.
+    JAX ends processes that wait for `initialization_timeout` seconds (300 by default)
+    for one that does not come, and `shutdown_timeout_seconds` after one has ended.
 
     Args:
         job_addresses: `"host:port"` of process 0, or of all processes, separated by

@@ -156,10 +156,10 @@ class TensorLayout:
 
     def on(self, device_mesh: Any) -> Self:
         """Return the same axes on another mesh."""
-        bare = as_mesh(device_mesh)
-        if bare == self.device_mesh:
+        mesh = as_mesh(device_mesh)
+        if mesh == self.device_mesh:
             return self
-        return self._exactly(self.axes, bare, self.memory_kind)
+        return self._exactly(self.axes, mesh, self.memory_kind)
 
     def on_host(self) -> Self:
         """Return the same layout in host memory, `memory_kind="pinned_host"`.
@@ -209,8 +209,8 @@ class TensorLayout:
             )
         if ... not in axes:
             return axes
-        at = axes.index(...)
-        return (*axes[:at], *(None,) * (ndim - count), *axes[at + 1 :])
+        start = axes.index(...)
+        return (*axes[:start], *(None,) * (ndim - count), *axes[start + 1 :])
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
         """Return the `PartitionSpec` of an array of this rank, without trailing None.
@@ -325,7 +325,7 @@ class TensorLayout:
     def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
         """Return the layout without a dim, or without several."""
         gone = {self._position(dim) for dim in np.atleast_1d(dims).tolist()}
-        kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
+        kept = [d for number, d in enumerate(self._every_dim()) if number not in gone]
         return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
 
     @classmethod
@@ -341,9 +341,9 @@ class TensorLayout:
         cls, mesh: Any, batch_dim: str | tuple[str, ...], rank: int, axis: int = 0
     ) -> Self:
         """Make a layout of this rank with dim number `axis` on the axis `batch_dim`."""
-        plain = cls.replicated(mesh, rank)
-        at = plain._position(axis)
-        return cls((*plain.axes[:at], batch_dim, *plain.axes[at + 1 :]), plain.mesh)
+        replicated = cls.replicated(mesh, rank)
+        dims: list[Any] = [None] * replicated._position(axis) + [batch_dim]
+        return cls((*dims, *replicated.axes[len(dims) :]), replicated.mesh)
 
     @classmethod
     def inner_sharded(
@@ -417,11 +417,11 @@ class TensorLayout:
 
     def _position(self, dim: Any) -> int:
         """The dim counted from 0, of one that may be counted from the end."""
-        rank, at = len(self._every_dim()), whole(dim)
-        if at is None or not -rank <= at < rank:
+        rank, number = len(self._every_dim()), whole(dim)
+        if number is None or not -rank <= number < rank:
             among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
             raise LayoutError(f"the layout {self} has {among}, got dim {dim!r}")
-        return at % rank
+        return number % rank
 
     # ------------------------------------------------------------ Python's protocols
 

@@ -129,17 +129,14 @@ class DeviceMesh:
         """Make a mesh over several slices, which a slower network connects.
 
         The axes of `dcn` come first; an axis in both is split over the slices, then
-        within each slice. Slices are known for TPUs (`slice_index`); for CPUs and GPUs,
-        each process is one.
+        within each slice. For CPUs and GPUs, each process counts as a slice.
 
         Args:
-            ici: axis → size within a slice (over the inter-chip interconnect), or one
-                line, `"fsdp=16,tensor=4"`; one size may be -1.
-            dcn: axis → size over the slices (over the data-centre network); one size
-                may be -1.
+            ici: axis → size within a slice (inter-chip interconnect), or one line,
+                `"fsdp=16,tensor=4"`; one size may be -1.
+            dcn: the same over the slices (data-centre network).
             devices: the devices; None takes all devices of all processes.
-            axis_types: as for `DeviceMesh`.
-            allow_split_physical_axes: as for `DeviceMesh`.
+            axis_types: as for `DeviceMesh`, as is `allow_split_physical_axes`.
 
         Example:
             >>> import flax_layoutmap as flm
@@ -285,9 +282,8 @@ class DeviceMesh:
     def unravel_index(self) -> dict[int, dict[str, int]]:
         """Return device id → axis name → position along that axis."""
         places = enumerate(np.ndindex(self.shape))
-        return {
-            at: dict(zip(self.axis_names, place, strict=True)) for at, place in places
-        }
+        names = self.axis_names
+        return {number: dict(zip(names, p, strict=True)) for number, p in places}
 
     def global_device_ids(self) -> np.ndarray:
         """Return the device ids, from 0, in the shape of the mesh."""
@@ -295,8 +291,8 @@ class DeviceMesh:
 
     def local_device_ids(self) -> list[int]:
         """Return the ids of this process's devices; none for an abstract mesh."""
-        here, devices = jax.process_index(), enumerate(self._flat)
-        return [at for at, device in devices if device.process_index == here]
+        here = jax.process_index()
+        return [n for n, d in enumerate(self._flat) if d.process_index == here]
 
     def num_local_devices(self) -> int:
         """Return the number of this process's devices; 0 for an abstract mesh."""
@@ -304,12 +300,12 @@ class DeviceMesh:
 
     def local_devices(self) -> list[str]:
         """Return DTensor's names of this process's devices, with JAX's ids."""
-        return [long_name(self._flat[at]) for at in self.local_device_ids()]
+        return [long_name(self._flat[number]) for number in self.local_device_ids()]
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Return axis name → position for each device of this process."""
         places = self.unravel_index()
-        return [places[at] for at in self.local_device_ids()]
+        return [places[number] for number in self.local_device_ids()]
 
     def device_type(self) -> str:
         """Return `"CPU"`, `"GPU"` or `"TPU"`."""
@@ -325,7 +321,7 @@ class DeviceMesh:
             list(self.axis_sizes.items()),
             global_device_ids=range(self.size),
             local_device_ids=local,
-            local_devices=[names[at] for at in local],
+            local_devices=[names[number] for number in local],
             global_devices=names if len(local) < self.size else (),
         )
 
@@ -435,7 +431,7 @@ def mesh_from_proto(proto: Any, axis_types: Any = "auto") -> DeviceMesh:
     """A mesh with devices if all are listed and present, else an abstract one."""
     dims = [(dim.name, dim.size) for dim in proto.mesh_dimensions]
     local = dict(zip(proto.local_device_ids, proto.local_devices, strict=True))
-    devices = proto.global_devices or [local.get(at) for at in proto.global_device_ids]
+    devices = proto.global_devices or [local.get(n) for n in proto.global_device_ids]
     if not all(devices):
         names, sizes = [name for name, _ in dims], [size for _, size in dims]
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)

@@ -263,14 +263,14 @@ def _cubes(count: int) -> Iterator[Shape]:
 
 def _generation(written: str) -> Generation:
     short = written.strip().removeprefix("tpu ").strip()
-    found = GENERATIONS.get(ALIASES.get(short, short))
-    if found is None:
+    generation = GENERATIONS.get(ALIASES.get(short, short))
+    if generation is None:
         known = [*GENERATIONS, *ALIASES]
         raise MeshError(
             f"there is no TPU generation {written.strip()!r}"
             f"{did_you_mean(short, known)}; known are {', '.join(GENERATIONS)}"
         )
-    return found
+    return generation
 
 
 def _shape_of_count(generation: Generation, count: int) -> Shape:
