@@ -55,10 +55,10 @@ def distribute_batch(
     """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
-    also a sequence, are not. Scalars and PRNG keys are replicated: typed keys, and JAX
-    arrays of `jax.random.PRNGKey`. Arrays with that sharding are returned as they are,
-    other arrays on the mesh are moved. Nothing is donated. As with `jax.device_put`, do
-    not write into a NumPy array afterwards: on CPU its memory may be shared.
+    also a sequence, are not. Scalars and PRNG keys are replicated (also old-style keys,
+    JAX arrays of `jax.random.PRNGKey`). Arrays that are there already are returned as
+    they are; nothing is donated. As with `jax.device_put`, do not write into a NumPy
+    array afterwards: on CPU its memory may be shared.
 
     Args:
         batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
@@ -83,7 +83,6 @@ def distribute_batch(
 
     Raises:
         LayoutError: leaves that are not arrays, differ in their rows, or do not divide.
-        MeshError: no mesh of devices, or one that `rows` does not fit.
         ProcessError: the processes disagree; raised in every process.
 
     Example:
@@ -289,8 +288,6 @@ def _trouble(leaf: Any, what: str) -> str:
         return f"a global array {show_shape(leaf.shape)}; pad first, distribute then"
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | _NUMBERS):
         return ""
-    if isinstance(leaf, str | bytes):
-        return f"the text {leaf[:40]!r}"
     return f"a {type(leaf).__name__}"
 
 

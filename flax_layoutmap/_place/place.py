@@ -112,25 +112,28 @@ def place(tree: Any, resolution: Resolution) -> Any:
 def check_movable(what: str, leaves: list[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
-        path = path or "the leaf"
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise LayoutError(
-                f"{what} moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
-                f"{tuple(leaf.shape)} without values: make the tree with "
-                "flm.create, or restore it from a checkpoint; "
-                "layout_map.abstract(tree) gives it its shardings"
-            )
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
-            raise LayoutError(
-                f"{what} moves arrays of numbers, but {path} is a NumPy array of "
-                f"{leaf.dtype}: take it out of the tree"
-            )
-        if isinstance(leaf, jax.Array) and leaf.dtype != _dtype_in_programs(leaf):
-            # jax.device_put would cut its values to 32 bits without an error.
-            raise LayoutError(
-                f"{what} moves {path}, which is {leaf.dtype}, with 64-bit types alone: "
-                f"call {what} in a block of jax.enable_x64(True)"
-            )
+        if problem := _unmovable(leaf):
+            raise LayoutError(_refusal(what, path, problem))
+
+
+def _refusal(what: str, path: str, problem: str) -> str:
+    leaf = f"but {path} is" if path else "got"
+    return f"{what} takes arrays and numbers, {leaf} {problem}"
+
+
+def _unmovable(x: Any) -> str | None:
+    """Describe what no device can hold."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return (
+            f"the abstract {x}: make the values, with flm.create or from a checkpoint; "
+            "layout_map.abstract(tree) gives abstract trees their shardings"
+        )
+    if isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS:
+        return f"a NumPy array of {x.dtype}"
+    if isinstance(x, jax.Array) and x.dtype != _dtype_in_programs(x):
+        # jax.device_put would cut its values to 32 bits without an error.
+        return f"{x.dtype}, which JAX moves in a block of jax.enable_x64(True) alone"
+    return None
 
 
 def _dtype_in_programs(x: jax.Array) -> Any:
@@ -216,19 +219,11 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
             "layout_map.place(module), or its arrays one by one"
         )
-    if isinstance(x, jax.ShapeDtypeStruct):
-        where = f" at {join_keys(keys)}" if keys else ""
-        raise LayoutError(
-            f"{what} takes arrays and numbers, got the abstract {x}{where}; "
-            "layout_map.abstract(tree) gives abstract trees their shardings"
-        )
-    if hasattr(x, "shape") and not isinstance(x, np.ndarray | np.generic):
-        return x
-    array = np.asarray(x)
-    if array.dtype.kind in NO_NUMBERS:
-        raise LayoutError(
-            f"{what} takes arrays and numbers, got the {type(x).__name__} {x!r}"
-        )
+    is_array = hasattr(x, "shape") and not isinstance(x, np.generic)
+    array = x if is_array else np.asarray(x)
+    if problem := _unmovable(array):
+        problem = problem if is_array else f"the {type(x).__name__} {x!r}"
+        raise LayoutError(_refusal(what, join_keys(keys), problem))
     return array
 
 

@@ -188,7 +188,7 @@ def test_all_problems_of_a_batch_are_in_one_error(layout_map: flm.LayoutMap) -> 
     with pytest.raises(flm.LayoutError) as caught:
         flm.distribute_batch(batch, layout_map)
     assert [line for line in str(caught.value).split("\n") if line.startswith(" ")] == [
-        "  - x: the text 'abc'",
+        "  - x: a str",
         "  - y/0: a NumPy array of <U1",
         "  - y/1: a object",
     ]

@@ -196,8 +196,11 @@ def test_nothing_moves_where_something_cannot() -> None:
     a = jnp.ones(8)
     for last, text in (
         (gone, r"b \(8,\) was donated or deleted"),
-        (jax.ShapeDtypeStruct((8,), "int8"), "reshard moves arrays, but b is abs"),
-        (long, r"b, which is int64, .*enable_x64\(True\)"),
+        (
+            jax.ShapeDtypeStruct((8,), "int8"),
+            "reshard takes .*, but b is the abs",
+        ),
+        (long, r"but b is int64, which .*enable_x64\(True\)"),
         (jnp.ones(9), "dim 0 of size 9"),
     ):
         with pytest.raises(flm.LayoutError, match=text):

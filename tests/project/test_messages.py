@@ -934,7 +934,7 @@ CASES: dict[str, Case] = {
         ),
         flm.LayoutError,
         "pad_batch takes arrays and numbers on the host, but got\n"
-        "  - y/0: the text 'a'\n  - y/1: a ShapeDtypeStruct\n  - z: a Rngs\n"
+        "  - y/0: a str\n  - y/1: a ShapeDtypeStruct\n  - z: a Rngs\n"
         "take these out of the batch; inside jit, use flm.distribute_tensor",
     ),
     "batch: other rows": Case(
