@@ -95,9 +95,9 @@ def _settled(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> Any:
         if not kept:
             return Partitioned(box.value, names=names, mesh=mesh)
         # A logical name that is mapped to no axis.
-        own = [(name, None if name in kept else name) for name in names if name]
+        meanings = [(name, None if name in kept else name) for name in names if name]
         logical: Any = linen.LogicallyPartitioned
-        return logical(box.value, names=names, mesh=mesh, rules=tuple(own))
+        return logical(box.value, names=names, mesh=mesh, rules=tuple(meanings))
     changes: dict[str, Any] = {}
     if metadata.get("out_sharding") is not None:
         changes["out_sharding"] = names
@@ -126,8 +126,8 @@ def _names(
     except RuleError:
         before = ()
     names: list[Any] = []
-    for dim, own in enumerate(dims):
-        name = own[0] if len(own) == 1 else own or None
+    for dim, on_axes in enumerate(dims):
+        name = on_axes[0] if len(on_axes) == 1 else on_axes or None
         if name is None and dim < len(before) and not set(before[dim]) & set(axes):
             (name,) = (mark.names or ())[dim][:1] or (None,)
             name = None if name in names else name

@@ -255,9 +255,9 @@ def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
     )
     leaves = [(join_keys(keys) or "the batch", _as_array(leaf)) for keys, leaf in pairs]
     problems = [
-        f"{path}: {trouble}"
+        f"{path}: {problem}"
         for path, leaf in leaves
-        if (trouble := _trouble(leaf, what))
+        if (problem := _why_not_data(leaf, what))
     ]
     if problems:
         raise LayoutError(
@@ -276,7 +276,7 @@ def _as_array(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _trouble(leaf: Any, what: str) -> str:
+def _why_not_data(leaf: Any, what: str) -> str:
     """Describe a leaf that cannot be part of a batch; empty if it can."""
     if isinstance(leaf, Tracer):
         return f"a traced value {show_shape(leaf.shape)}"
@@ -386,16 +386,16 @@ def clash_of_rows(count: int, rules: RuleSet) -> str | None:
 def _check_divides(leaves: _Leaves, rules: RuleSet, rows: Rows, share: _Share) -> None:
     problems = []
     for path, leaf in leaves:
-        trouble = None
+        problem = None
         if has_rows(leaf) and (_is_spread(leaf) or share.own == share.parts):
-            trouble = clash_of_rows(len(leaf), rules)
+            problem = clash_of_rows(len(leaf), rules)
         elif has_rows(leaf) and len(leaf) % share.own:
-            trouble = (
+            problem = (
                 f"dim 0 of size {len(leaf)} does not divide by {share.own}, for this "
                 f"process fills {share.own} of the {share.parts} parts"
             )
-        if trouble:
-            problems.append(f"{path} {show_shape(leaf.shape)}: {trouble}")
+        if problem:
+            problems.append(f"{path} {show_shape(leaf.shape)}: {problem}")
     if problems:
         is_local = rows == "local" or jax.process_count() == 1
         more = "" if is_local else f', rows="{rows}"'

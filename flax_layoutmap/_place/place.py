@@ -112,7 +112,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
 def check_movable(what: str, leaves: list[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
-        if problem := _unmovable(leaf):
+        if problem := _why_unmovable(leaf):
             raise LayoutError(_refusal(what, path, problem))
 
 
@@ -121,7 +121,7 @@ def _refusal(what: str, path: str, problem: str) -> str:
     return f"{what} takes arrays and numbers, {leaf} {problem}"
 
 
-def _unmovable(x: Any) -> str | None:
+def _why_unmovable(x: Any) -> str | None:
     """Describe what no device can hold."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return (
@@ -221,7 +221,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
         )
     is_array = hasattr(x, "shape") and not isinstance(x, np.generic)
     array = x if is_array else np.asarray(x)
-    if problem := _unmovable(array):
+    if problem := _why_unmovable(array):
         problem = problem if is_array else f"the {type(x).__name__} {x!r}"
         raise LayoutError(_refusal(what, join_keys(keys), problem))
     return array
@@ -413,8 +413,8 @@ def _constrain(
     if explicit or (lies_on is not None and explicit_axes(lies_on)):
         # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
         # that of the gradient, which then does not fit.
-        own = [tuple(a for a in axes if a in explicit) for axes in dims]
-        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
+        spec = normal_spec([tuple(a for a in axes if a in explicit) for axes in dims])
+        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, spec))
     if len(explicit) < len(mesh.axis_names):
         auto = [
             axes if axes is _FREE else tuple(a for a in axes if a not in explicit)
@@ -476,7 +476,7 @@ def checked_dims(
             at = axes.index(...)
             axes[at : at + 1] = [None] * (ndim - len(axes) + 1)
         return tuple(
-            _FREE if axis == TensorLayout.MATCH else own
-            for axis, own in zip(axes, kept, strict=True)
+            _FREE if axis == TensorLayout.MATCH else names
+            for axis, names in zip(axes, kept, strict=True)
         )
     return kept

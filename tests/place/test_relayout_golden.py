@@ -19,6 +19,7 @@ GOLDEN: dict[str, Any] = json.loads(
 )
 MESH = flm.DeviceMesh((4, 2), ("x", "y"), jax.devices())
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
+WAYS = pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eagerly", "jit"])
 
 
 def lay(spec: list[str], value: Any = X) -> jax.Array:
@@ -42,19 +43,15 @@ def test_the_file_has_every_transition() -> None:
     assert len({json.dumps(found) for _, _, found in GOLDEN["transitions"]}) == 7
 
 
-def test_every_transition() -> None:
-    for old, new, found in GOLDEN["transitions"]:
-        assert parts(lay(new, lay(old))) == found, (old, new)
-
-
-def test_every_transition_under_jit() -> None:
+@WAYS
+def test_every_transition(way: Any) -> None:
     starts = {json.dumps(old): lay(old) for old, _, _ in GOLDEN["transitions"]}
 
-    @jax.jit
     def every(starts: dict[str, Any]) -> list[Any]:
         return [lay(new, starts[json.dumps(o)]) for o, new, _ in GOLDEN["transitions"]]
 
-    for y, (old, new, found) in zip(every(starts), GOLDEN["transitions"], strict=True):
+    moved = way(every)(starts)
+    for y, (old, new, found) in zip(moved, GOLDEN["transitions"], strict=True):
         assert parts(y) == found, (old, new)
 
 
@@ -65,7 +62,7 @@ def test_match() -> None:
         assert specs(lay(new, lay(old))) == (found or old), (old, new)
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eagerly", "jit"])
+@WAYS
 def test_like(way: Any) -> None:
     follow = way(flm.relayout_like)
     for old, other, found in GOLDEN["like"]:
@@ -73,11 +70,9 @@ def test_like(way: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "step"), [(lambda f: f, 2), (jax.jit, 1)], ids=["eagerly", "jit"]
-)
-def test_gradients(way: Any, step: int) -> None:
-    for old, new, found in GOLDEN["gradients"][::step]:
+@WAYS
+def test_gradients(way: Any) -> None:
+    for old, new, found in GOLDEN["gradients"][:: 1 if way is jax.jit else 2]:
 
         def first(x: Any, new: Any = new) -> Any:
             return jax.grad(lambda x: jnp.sum(lay(new, x) ** 2))(x)
