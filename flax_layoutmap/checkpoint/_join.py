@@ -21,9 +21,9 @@ from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
+from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys
 from flax_layoutmap._tree.trace import Traced, trace
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, nested, result_of
+from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
 from flax_layoutmap.checkpoint._options import Options
 
 
@@ -72,17 +72,9 @@ class Target:
         found = known_origins(leaves, origins) if is_known else find_origins(leaves)
         return resolve_origins(found, rules)
 
-    def filled(
-        self,
-        values: Mapping[str, Any],
-        made: Mapping[str, Any],
-        resolution: Resolution | None,
-    ) -> Any:
-        """Return the target with the values that were read.
-
-        `made` gives the shardings of leaves that the target's function initializes.
-        """
-        new = self.leaves | dict(values)
+    def filled(self, plan: "Plan", values: Mapping[str, Any]) -> Any:
+        """Return the target with the values that were read."""
+        new, made, resolution = self.leaves | dict(values), plan.made, plan.resolution
         if self.traced is None:
             tree = self.tree
             if jax.ShapeDtypeStruct in map(type, self.flat.leaves):
@@ -128,21 +120,14 @@ class Plan:
     """Which leaves to read and initialize, and every problem.
 
     `made` leaves are initialized by the target's function in the sharding given here.
-    Nothing is read if there is a problem. `target` is None for a nested dict;
-    `resolution` is None without rules, or if they do not fit.
+    Nothing is read if there is a problem. `resolution` is None without rules, or if
+    they do not fit.
     """
 
     reads: Mapping[str, Read]
     made: Mapping[str, Any]
     problems: Sequence[str]
-    target: Target | None
     resolution: Resolution | None
-
-    def tree(self, values: Mapping[str, Any]) -> Any:
-        """Return the restored tree, given the values that were read."""
-        if self.target is None:
-            return nested(values, unescape)
-        return self.target.filled(values, self.made, self.resolution)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,19 +146,17 @@ class Offer:
 
 def join(
     offer: Offer,
-    target: Target | None,
+    target: Target,
     options: Options,
     resolve: Callable[[], Resolution] | None,
 ) -> Plan:
     """Plan which leaves of a checkpoint to restore.
 
-    Without rules (`resolve` is None), the target's own shardings are used; without a
-    target, every selected leaf is restored. Rules need to fit only the leaves that are
-    restored.
+    Without rules (`resolve` is None), the target's own shardings are used. Rules need
+    to fit only the leaves that are restored.
     """
     leaves, selection = offer.leaves, options.selection
-    wanted: dict[str, Any] = dict.fromkeys(leaves) if target is None else target.leaves
-    every = {**leaves, **wanted}
+    every = {**leaves, **target.leaves}
     resolution, misfits, shardings = None, [], {}
     if resolve is not None:
         others = {path for path in every if path not in selection}
@@ -184,7 +167,7 @@ def join(
     all_problems = [*misfits, *selection.useless(every), *offer.problems]
     reads: dict[str, Read] = {}
     made: dict[str, Any] = {}
-    for path, value in wanted.items():
+    for path, value in target.leaves.items():
         sharding = shardings.get(path)
         lacking = offer.absent.get(path, "is in the target, not in the checkpoint")
         try:
@@ -193,26 +176,29 @@ def join(
             elif path in offer.faults:
                 raise CheckpointError(offer.faults[path])
             elif path in leaves:
-                leaf = None if target is None else leaf_of(path, value)
-                if target is not None and leaf is None:
+                leaf = leaf_of(path, value)
+                if leaf is None:
                     kind = type(value).__qualname__
                     raise CheckpointError(f"the {kind} in the target is not an array")
-                if leaf is not None and resolve is None:
+                if resolve is None:
                     sharding = _own_sharding(leaf, value)
-                reads[path] = _read(
-                    leaves[path], leaf, options.dtype_of(path), sharding
-                )
+                result = result_of(leaves[path], leaf, options.dtype_of(path))
+                if sharding is None and leaf.is_numpy:
+                    result = dataclasses.replace(result, is_numpy=True)
+                if result.is_python or result.is_numpy:
+                    sharding = None
+                reads[path] = Read(leaves[path], result, sharding)
             elif options.missing == "keep":
                 _check_kept(value, lacking)
             else:
-                is_traced = target is not None and target.traced is not None
+                is_traced = target.traced is not None
                 _check_init(lacking, options, is_traced and resolve is not None)
                 made[path] = sharding
         # A ValueError is JAX's, about a sharding that does not fit.
         except ValueError as error:
             shape = leaves[path].shape if path in leaves else np.shape(value)
             all_problems.append(f"{path} {show_shape(shape)}: {error}")
-    return Plan(reads, made, all_problems, target, resolution)
+    return Plan(reads, made, all_problems, resolution)
 
 
 def _resolved(
@@ -241,15 +227,6 @@ def _own_sharding(leaf: Leaf, value: Any) -> Any:
         )
     sharding.shard_shape(leaf.shape)  # raises ValueError
     return sharding
-
-
-def _read(stored: Leaf, target: Leaf | None, dtype: Any, sharding: Any) -> Read:
-    result = result_of(stored, target, dtype)
-    if sharding is None and target is not None and target.is_numpy:
-        result = dataclasses.replace(result, is_numpy=True)
-    if result.is_python or result.is_numpy:
-        sharding = None
-    return Read(stored, result, sharding)
 
 
 def _check_kept(value: Any, why: str) -> None:

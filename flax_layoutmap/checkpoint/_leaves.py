@@ -85,9 +85,11 @@ class Leaf:
 
     @property
     def abstract(self) -> Any:
-        """A value with the shape and dtype of the leaf."""
+        """A value like the leaf, which takes no memory."""
         if self.is_python:
             return TYPES[self.kind]()
+        if self.is_numpy:
+            return np.broadcast_to(np.zeros((), self.dtype), self.shape)
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def __str__(self) -> str:
@@ -167,12 +169,11 @@ def fits_jax(dtype: Any) -> bool:
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf:
+def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
     """The leaf that a restore makes of a stored one; CheckpointError if it cannot.
 
     `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
-    target = target or stored
     both = f"it is {stored} in the checkpoint, {target} in the target"
     is_key = "key" in (stored.kind, target.kind)
     if is_key and stored.dtype != target.dtype:

@@ -7,7 +7,7 @@ path → metadata → plan → read → tree
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flax_internals import no_mesh
+from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._inspect import RestorePlan, described
 from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
@@ -29,6 +30,7 @@ from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     key_data,
     leaf_of,
+    nested,
     problem_list,
 )
 from flax_layoutmap.checkpoint._metadata import open_checkpoint
@@ -172,7 +174,7 @@ def plan(
     """
     checked = Options(path, target, **options)
     open_source = functools.partial(_Checkpoint, checked, step)
-    source, planned = _planned("planning to restore", open_source, checked)
+    source, _, planned = _planned("planning to restore", open_source, checked)
     return described(source.where, planned)
 
 
@@ -182,16 +184,18 @@ def plan(
 class Source(Protocol):
     """A checkpoint whose metadata has been read.
 
-    `rule_set` returns the rules that it was saved with, on a mesh. `resolve` is for the
-    tree of the target, or its own. `read` returns path → value of each leaf of a plan.
-    `lines` differ if another process finds another checkpoint.
+    `leaves` are its own, by path, and `rule_set` the rules that it was saved with, on a
+    mesh. `resolve` is for the tree of a target, or its own. `read` returns path → value
+    of each leaf of a plan. `lines` differ if another process finds another checkpoint.
     """
 
     @property
     def where(self) -> str: ...
+    @property
+    def leaves(self) -> Mapping[str, Leaf]: ...
     def rule_set(self, mesh: Any) -> RuleSet | None: ...
-    def offer(self, target: Target | None, options: Options) -> Offer: ...
-    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution: ...
+    def offer(self, target: Target, options: Options) -> Offer: ...
+    def resolve(self, target: Any, options: Any, rules: Any) -> Resolution: ...
     def read(self, plan: Plan, options: Options) -> dict[str, Any]: ...
     def lines(self) -> Sequence[str]: ...
 
@@ -204,17 +208,17 @@ def restored(
 ) -> Any:
     """Go through all stages; `function` names the caller in messages."""
     check_devices(function, options)
-    source, planned = _planned("restoring", open_source, options)
+    source, target, planned = _planned("restoring", open_source, options)
     if planned.resolution is not None:
         planned.resolution.announce()
     with shown_progress(f"restoring {source.where}", None, progress):
         values = source.read(planned, options)
-    return planned.tree(values)
+    return target.filled(planned, values)
 
 
 def _planned(
     doing: str, open_source: Callable[[], Source], options: Options
-) -> tuple[Source, Plan]:
+) -> tuple[Source, Target, Plan]:
     """Path → metadata → plan: all of a restore that reads no array."""
     with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
         source, rules = open_source(), options.rules
@@ -228,10 +232,14 @@ def _planned(
                 f"cannot restore {source.where} without layouts: pass {own}layout_map=,"
                 " on the mesh to restore to, or a target that has shardings"
             )
-        target = None if options.target is None else opened(options.target)
-        offer = source.offer(target, options)
-        resolve = None if rules is None else lambda: source.resolve(target, rules)
-        planned = join(offer, target, options, resolve)
+        if options.target is not None:
+            target = opened(options.target)
+        else:
+            target = _own_target(source, options)
+        resolve = None
+        if rules is not None:
+            resolve = functools.partial(source.resolve, target, options, rules)
+        planned = join(source.offer(target, options), target, options, resolve)
         if planned.problems:
             raise problem_list(f"cannot restore {source.where}", planned.problems)
         agreement.add(
@@ -241,7 +249,19 @@ def _planned(
                 "leaves": [f"{path}: {read}" for path, read in planned.reads.items()],
             }
         )
-    return source, planned
+    return source, target, planned
+
+
+def _own_target(source: Source, options: Options) -> Target:
+    """A nested dict of the selected leaves."""
+    if useless := options.selection.useless(source.leaves):
+        raise problem_list(f"cannot restore {source.where}", useless)
+    tree = {
+        path: leaf.abstract
+        for path, leaf in source.leaves.items()
+        if path in options.selection
+    }
+    return opened(nested(tree, unescape))
 
 
 # ----------------------------------------------------------- a checkpoint of Orbax
@@ -254,20 +274,18 @@ class _Checkpoint:
         place, self._verify = find(options.path, step), options.verify
         self._stored = open_checkpoint(place, options.rename, verify=self._verify)
         self.where, self.rule_set = self._stored.where, self._stored.rule_set
+        self.leaves = self._stored.leaves
 
     def lines(self) -> Sequence[str]:
         stored = self._stored
         leaves = map(str, stored.leaves.values())
         return [f"{stored.place} {stored.custom}", *leaves]
 
-    def offer(self, target: Target | None, options: Options) -> Offer:
-        leaves, problems = self._stored.leaves, list[str]()
-        leaves = leaves if target is None else target.by_first_name(leaves)
+    def offer(self, target: Target, options: Options) -> Offer:
+        leaves, wanted, problems = self.leaves, target.leaves, list[str]()
+        leaves = target.by_first_name(leaves)
         if self._verify and self._stored.checksums is None:
             problems.append(self._stored.no_checksums())
-        if target is None:
-            return Offer(leaves, problems=problems)
-        wanted = target.leaves
         if self._stored.flat is None:
             leaves = {p: _as_keys(leaf, wanted.get(p)) for p, leaf in leaves.items()}
         if options.unexpected == "error":
@@ -279,8 +297,8 @@ class _Checkpoint:
             ]
         return Offer(leaves, problems=problems)
 
-    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
-        if target is None:
+    def resolve(self, target: Target, options: Options, rules: RuleSet) -> Resolution:
+        if options.target is None:
             return self._stored.resolve(rules)
         return target.resolve(rules, self._stored.origins)
 

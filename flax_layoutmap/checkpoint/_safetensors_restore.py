@@ -133,16 +133,15 @@ class _Tensors:
     def lines(self) -> Sequence[str]:
         return [f"{t} {t.dtype} {t.offset}" for t in self._tensors.values()]
 
-    def offer(self, target: Target | None, options: Options) -> Offer:
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        named = ((escape(name), t) for name, t in self._tensors.items())
+        return {p: Leaf(p, "array", t.shape, t.dtype) for p, t in named}
+
+    def offer(self, target: Target, options: Options) -> Offer:
         leaves: dict[str, Leaf] = {}
         absent: dict[str, str] = {}
         faults: dict[str, str] = {}
-        if target is None:
-            for name, tensor in self._tensors.items():
-                path, recipe = escape(name), Recipe((name,))
-                leaves[path] = Leaf(path, "array", tensor.shape, tensor.dtype)
-                self._makers[path] = _Maker(recipe, name, {name: tensor})
-            return Offer(leaves)
         for leaf in target.flat.records:
             path, value, shape = leaf.full_path, leaf.value, np.shape(leaf.value)
             try:
@@ -155,7 +154,8 @@ class _Tensors:
                 self._makers[path], leaves[path] = maker, maker.leaf(path, value)
                 if problem := maker.problem(shape):
                     faults[path] = problem
-        problems = self._unused() if options.unexpected == "error" else ()
+        is_error = options.unexpected == "error" and options.target is not None
+        problems = self._unused() if is_error else ()
         return Offer(leaves, absent, faults, problems)
 
     def _maker_of(self, leaf: TreeLeaf) -> "_Maker":
@@ -173,9 +173,8 @@ class _Tensors:
                 errors.append(error)
         raise errors[0]
 
-    def resolve(self, target: Target | None, rules: RuleSet) -> Resolution:
-        tree = {n: _abstract(tensor) for n, tensor in self._tensors.items()}
-        return resolve(tree if target is None else target.traced or target.tree, rules)
+    def resolve(self, target: Target, options: Options, rules: RuleSet) -> Resolution:
+        return resolve(target.traced or target.tree, rules)
 
     def _unused(self) -> list[str]:
         """A problem for each tensor that no leaf uses."""
@@ -273,10 +272,6 @@ def _shapes(recipe: Recipe, name: str, shape: Shape) -> dict[str, Shape]:
     except ValueError as error:
         text = f"the mapping's steps do not make this shape: {error}"
         raise ValueError(text) from error
-
-
-def _abstract(tensor: Tensor) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
 
 def _value(maker: _Maker, read: Read) -> Any:
