@@ -1,6 +1,5 @@
 """restore_safetensors: targets, mappings, dtypes, placement and errors."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import shards
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 from same import refused
@@ -17,7 +16,6 @@ from same import refused
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings as m
 
-P = PartitionSpec
 RNG = np.random.default_rng(0)
 UP = RNG.normal(size=(16, 8)).astype(np.float32)
 DOWN = RNG.normal(size=(8, 16)).astype(np.float32)
@@ -25,7 +23,7 @@ NORM = np.arange(8, dtype=np.float32)
 TENSORS = {
     "mlp.up.weight": UP,
     "mlp.down.weight": DOWN,
-    "norm": np.arange(8, dtype=np.float32),
+    "norm": NORM,
 }
 MAPPING = [
     (r"mlp/(up|down)/kernel", r"mlp.\1.weight", m.linear()),
@@ -73,49 +71,18 @@ restore: Any = flm.checkpoint.restore_safetensors
 # ------------------------------------------------------------------------ targets
 
 
-def linen_variables() -> Any:
-    box: Any = linen.Partitioned
-    return {
-        "params": {
-            "mlp": {
-                "up": {"kernel": box(jnp.zeros((8, 16)), names=("data", None))},
-                "down": {"kernel": jnp.zeros((16, 8))},
-            },
-            "norm": {"scale": jnp.zeros(8)},
-        }
-    }
-
-
-TARGETS: dict[str, Callable[[], Any]] = {
-    "module": make,
-    "function": lambda: make,
-    "abstract state": lambda: nnx.state(nnx.eval_shape(make)),
-    "linen variables": linen_variables,
-}
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_any_target(
-    kind: str, folder: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
+def test_into_a_module(
+    folder: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
 ) -> None:
-    target = TARGETS[kind]()
-    found = restore(folder, target, layout_map=rules, mapping=MAPPING)
-    if kind == "module":
-        assert found is target
-    if kind == "function":
-        assert isinstance(found, Model)
-    else:
-        assert type(found) is type(target)
-    leaves = {
-        path.split("/")[-2]: leaf
-        for path, leaf in zip(
-            rules.resolve(found).paths, jax.tree.leaves(found), strict=True
-        )
-    }
-    assert set(leaves) == {"up", "down", "norm"}
-    shards.assert_lies(leaves["up"], (("data",), ("model",)), mesh, UP.T)
-    shards.assert_lies(leaves["down"], (("model",), ()), mesh, DOWN.T)
-    shards.assert_lies(leaves["norm"], ((),), mesh, np.arange(8, dtype=np.float32))
+    model = make()
+    assert restore(folder, model, layout_map=rules, mapping=MAPPING) is model
+    for leaf, lies, value in (
+        (model.mlp.up.kernel, (("data",), ("model",)), UP.T),
+        (model.mlp.down.kernel, (("model",), ()), DOWN.T),
+        (model.norm.scale, ((),), NORM),
+    ):
+        array: Any = leaf
+        shards.assert_lies(array[...], lies, mesh, value)
 
 
 def test_without_a_target_the_names_are_the_paths(
@@ -131,33 +98,26 @@ def test_without_a_target_the_names_are_the_paths(
 
 
 def test_without_a_mapping_dots_are_slashes(folder: Path, mesh: flm.DeviceMesh) -> None:
-    sharding = NamedSharding(mesh.jax_mesh, P("model", "data"))
-    target = {
-        "mlp": {
-            "up": {
-                "weight": jax.ShapeDtypeStruct((16, 8), "float32", sharding=sharding)
-            },
-            "down": {"weight": np.zeros((8, 16), np.float32)},
-        },
-    }
-    found = restore(folder, target, unexpected="ignore")
-    shards.assert_lies(found["mlp"]["up"]["weight"], (("model",), ("data",)), mesh, UP)
-    assert isinstance(found["mlp"]["down"]["weight"], np.ndarray)
-    np.testing.assert_array_equal(found["mlp"]["down"]["weight"], DOWN)
+    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec("model", "data"))
+    up = jax.ShapeDtypeStruct((16, 8), "float32", sharding=sharding)
+    down = np.zeros((8, 16), np.float32)
+    target = {"mlp": {"up": {"weight": up}, "down": {"weight": down}}}
+    found = restore(folder, target, unexpected="ignore")["mlp"]
+    shards.assert_lies(found["up"]["weight"], (("model",), ("data",)), mesh, UP)
+    assert isinstance(found["down"]["weight"], np.ndarray)
+    np.testing.assert_array_equal(found["down"]["weight"], DOWN)
 
 
 def test_values_without_dims_and_without_elements(
-    tmp_path: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
+    tmp_path: Path, rules: flm.LayoutMap
 ) -> None:
     tensors = {"step": np.array(7, np.int32), "none": np.zeros((0, 4), np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
-    found = restore(tmp_path, layout_map=rules)
-    shards.assert_lies(found["step"], (), mesh, np.array(7, np.int32))
-    assert found["none"].shape == (0, 4)
-    assert found["none"].sharding.mesh == mesh.jax_mesh
-    target = {"step": 0, "none": jnp.zeros((0, 4))}
-    found = restore(tmp_path, target, layout_map=rules)
-    assert found["step"] == 7 and type(found["step"]) is int
+    for target in (None, {"step": 0, "none": jnp.zeros((0, 4))}):
+        found = restore(tmp_path, target, layout_map=rules)
+        assert found["step"] == 7 and found["none"].shape == (0, 4)
+        assert isinstance(found["step"], int if target else jax.Array)
+        assert found["none"].sharding.mesh == jax_mesh(rules)
 
 
 # ----------------------------------------------------------------- steps and placement
@@ -199,53 +159,46 @@ def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
 def test_a_head_that_is_tied_to_the_embedding(
     tmp_path: Path, rules: flm.LayoutMap
 ) -> None:
-    tensors = {"model.embed_tokens.weight": UP, "lm_head.weight": UP + 1}
-    save_file(tensors, tmp_path / "model.safetensors")
+    """As `transformers` saves a tied model, the embedding alone; or both."""
     target = {"embed": {"embedding": jnp.zeros((16, 8))}}
+    both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
+    tensors = {"model.embed_tokens.weight": UP}
+    for head in ({}, {"lm_head.weight": UP + 1}):
+        save_file(tensors | head, tmp_path / "model.safetensors")
+        found = restore(tmp_path, both, layout_map=rules, mapping=m.llama())
+        np.testing.assert_array_equal(
+            found["lm_head"]["kernel"], [*head.values(), UP][0].T
+        )
+        restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
     with refused("pass tied=True"):
         restore(tmp_path, target, layout_map=rules, mapping=m.llama())
-    restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
-    both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
-    found = restore(tmp_path, both, layout_map=rules, mapping=m.llama())
-    np.testing.assert_array_equal(found["lm_head"]["kernel"], UP.T + 1)
-    # As `transformers` saves a tied model: the embedding alone.
-    save_file({"model.embed_tokens.weight": UP}, tmp_path / "model.safetensors")
-    found = restore(tmp_path, both, layout_map=rules, mapping=m.llama())
-    np.testing.assert_array_equal(found["lm_head"]["kernel"], UP.T)
 
 
 # ---------------------------------------------------------------------- what is refused
 
 
 def test_one_error_lists_all_problems_and_the_target_is_as_before(
-    folder: Path, mesh: flm.DeviceMesh
+    folder: Path, rules: flm.LayoutMap
 ) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["odd"] = ("model",)
+    rules["odd"] = ("model",)
     model = {
         "mlp": {"up": {"kernel": jnp.zeros((8, 17))}, "down": {"kernel": jnp.zeros(3)}},
         "norm": {"scale": jnp.zeros(8, jnp.int32)},
         "odd": jnp.zeros(3),
         "key": jax.random.key(0),
-        "misspelt": jnp.zeros(8),
     }
     before = dict(model)
-    mapping = [*MAPPING, ("odd|key", "nor"), ("misspelt", "mlp.u.weight")]
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(folder, model, layout_map=layout_map, mapping=mapping)
-    text = str(caught.value)
-    for part in (
+    with refused(
         f"cannot restore {folder}: ",
-        "odd (3,): rule 1 'odd' → ('model',): dim 0 of size 3 does not divide",
+        "odd (3,): rule 3 'odd' → ('model',): dim 0 of size 3 does not divide",
         "mlp/up/kernel (8,17): needs tensor 'mlp.up.weight' (16,8) to have the shape "
         "(17,8)",
         "mlp/down/kernel (3,): the mapping's steps do not make this shape: it is not a "
         "kernel",
         "norm/scale (8,): another dtype: the checkpoint has float32, the target int32",
         "odd (3,): there is no tensor 'nor'",
-        "misspelt (8,): there is no tensor 'mlp.u.weight'",
     ):
-        assert part in text
+        restore(folder, model, layout_map=rules, mapping=[*MAPPING, ("odd|key", "nor")])
     assert all(model[name] is before[name] for name in before)
 
 
@@ -284,23 +237,13 @@ def test_steps_that_do_not_make_the_leaf(
 
 
 def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
-    for options, text in (
-        ({"mapping": MAPPING}, "a mapping says what the leaves of a target"),
-        ({"unexpected": "keep"}, "unexpected='keep': use 'error' or 'ignore'"),
-        ({"include": "nothing"}, "include='nothing' finds no leaf"),
-    ):
-        with pytest.raises(flm.errors.CheckpointError, match=text):
-            restore(folder, layout_map=rules, **options)
-    with refused("without layouts: pass layout_map="):
-        restore(folder)
+    with refused("a mapping says what the leaves of a target are made of"):
+        restore(folder, layout_map=rules, mapping=MAPPING)
     with refused("without layouts: pass layout_map="):
         restore(folder, mesh=rules.device_mesh)
-    abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
-    with refused("no sharding on devices for it; pass layout_map"):
-        restore(folder, abstract, unexpected="ignore")
+    save: Any = flm.checkpoint.save_safetensors
     with refused("max_file_bytes='5GB' is not a number of bytes"):
-        save = flm.checkpoint.save_safetensors
-        save(folder / "new", abstract, max_file_bytes="5GB")  # pyright: ignore
+        save(folder / "new", {"w": jnp.ones(8)}, max_file_bytes="5GB")
 
 
 # -------------------------------------------------------------- errors of many layers

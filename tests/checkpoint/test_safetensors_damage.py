@@ -148,13 +148,13 @@ def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
 
 
 def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
-    with refused("/nowhere; a model of the Hugging Face"):
-        restore(tmp_path / "nowhere", layout_map=rules())
-    (tmp_path / "notes.txt").write_text("hello")
-    with refused("no .safetensors files; it holds"):
-        restore(tmp_path, layout_map=rules())
-    with refused("local files only, not at gs://"):
-        restore("gs://bucket/model", layout_map=rules())
+    for place, text in (
+        (tmp_path / "nowhere", "/nowhere; a model of the Hugging Face"),
+        (tmp_path, "no .safetensors files; it holds"),
+        ("gs://bucket/model", "local files only, not at gs://"),
+    ):
+        with refused(text):
+            restore(place, layout_map=rules())
 
 
 # ------------------------------------------------------------------------- any damage
