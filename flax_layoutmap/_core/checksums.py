@@ -8,10 +8,9 @@ The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64
 it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
-The order of a sum of integers does not matter, so each shard is summed where it is, by
-NumPy on CPUs and by XLA elsewhere. A change within one word, such as a flipped bit,
-always changes the checksum. Random changes of several words escape with a chance of
-2^-64; two flips of the last bits of words cancel. Attacks are not prevented.
+Each shard is summed where it is, by NumPy on CPUs and by XLA elsewhere. A change within
+one word, such as a flipped bit, always changes the checksum; random changes of several
+words escape with a chance of 2^-64, but two flips of last bits cancel.
 """
 
 import functools
@@ -47,7 +46,10 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
     is_first = alone or jax.process_index() == 0
-    counted = [v if is_first or _is_spread(v) else None for v in plain.values()]
+    counted = [
+        value if is_first or not getattr(value, "is_fully_addressable", True) else None
+        for value in plain.values()
+    ]
     sums = np.zeros(len(plain), np.uint64)
     # In threads, where the caller's mesh and transfer guard do not apply.
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -76,23 +78,15 @@ def _hash(text: str) -> int:
 
 
 def _label(value: Any) -> int:
-    if _is_jax(value) or isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
         return _hash(f"{value.dtype.name} {value.shape}")
     return _hash(f"{type(value).__name__} {value!r}")
 
 
 def _without_keys(value: Any) -> Any:
-    is_key = _is_jax(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    dtype = getattr(value, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.key_data(value) if is_key else value
-
-
-def _is_jax(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
-def _is_spread(value: Any) -> bool:
-    """Whether several processes hold the parts of an array."""
-    return _is_jax(value) and not value.is_fully_addressable
 
 
 def _leaf_sums(values: Sequence[Any]) -> list[int]:
@@ -105,7 +99,7 @@ def _leaf_sum(value: Any) -> int:
         return _array_sum(value, (0,) * value.ndim)
     return sum(
         _array_sum(shard.data, tuple(part.start or 0 for part in shard.index))
-        for shard in (value.addressable_shards if _is_jax(value) else ())
+        for shard in getattr(value, "addressable_shards", ())
         if shard.replica_id == 0
     )
 
@@ -168,9 +162,9 @@ def _block_sum(block: np.ndarray, start: _Index) -> int:
 def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
     """The 64-bit words of a block, and the index of the first one."""
     packed = _PACKED.get(block.dtype.name)
-    native = block.astype(block.dtype.newbyteorder("="), copy=False)
-    block, size = np.ascontiguousarray(native), block.itemsize
+    block = np.ascontiguousarray(block, block.dtype.newbyteorder("="))
     *outer, first = start
+    size = block.itemsize
     if size >= 8:
         return block.view(np.uint64), (*outer, first * (size // 8))
     block = block.view(f"u{size}")
@@ -189,7 +183,7 @@ def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
 
 
 def _is_on_host(array: Any) -> bool:
-    if not _is_jax(array) or array.dtype.itemsize > 4:
+    if not isinstance(array, jax.Array) or array.dtype.itemsize > 4:
         return True
     (device,) = array.devices()
     in_own_memory = array.sharding.memory_kind in (None, device.default_memory().kind)
