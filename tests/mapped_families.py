@@ -369,53 +369,47 @@ def with_scales(held: Table) -> Table:
 
 # ----------------------------------------------------------- encoders and decoders
 
-T5_TOP = """
+T5_TOP = table("""
 shared.weight V d
 [encoder,decoder].final_layer_norm.weight d
 [encoder,decoder].block.0.layer.0.SelfAttention.relative_attention_bias.weight B H
-encoder.block.{n}.layer.0.SelfAttention.[q,k,v].weight Hs d
-encoder.block.{n}.layer.0.SelfAttention.o.weight d Hs
-encoder.block.{n}.layer.[0,1].layer_norm.weight d
-encoder.block.{n}.layer.1.DenseReluDense.wo.weight d f
-decoder.block.{dec}.layer.0.SelfAttention.[q,k,v].weight Hs d
-decoder.block.{dec}.layer.0.SelfAttention.o.weight d Hs
-decoder.block.{dec}.layer.1.EncDecAttention.[q,k,v].weight Hs d
-decoder.block.{dec}.layer.1.EncDecAttention.o.weight d Hs
-decoder.block.{dec}.layer.[0,1,2].layer_norm.weight d
-decoder.block.{dec}.layer.2.DenseReluDense.wo.weight d f
-"""
-T5 = table(
-    T5_TOP,
-    """
-lm_head.weight V d
-encoder.block.{n}.layer.1.DenseReluDense.[wi_0,wi_1].weight f d
-decoder.block.{dec}.layer.2.DenseReluDense.[wi_0,wi_1].weight f d
-""",
-)
-T5_1_0 = table(
-    T5_TOP,
-    """
-encoder.block.{n}.layer.1.DenseReluDense.wi.weight f d
-decoder.block.{dec}.layer.2.DenseReluDense.wi.weight f d
-""",
-)
-T5_LEAVES = table("""
+""")
+T5_ENCODER = table("""
+layer.0.SelfAttention.[q,k,v].weight Hs d
+layer.0.SelfAttention.o.weight d Hs
+layer.[0,1].layer_norm.weight d
+layer.1.DenseReluDense.[wi_0,wi_1].weight f d
+layer.1.DenseReluDense.wo.weight d f
+""")
+T5_DECODER = table("""
+layer.0.SelfAttention.[q,k,v].weight Hs d
+layer.0.SelfAttention.o.weight d Hs
+layer.1.EncDecAttention.[q,k,v].weight Hs d
+layer.1.EncDecAttention.o.weight d Hs
+layer.[0,1,2].layer_norm.weight d
+layer.2.DenseReluDense.[wi_0,wi_1].weight f d
+layer.2.DenseReluDense.wo.weight d f
+""")
+T5 = below("encoder.block.{n}.", T5_ENCODER) | below("decoder.block.{dec}.", T5_DECODER)
+T5 |= T5_TOP | table("lm_head.weight V d")
+T5_1_0 = {x.replace("wi_0", "wi"): T5[x] for x in without(T5, "lm_head|wi_1")}
+T5_LAYER = MLP_LEAVES | table("""
+L/attention/[query,key,value]/kernel d H s
+L/attention/out/kernel H s d
+L/[attention,mlp]_norm/scale d
+""")
+T5_CROSS = table("""
+L/cross_attention/[query,key,value]/kernel d H s
+L/cross_attention/out/kernel H s d
+L/cross_attention_norm/scale d
+""")
+T5_LEAVES = below("encoder/", T5_LAYER)
+T5_LEAVES |= below("decoder/", at("{dec}", T5_LAYER, T5_CROSS))
+T5_LEAVES |= table("""
 embed/embedding V d
 lm_head/kernel d V
 [encoder,decoder]/relative_attention_bias/embedding B H
 [encoder,decoder]/norm/scale d
-encoder/layers/{n}/attention/[query,key,value]/kernel d H s
-encoder/layers/{n}/attention/out/kernel H s d
-encoder/layers/{n}/[attention,mlp]_norm/scale d
-encoder/layers/{n}/mlp/[gate,up]/kernel d f
-encoder/layers/{n}/mlp/down/kernel f d
-decoder/layers/{dec}/attention/[query,key,value]/kernel d H s
-decoder/layers/{dec}/attention/out/kernel H s d
-decoder/layers/{dec}/cross_attention/[query,key,value]/kernel d H s
-decoder/layers/{dec}/cross_attention/out/kernel H s d
-decoder/layers/{dec}/[attention,cross_attention,mlp]_norm/scale d
-decoder/layers/{dec}/mlp/[gate,up]/kernel d f
-decoder/layers/{dec}/mlp/down/kernel f d
 """)
 WHISPER_LAYER = table("""
 self_attn.[q,k,v,out]_proj.weight d d

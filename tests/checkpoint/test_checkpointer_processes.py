@@ -1,4 +1,4 @@
-"""Training loops in several processes: preempted, killed, resumed."""
+"""Training loops in several processes: preempted, resumed."""
 
 import signal
 import time
@@ -95,33 +95,3 @@ def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path: Path) -> N
         assert one.answer["preempted"] and one.answer["saved"] == [0, step]
         assert one.answer["steps"] == [0, step]
     assert_values(alone(tmp_path), step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_killed_in_the_middle_of_a_save(
-    tmp_path: Path, killed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps 0 and 1 are complete, 2 is under way: it never was, whoever dies."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    with pytest.raises(launch.LaunchError) as caught:
-        launch.run(
-            "trains",
-            str(tmp_path),
-            "3",
-            "hold",
-            "no-data",
-            processes=2,
-            devices=4,
-            heartbeat=10,
-            during=signal_when(tmp_path / "holding", signal.SIGKILL, killed),
-        )
-    codes = [one.code for one in caught.value.ended]
-    assert codes[killed] == -signal.SIGKILL and all(codes), caught.value
-    with alone(tmp_path) as checkpointer:
-        assert checkpointer.steps == [0, 1]
-        assert_values(checkpointer, 1)
-    ended = launch.run("trains", str(tmp_path), "4", "no-data", processes=2, devices=4)
-    assert [one.answer["start"] for one in ended] == [2, 2]
-    assert ended[0].answer["steps"] == [1, 2, 3]
-    assert not (tmp_path / "run" / "2.orbax-checkpoint-tmp").exists()

@@ -123,6 +123,7 @@ def test_layers_of_a_sharded_stack(kind: AxisType, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a reserved name": (lambda: {"__metadata__": A}, None, "names the texts of the"),
     "a number": (lambda: {"w": 3}, None, "w (): a Python int is not an array"),
     "keys": (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), None, "() (PRNG keys) is not"),
     "a single leaf": (lambda: A, None, "the tree is a single leaf"),
@@ -162,6 +163,12 @@ def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
     with refused(text):
         save(tmp_path / "new", make(), mapping=None if entry is None else [entry])
     assert names(tmp_path) == []
+
+
+def test_texts_that_are_none(tmp_path: Path) -> None:
+    bad: Any = {"step": 3}
+    with refused("metadata={'step': 3}: give texts alone"):
+        save(tmp_path, {"w": A}, metadata=bad)
 
 
 def test_inside_of_jit(tmp_path: Path) -> None:
@@ -338,11 +345,3 @@ def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     assert left.endswith(".unfinished")
     save(folder, model(1, 1))
     assert names(folder) == ["model.safetensors"]
-
-
-def test_names_and_texts_that_a_header_cannot_hold(tmp_path: Path) -> None:
-    tree = {"w": jnp.ones(2), "__metadata__": jnp.ones(3)}
-    bad: Any = {"step": 3}
-    with refused("2 problems", "__metadata__ (3,)", "metadata={'step': 3}: give texts"):
-        flm.checkpoint.save_safetensors(tmp_path / "m", tree, metadata=bad)
-    assert not (tmp_path / "m").exists()

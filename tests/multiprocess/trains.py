@@ -1,10 +1,9 @@
 """A training loop with known values at each step.
 
-A part (see `launch`), and a program of which the test kills processes; imported by the
-test too, which restores in a process of its own.
+A part (see `launch`), and a program of which the test asks a process to end; imported
+by the test too, which restores in a process of its own.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import flax_layoutmap as flm
 from multiprocess import launch
 
 SHAPE = (8, 512)
-FOREVER = 600.0
 
 
 def rules() -> flm.LayoutMap:
@@ -68,19 +66,6 @@ def make_step(layout_map: flm.LayoutMap) -> Callable[[Any], Any]:
     return train_step
 
 
-def hold_back(step: int, folder: Path) -> None:
-    """Lets the save of a step be under way for ever: its last act is to be renamed."""
-    rename = os.rename
-
-    def late(source: Any, target: Any, **options: Any) -> None:
-        if Path(os.fspath(target)).name == str(step):
-            (folder / "holding").touch()
-            time.sleep(FOREVER)
-        rename(source, target, **options)
-
-    os.rename = os.replace = late
-
-
 def main(folder: Path) -> list[dict[str, Any]]:
     """What two runs answer, of which the second one goes on.
 
@@ -93,8 +78,6 @@ def main(folder: Path) -> list[dict[str, Any]]:
 
 def train(folder: Path, steps: int, *words: str) -> dict[str, Any]:
     """Trains up to a number of steps; where it began, what it saved."""
-    if "hold" in words:
-        hold_back(2, folder)
     slow, every = "slow" in words, 10**6 if "rarely" in words else 1
     layout_map, position = rules(), Position()
     train_step = make_step(layout_map)
