@@ -20,42 +20,36 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 def sizes_and_names(
     shape: Shape, names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if isinstance(shape, str | Mapping):
-        if names is not None:
-            raise MeshError(f"{shape!r} has axis names; leave out axis_names")
+    sizes: Any = shape
+    if isinstance(shape, str | Mapping) and names is None:
         pairs = _pairs(shape) if isinstance(shape, str) else list(shape.items())
-        shape, names = [size for _, size in pairs], [name for name, _ in pairs]
-    if isinstance(names, str):
-        raise MeshError(f"axis_names is one string, {names!r}; write ({names!r},)")
+        sizes, names = [size for _, size in pairs], [name for name, _ in pairs]
     if isinstance(shape, int | np.integer | np.ndarray):
-        shape = np.atleast_1d(shape).tolist()  # 8 for one axis; a NumPy shape
-    if not isinstance(shape, Sequence) or not shape or not names:
+        sizes = np.atleast_1d(shape).tolist()  # 8 for one axis; a NumPy shape
+    is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    if not is_list or not names or isinstance(names, str) or len(sizes) != len(names):
         raise MeshError(
-            f"DeviceMesh needs a size and a name for each axis, got shape={shape!r} "
-            f"and axis_names={names!r}; for example ((2, 4), ('data', 'model'))"
+            "DeviceMesh needs a size and a name for each axis, got "
+            f"shape={shape!r} and axis_names={names!r}; for example ((2, 4), "
+            "('data', 'model')), or the one line \"data=2,model=4\""
         )
-    if len(shape) != len(names):
-        raise MeshError(
-            f"{len(shape)} sizes but {len(names)} names: shape={tuple(shape)}, "
-            f"axis_names={tuple(names)}"
-        )
-    for size, name in zip(shape, names, strict=True):
+    for size, name in zip(sizes, names, strict=True):
         if not isinstance(name, str) or name in ("", UNSHARDED, MATCH):
             raise MeshError(
                 "an axis name must be a non-empty string, and not a word of DTensor, "
                 f"got {name!r}"
             )
         is_whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not is_whole or (int(size) < 1 and size != -1):
+        if not is_whole or (size < 1 and size != -1):
             raise MeshError(
                 f"the size of axis {name!r} must be an int of 1 or more, or -1, got "
                 f"{size!r}"
             )
     if len(set(names)) != len(names):
         raise MeshError(f"axis names must differ, got {tuple(names)}")
-    if list(shape).count(-1) > 1:
-        raise MeshError(f"only one axis may have size -1, got {tuple(shape)}")
-    return tuple(map(int, shape)), tuple(names)
+    if list(sizes).count(-1) > 1:
+        raise MeshError(f"only one axis may have size -1, got {tuple(sizes)}")
+    return tuple(map(int, sizes)), tuple(names)
 
 
 def _pairs(line: str) -> list[tuple[str, int]]:

@@ -164,6 +164,8 @@ def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
     [
         (((2, 4),), "needs a size and a name for each axis"),
         (((), ()), "needs a size and a name for each axis"),
+        (((8,), NAMES), "needs a size and a name for each axis"),
+        (((8,), "data"), "needs a size and a name for each axis"),
         (((2, 4), ("data", "")), "an axis name must be a non-empty string"),
         (((2, 4), ("data", 3)), "an axis name must be a non-empty string"),
         (((2, 4.0), NAMES), "size of axis 'model' must be an int of 1 or more, or -1"),
@@ -172,7 +174,7 @@ def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
         (("data=2,=4",), "an axis name must be a non-empty string"),
         (("data=two",), "cannot read the mesh line 'data=two'"),
         (("",), "cannot read the mesh line ''"),
-        (({"data": 8}, ("data",)), "{'data': 8} has axis names"),
+        (({"data": 8}, ("data",)), "each axis, got shape={'data': 8} and"),
         ((np.array([2.0, 4.0]), NAMES), "must be an int of 1 or more, or -1, got 2.0"),
         (
             ((2,), ("x",), [0, 1]),

@@ -233,12 +233,8 @@ CASES: dict[str, Case] = {
         lambda: flm.DeviceMesh((8,)),
         flm.errors.MeshError,
         "DeviceMesh needs a size and a name for each axis, got shape=(8,) and "
-        "axis_names=None; for example ((2, 4), ('data', 'model'))",
-    ),
-    "mesh: lengths": Case(
-        lambda: flm.DeviceMesh((8,), NAMES),
-        flm.errors.MeshError,
-        "1 sizes but 2 names: shape=(8,), axis_names=('data', 'model')",
+        "axis_names=None; for example ((2, 4), ('data', 'model')), or the one line "
+        '"data=2,model=4"',
     ),
     "mesh: equal names": Case(
         lambda: flm.DeviceMesh((2, 4), ("x", "x")),
