@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -111,6 +112,13 @@ _MOST_PATHS = 1 << 16
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
+# A pattern without these treats all digits alike, as a range of other characters, or
+# what stands for a kind of them, holds all digits or none. Its rules are the same for
+# all layers of a stack.
+_DIGITS_MATTER = re.compile(r"[0-9]|\\N|\(\?P=")
+_DIGITS_ALIKE = str.maketrans("0123456789", "0000000000")
+
+
 class MatchedRules(NamedTuple):
     """The positions of the rules that match a path, and of its exact key."""
 
@@ -133,8 +141,12 @@ class Matcher:
         self._rules = rules
         self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
-        self._naming: dict[str, list[int]] = {}
+        tells = [bool(_DIGITS_MATTER.search(rule.pattern)) for rule in rules]
+        self._telling = list(itertools.compress(range(len(rules)), tells))
+        self._others = [at for at in range(len(rules)) if not tells[at]]
+        self._naming: dict[str, set[int]] = {}
         self._known: dict[tuple[str, ...], MatchedRules] = {}
+        self._known_alike: dict[tuple[str, ...], list[int]] = {}
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
@@ -153,6 +165,7 @@ class Matcher:
         if matched is None:
             if len(self._known) >= _MOST_PATHS:
                 self._known.clear()
+                self._known_alike.clear()
             keys = [self._positions[form] for form in forms if form in self._positions]
             alone = [at for at in keys if self._rules[at].rank == "error"]
             if alone:
@@ -165,22 +178,32 @@ class Matcher:
 
     def matching_patterns(self, forms: tuple[str, ...]) -> tuple[int, ...]:
         """Positions of the matching rules, if no exact key hid the others."""
-        tests, path = self._tests, forms[-1]
-        matched = [at for at, test in enumerate(tests) if test(path)]
-        for form in forms[:-1]:
-            naming = self._naming_of(form.removesuffix(path))
-            matched += [at for at in naming if tests[at](form)]
-        matched += [self._positions[form] for form in forms if form in self._positions]
+        alike = tuple(form.translate(_DIGITS_ALIKE) for form in forms)
+        matched = self._known_alike.get(alike)
+        if matched is None:
+            matched = self._known_alike[alike] = self._try(self._others, alike)
+        keys = [self._positions[form] for form in forms if form in self._positions]
+        if keys or self._telling:
+            matched = {*matched, *self._try(self._telling, forms), *keys}
         return tuple(sorted({*matched}))
 
-    def _naming_of(self, prefix: str) -> list[int]:
+    def _try(self, positions: Sequence[int], forms: tuple[str, ...]) -> list[int]:
+        """Those of the rules at these positions whose pattern matches a form."""
+        tests, path = self._tests, forms[-1]
+        matched = [at for at in positions if tests[at](path)]
+        for form in forms[:-1]:
+            naming = self._naming_of(form.removesuffix(path))
+            matched += [at for at in positions if at in naming and tests[at](form)]
+        return matched
+
+    def _naming_of(self, prefix: str) -> set[int]:
         """Positions of the rules that name the section with this prefix."""
         if prefix not in self._naming:
-            self._naming[prefix] = [
+            self._naming[prefix] = {
                 at
                 for at, rule in enumerate(self._rules)
                 if names_section(rule.pattern, prefix)
-            ]
+            }
         return self._naming[prefix]
 
 

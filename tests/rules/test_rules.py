@@ -1,6 +1,7 @@
 """Rule and RuleSet: frozen rules, matching policies, the forms of a path."""
 
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -241,6 +242,17 @@ def test_members_with_numbers() -> None:
     assert matched(r"^block_\d+/up", tree) == {f"{name}/up/w" for name in tree}
     assert matched("^block_[01]/up", tree) == {"block_0/up/w", "block_1/up/w"}
     assert matched(r"^\d/up", [member(), member()]) == {"0/up/w", "1/up/w"}
+
+
+def test_numbers_in_patterns_and_paths() -> None:
+    """What cannot tell digits apart is tried once for all layers."""
+    patterns = [r"a\d/", r"a\d\d/", "a1/", r"(?P<n>\d)(?P=n)", r"(\d)\1", "[1-3]/"]
+    patterns += [r"[^\W\d]\d+/", "[!-5]/", r"[\x32]", "[/-:]x", r"\N{DIGIT ONE}/"]
+    made = flm.RuleSet(rules(*patterns))
+    for number in (1, 2, 3, 7, 11, 12, 21, 33, 100):
+        path = f"a{number}/x"
+        expected = [at for at, text in enumerate(patterns) if re.search(text, path)]
+        assert made.matching(path) == tuple(expected)
 
 
 def test_ten_thousand_exact_rules_are_looked_up() -> None:
