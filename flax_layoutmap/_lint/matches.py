@@ -159,9 +159,11 @@ def unused(model: Model) -> Iterator[LintIssue]:
 
 
 def _paths(resolution: Resolution) -> list[str]:
-    """The paths that the rules see, in all their forms; of equal layers, the first."""
-    every = map(resolution._flat.forms, resolution._flat.representatives())
-    some = [*itertools.islice(itertools.chain.from_iterable(every), _MOST_PATHS)]
+    """The paths of parameters, in all their forms; of equal layers, the first."""
+    flat, roles = resolution._flat, resolution._roles
+    parameters = (at for at in flat.representatives() if roles[at] == "parameter")
+    every = itertools.chain.from_iterable(map(flat.forms, parameters))
+    some = [*itertools.islice(every, _MOST_PATHS)]
     return sorted({NUMBER.sub("0", form): form for form in reversed(some)}.values())
 
 
