@@ -39,7 +39,6 @@ from flax_layoutmap._tree.flax_internals import (
     restore_eager_flag,
     without_eager_sharding,
 )
-from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import leaves_in, objects_in
 from flax_layoutmap._tree.trace import Traced, is_tracing_constructor, trace
 
@@ -310,7 +309,7 @@ class _Scope:
             # A value of a transformation around the block stays in it.
             new = [x if isinstance(x, Tracer) else put(x, own) for x, own in pairs]
             structure = jax.tree.structure(model.state)
-            update(model.root, jax.tree.unflatten(structure, new))
+            nnx.update(model.root, jax.tree.unflatten(structure, new))
             settle_metadata(model.state, model.resolution)  # in place
             self.settled += new
         for reference, model in self._optimizers:
@@ -398,7 +397,7 @@ def _follow(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
 def _fill_optimizer(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
     """Give an optimizer the state of `create_optimizer`, and return its arrays."""
     new = create_optimizer(model, optimizer.tx, rules, wrt=optimizer.wrt)
-    update(optimizer, nnx_state(new))
+    nnx.update(optimizer, nnx_state(new))
     return jax.tree.leaves(nnx_state(new))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -32,7 +33,6 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import current_rules, get_default_mesh, split_axes
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
@@ -140,19 +140,14 @@ def _dtype_in_programs(x: jax.Array) -> Any:
     return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
-def with_leaves(tree: Any, leaves: list[Any], treedef: Any = None) -> Any:
-    """The tree with new leaves; NNX objects are updated in place.
-
-    `treedef` is the structure of `plain_tree(tree)`, if it is known.
-    """
-    if treedef is None:
-        treedef = jax.tree.structure(plain_tree(tree))
-    new = jax.tree.unflatten(treedef, leaves)
+def with_leaves(tree: Any, leaves: list[Any]) -> Any:
+    """The tree with new leaves; NNX objects are updated in place."""
+    new = jax.tree.unflatten(jax.tree.structure(plain_tree(tree)), leaves)
     objects, outer = jax.tree.flatten(tree, is_leaf=is_nnx_object)
     parts = outer.flatten_up_to(new)
     for at, node in enumerate(objects):
         if is_nnx_object(node):
-            update(node, parts[at])
+            nnx.update(node, parts[at])
             parts[at] = node
     return jax.tree.unflatten(outer, parts)
 

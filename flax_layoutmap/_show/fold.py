@@ -5,16 +5,11 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-# A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
-# between underscores. Escapes in a path (`%2F`, `%A6`) hold no index, and neither do
-# more digits than the places of a list would have.
-_INDEX = re.compile(r"(?<![0-9%])(?<!%[A-F])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
+# A whole part (`layers/0`), or a part of a name between underscores (`layers_0`);
+# neither `conv2` nor more digits than the places of a list would have.
+_INDEX = re.compile(r"(?<![^/_])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
 _TO_LAST_INDEX = re.compile(".*" + _INDEX.pattern)
-
-# Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
-# of them stay apart.
-_GLUED = 4
 
 # Runs of indices that are written before `…`.
 _RUNS = 6
@@ -71,7 +66,7 @@ def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
         group[tuple(map(int, pieces[1::2]))] = at
     folds: list[Fold] = []
     for (texts, _), group in groups.items():  # pyright: ignore[reportGeneralTypeIssues]
-        for box in _boxes(list(group), texts):
+        for box in _boxes(list(group)):
             members = [group[indices] for indices in itertools.product(*box)]
             folds.append(_fold_of(texts, box, members))
     return sorted(folds, key=lambda row: row.members[0])
@@ -102,13 +97,10 @@ def relation(path: str, other: str) -> Relation:
     return tuple(pieces[::2]), tuple(same)
 
 
-def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
+def natural_key(path: str) -> list[str | int]:
     """Sort `layers/2` before `layers/10`."""
-    key: list[tuple[str | int, ...]] = []
-    for at, piece in enumerate(re.split(r"([0-9]+)", path)):
-        digits = piece.lstrip("0")
-        key.append((1, len(digits), digits, piece) if at % 2 else (0, piece))
-    return tuple(key)
+    pieces = enumerate(re.split(r"([0-9]+)", path))
+    return [int(piece) if at % 2 else piece for at, piece in pieces]
 
 
 def spell_indices(indices: Sequence[int]) -> str:
@@ -138,7 +130,7 @@ def spell_indices(indices: Sequence[int]) -> str:
     return f"{{{','.join(texts)}}}"
 
 
-def _boxes(tuples: list[Indices], texts: Sequence[str]) -> list[list[list[int]]]:
+def _boxes(tuples: list[Indices]) -> list[list[list[int]]]:
     """Cut a set of indices into products of sets, one set per slot."""
     if not tuples[0]:
         return [[]]
@@ -148,15 +140,11 @@ def _boxes(tuples: list[Indices], texts: Sequence[str]) -> list[list[list[int]]]
     same: dict[tuple[Indices, ...], list[int]] = {}
     for first, rest in rests.items():
         same.setdefault(tuple(sorted(rest)), []).append(first)
-    boxes = []
-    for rest, firsts in same.items():
-        glued = texts[0][-1:] not in ("", "/", "_")
-        choices = (
-            [[at] for at in firsts] if glued and len(firsts) < _GLUED else [firsts]
-        )
-        for box in _boxes(list(rest), texts[1:]):
-            boxes += [[sorted(choice), *box] for choice in choices]
-    return boxes
+    return [
+        [sorted(firsts), *box]
+        for rest, firsts in same.items()
+        for box in _boxes(list(rest))
+    ]
 
 
 def _fold_of(

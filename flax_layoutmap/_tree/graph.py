@@ -1,20 +1,12 @@
 """The structure and the values of NNX objects, and new values for them."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-
-from flax_layoutmap._tree.flax_internals import (
-    attributes_of,
-    is_nnx_object,
-    named_objects_of,
-)
-from flax_layoutmap._tree.objects import is_object
-from flax_layoutmap._tree.paths import key_of
 
 # Names the `nnx.update_context` of changes of structure.
 TAG = "flax_layoutmap"
@@ -118,57 +110,3 @@ def with_objects(tree: Any, nodes: Sequence[Any]) -> Any:
         tree,
         is_leaf=lambda node: isinstance(node, Own),
     )
-
-
-# ---------------------------------------------------------------------- new values only
-
-
-def update(node: Any, state: Any) -> None:
-    """Give an NNX object the values of a State.
-
-    As `nnx.update`, which cannot write an array in a tuple or another immutable
-    container: here such an attribute gets a new container.
-    """
-    if not isinstance(state, nnx.State):  # that of a Variable is one
-        nnx.update(node, state)
-        return
-    new = dict(nnx.to_flat_state(state))
-    before = len(new)
-    for path, owner in named_objects_of(node):
-        found = attributes_of(owner) if is_nnx_object(owner) else None
-        for name, value in found[0].items() if found else ():
-            if not _is_fixed(value):
-                continue
-            leaves = []
-            parts, treedef = _flatten(value)
-            for keys, leaf in parts:
-                where = (*path, name, *map(key_of, keys))
-                is_other = is_object(leaf) or where not in new
-                leaves.append(leaf if is_other else new.pop(where))
-            if any(a is not b for a, (_, b) in zip(leaves, parts, strict=True)):
-                # Bypass the class's own __setattr__, which may have effects.
-                changed = nnx.data(jax.tree.unflatten(treedef, leaves))
-                nnx.Pytree.__setattr__(owner, name, changed)
-    nnx.update(node, state if len(new) == before else nnx.from_flat_state(new.items()))
-
-
-def _flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    return jax.tree_util.tree_flatten_with_path(value, is_leaf=is_object)
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a value is, or holds, an immutable container with arrays."""
-    return any(
-        not is_object(leaf) and hasattr(leaf, "shape")
-        for part in _fixed_parts(value)
-        for _, leaf in _flatten(part)[0]
-    )
-
-
-def _fixed_parts(value: Any) -> Iterator[Any]:
-    """The outermost containers in a value that are no dict and no list."""
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _fixed_parts(part)
-    elif not is_object(value) and not jax.tree_util.all_leaves([value]):
-        yield value

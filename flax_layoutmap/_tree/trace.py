@@ -33,11 +33,9 @@ from flax_layoutmap._tree.flax_internals import (
     was_made_elsewhere,
     without_eager_sharding,
 )
-from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import (
     adopt,
     arrays_as_data,
-    has_mixed_keys,
     is_object,
     originals_of,
     reference_error,
@@ -124,7 +122,7 @@ class Traced:
         for node, state in zip(self._input_nodes, states, strict=True):
             # Values only: the metadata of the trace must not reach the caller.
             own = jax.tree.structure(nnx_state(node))
-            update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
+            nnx.update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
 
 def trace(
@@ -218,9 +216,7 @@ def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., An
     Also a function of other arrays that gives the arguments with these, and the copies
     of the objects that they have then.
     """
-    slots, treedef = jax.tree.flatten(
-        arguments, is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node)
-    )
+    slots, treedef = jax.tree.flatten(arguments, is_leaf=is_nnx_object)
     nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
     _refuse_shared(nodes, "arguments", "pass")
     split = [nnx_split(node) for node in nodes]

@@ -24,7 +24,6 @@ from flax_layoutmap._tree.paths import (
     escape,
     is_optax_state,
     is_train_state,
-    join_keys,
     parameter_keys,
     unescape,
 )
@@ -198,12 +197,6 @@ def test_a_variable_that_holds_a_dict() -> None:
     assert paths(nnx.to_pure_dict(nnx.state(Holder()))) == expected
 
 
-def test_paths_agree_with_those_of_jax_for_plain_trees() -> None:
-    tree = {"a": [X, {"b": Pair(X, X)}], "c": Record(X)}
-    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    assert paths(tree) == [join_keys(path) for path in keys]
-
-
 def test_lists_of_more_than_ten_keep_their_order() -> None:
     class Deep(nnx.Module):
         def __init__(self) -> None:
@@ -285,21 +278,6 @@ def test_objects_inside_of_trees(model: Model) -> None:
     assert "step" in found[1][2] and found[2][2] == ["step"]
     assert paths(tree)[-1] == "step"
     assert "optimizer/opt_state/0/mu/embed/embedding" in paths(tree)
-
-
-def test_leaf_order_is_that_of_the_plain_tree(model: Model) -> None:
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    for tree in [
-        model,
-        optimizer,
-        {"a": model, "b": [optimizer, X]},
-        nnx.state((model, optimizer)),
-        (model, X),
-    ]:
-        leaves = jax.tree.leaves(plain_tree(tree))
-        mine = flatten(tree).leaves
-        assert len(leaves) == len(mine)
-        assert all(a is b for a, b in zip(leaves, mine, strict=True))
 
 
 def test_state_of_a_model_and_its_optimizer(model: Model) -> None:
