@@ -29,7 +29,6 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_or_recall, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import Block, using_rules
-from flax_layoutmap._tree.flatten import names_of_shared
 from flax_layoutmap._tree.flax_internals import (
     is_nnx_object,
     metaclass_of_objects,
@@ -40,6 +39,7 @@ from flax_layoutmap._tree.flax_internals import (
     without_eager_sharding,
 )
 from flax_layoutmap._tree.objects import leaves_in, objects_in
+from flax_layoutmap._tree.shared import names_of_shared
 from flax_layoutmap._tree.trace import Traced, is_tracing_constructor, trace
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)

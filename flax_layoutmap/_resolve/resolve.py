@@ -6,7 +6,7 @@ Five stages, each a function from one frozen value to the next:
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ from flax_layoutmap._resolve.origins import (
 )
 from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten, names_of_shared
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
 from flax_layoutmap._tree.paths import is_train_state
+from flax_layoutmap._tree.shared import Names, names_of_shared
 from flax_layoutmap._tree.trace import Traced, trace
 
 
@@ -66,14 +67,14 @@ def resolve(
     """
     rule_set = rule_set_of(rules, "resolve(tree, rules)")
     made = _traced(tree)
-    tree, others = (tree, None) if made is None else (made.abstract, made.others)
+    tree, names = (tree, None) if made is None else (made.abstract, made.names)
     params = abstract_tree(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = rule_set.with_changes(strict=strict)
     if params is not None or tx is not None:
         resolution = resolve_tree(tree, rule_set, params, tx)
     else:
-        resolution = resolve_or_recall(tree, rule_set, others)
+        resolution = resolve_or_recall(tree, rule_set, names)
     if strict:
         resolution.announce()
     return resolution
@@ -106,22 +107,20 @@ def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
     return decided(matches, rules)  # decide → Resolution
 
 
-def resolve_or_recall(
-    tree: Any, rules: RuleSet, others: Mapping[str, tuple[str, ...]] | None
-) -> Resolution:
+def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolution:
     """Look the tree up by structure, shapes and dtypes before anything is matched.
 
-    `others` has the other names of shared Variables, if the tree does not tell.
+    `names` has the paths of shared Variables, if the tree does not tell.
     """
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
-        others = names_of_shared(tree)
+        names = names_of_shared(tree)
         tree = nnx_state(tree)  # what its Resolution is a tree of
-    key = _key_of(tree, others)
+    key = _key_of(tree, names)
     trees = rules._caches.resolved
     for known, resolution in tuple(trees):
         if _is_equal(known, key):
             return resolution
-    flat = flatten(tree, others)
+    flat = flatten(tree, names)
     leaves = leaves_of(flat, tree, None if key is None else key[0])
     resolution = resolve_origins(find_origins(leaves), rules)
     # Annotations depend on Flax's logical rules in context, and state of an unknown
@@ -140,7 +139,7 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
-def _key_of(tree: Any, others: Any) -> Any:
+def _key_of(tree: Any, names: Any) -> Any:
     """What the layouts of a tree of arrays depend on; None for another tree."""
     try:
         leaves, treedef = jax.tree.flatten(tree)
@@ -148,7 +147,7 @@ def _key_of(tree: Any, others: Any) -> Any:
         return None
     if not all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
         return None
-    return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), others or None
+    return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), names or None
 
 
 def _is_equal(key: Any, other: Any) -> bool:

@@ -1,12 +1,12 @@
 """Flatten any tree: each leaf with its path, its section and its role.
 
-JAX flattens (`tree_flatten_with_path`); this file names the leaves and cuts the tree
-into sections: a module inside a dict, Linen's `params`, an optimizer state.
+JAX tells the children of every node (`tree_flatten_with_path`), but of dicts, which it
+sorts. The tree is cut into sections: a module inside a dict, Linen's `params`, an
+optimizer state.
 """
 
 import collections
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,6 @@ from flax.nnx import OptState, RngState
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._tree.flax_internals import (
-    children_of,
     is_nnx_object,
     metadata_of,
     nnx_state,
@@ -32,9 +31,9 @@ from flax_layoutmap._tree.paths import (
     is_optimizer,
     is_optimizer_with_model,
     is_train_state,
-    join_keys,
     key_of,
 )
+from flax_layoutmap._tree.shared import Names, names_of_shared, with_names
 
 # Metadata of a Variable about its layout.
 _LAYOUT_METADATA = frozenset(("layout", "out_sharding", "sharding_names", "sharding"))
@@ -50,17 +49,17 @@ def plain_tree(tree: Any) -> Any:
     return treedef.unflatten([nnx_state(x) if is_nnx_object(x) else x for x in nodes])
 
 
-def flatten(tree: Any, others: Mapping[str, tuple[str, ...]] | None = None) -> Flat:
+def flatten(tree: Any, names: Names | None = None) -> Flat:
     """Flatten any tree with its paths.
 
-    `others` has the other names of shared Variables, if the tree does not tell.
+    `names` has the paths of shared Variables, if the tree does not tell.
     """
     flattening = _Flattening()
     flattening.section(tree, "", "parameter", is_root=True)
     leaves = _without_saved_boxes(tree, flattening.leaves)
-    if others is None and flattening.has_objects:
-        others = names_of_shared(tree)
-    leaves = [_with_names(leaf, others) for leaf in leaves] if others else leaves
+    if names is None and flattening.has_objects:
+        names = names_of_shared(tree)
+    leaves = [with_names(leaf, names) for leaf in leaves] if names else leaves
     flat = Flat(leaves, flattening.nodes, flattening.has_objects, flattening.unseen)
     if flattening.has_odd_keys:
         _check_that_paths_differ(flat.full_paths())
@@ -74,59 +73,6 @@ def _check_that_paths_differ(paths: Sequence[str]) -> None:
             f"two different keys both have the path {path!r} (an int and a string, for "
             "example): rename one, so that rules can distinguish them"
         )
-
-
-# ------------------------------------------------------------------ shared Variables
-
-
-def _with_names(leaf: Leaf, others: Mapping[str, tuple[str, ...]]) -> Leaf:
-    names = others.get(leaf.full_path, ())
-    inside = [name for name in names if name.startswith(leaf.prefix)]
-    return leaf._replace(others=tuple(x.removeprefix(leaf.prefix) for x in inside))
-
-
-def names_of_shared(tree: Any) -> dict[str, tuple[str, ...]]:
-    """Each path of the shared Variables of NNX objects → the other paths."""
-    names: dict[str, tuple[str, ...]] = {}
-    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx_object)
-    for keys, node in nodes:
-        if is_nnx_object(node):
-            start = "".join(f"{part}/" for part in [join_keys(keys)] if keys)
-            for paths in _paths_of_shared(node):
-                full = [start + path for path in paths]
-                names |= {x: tuple(y for y in full if y != x) for x in full}
-    return names
-
-
-def _paths_of_shared(root: Any) -> Iterator[list[str]]:
-    """The paths of each Variable that an NNX object holds more than once."""
-    edges: dict[int, list[tuple[int, str]]] = {id(root): []}  # node → its parents
-    nodes, is_shared = [root], False
-    for node in nodes:
-        for keys, child in children_of(node):
-            if id(child) in edges:
-                is_shared = True
-            else:
-                edges[id(child)] = []
-                nodes.append(child)
-            edges[id(child)].append((id(node), join_keys(keys)))
-
-    def paths(node: int, below: frozenset[int] = frozenset()) -> Iterator[str]:
-        for parent, name in edges[node]:
-            if parent == id(root):
-                yield name
-            elif parent not in below:  # an object may hold one that holds it
-                yield from (f"{p}/{name}" for p in paths(parent, below | {node}))
-
-    for node in nodes if is_shared else ():
-        if isinstance(node, nnx.Variable):
-            some = [*itertools.islice(paths(id(node)), _MOST_NAMES)]
-            if len(some) > 1:
-                yield some
-
-
-# Names of one Variable that are looked for.
-_MOST_NAMES = 256
 
 
 # What a node is. Boxes are Variables (`random` for random state, `moment` for that of

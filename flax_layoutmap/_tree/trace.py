@@ -20,7 +20,6 @@ from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.jax_internals import tracers_without_sharding
-from flax_layoutmap._tree.flatten import names_of_shared
 from flax_layoutmap._tree.flax_internals import (
     forget_eager_flag,
     is_nnx_object,
@@ -43,6 +42,7 @@ from flax_layoutmap._tree.objects import (
     refuse_traced,
     unfit,
 )
+from flax_layoutmap._tree.shared import Names, names_of_shared
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
@@ -85,13 +85,13 @@ class Traced:
 
     `abstract` is the result with `nnx.State` for each NNX object and
     `jax.ShapeDtypeStruct` for each array; other leaves (a string, for example) are
-    kept. `others` has the other paths of shared Variables. `closed` is
+    kept. `names` has the paths of shared Variables. `closed` is
     the program: inputs → leaves of the result, then the new state of
     the inputs.
     """
 
     abstract: Any
-    others: Mapping[str, tuple[str, ...]]
+    names: Names
     closed: ClosedJaxpr
     inputs: tuple[Any, ...]
     _slots: tuple[int | None, ...]
@@ -200,7 +200,7 @@ def trace(
     result.leaves.clear()  # those of the trace
     return Traced(
         abstract=jax.tree.unflatten(result.treedef, abstract),
-        others=result.others,
+        names=result.names,
         closed=closed,
         inputs=tuple(inputs),
         _slots=slots,
@@ -265,7 +265,7 @@ class _Result:
 
     leaves: list[Any]
     treedef: Any
-    others: Mapping[str, tuple[str, ...]]
+    names: Names
     _graph_treedef: Any
     _graphdefs: list[Any]  # one for each NNX object, None for other parts
     _originals: list[Any]  # for `adopt`
@@ -280,8 +280,8 @@ class _Result:
         originals = [originals_of(x) if is_nnx_object(x) else None for x in parts]
         graphdefs = [graphdef for graphdef, _ in split]
         leaves, treedef = jax.tree.flatten(plain)
-        others = names_of_shared(result)
-        return cls(leaves, treedef, others, graph_treedef, graphdefs, originals)
+        names = names_of_shared(result)
+        return cls(leaves, treedef, names, graph_treedef, graphdefs, originals)
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The result with other leaves; in the first call in its own objects."""

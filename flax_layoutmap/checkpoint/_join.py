@@ -94,7 +94,7 @@ def opened(target: Any) -> Target:
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
-    flat = flatten(tree, None if traced is None else traced.others)
+    flat = flatten(tree, None if traced is None else traced.names)
     return Target(tree, flat, traced)
 
 
