@@ -9,6 +9,7 @@ when an attribute is set, and a traced array is no `jax.Array` for some versions
 (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)` becomes static.
 """
 
+import collections
 import functools
 import gc
 import types
@@ -41,6 +42,17 @@ def is_object(node: Any) -> bool:
     return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
+def has_mixed_keys(node: Any) -> bool:
+    """Whether a node is a dict that JAX cannot flatten, as its keys have no order."""
+    if type(node) not in (dict, collections.defaultdict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
+
+
 def leaves_in(tree: Any) -> list[Any]:
     """The leaves of arguments: arrays, also those in NNX objects, and all else."""
     held = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
@@ -54,7 +66,9 @@ def objects_in(tree: Any) -> list[Any]:
 
 def _flat(tree: Any) -> list[Any]:
     """NNX objects, Variables and leaves of a tree."""
-    return jax.tree.leaves(tree, is_leaf=is_object)
+    return jax.tree.leaves(
+        tree, is_leaf=lambda node: is_object(node) or has_mixed_keys(node)
+    )
 
 
 def unfit(leaf: Any) -> str | None:

@@ -35,6 +35,7 @@ from flax_layoutmap._tree.flax_internals import (
 from flax_layoutmap._tree.objects import (
     adopt,
     arrays_as_data,
+    has_mixed_keys,
     is_object,
     originals_of,
     reference_error,
@@ -216,7 +217,9 @@ def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., An
     Also a function of other arrays that gives the arguments with these, and the copies
     of the objects that they have then.
     """
-    slots, treedef = jax.tree.flatten(arguments, is_leaf=is_nnx_object)
+    slots, treedef = jax.tree.flatten(
+        arguments, is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node)
+    )
     nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
     _refuse_shared(nodes, "arguments", "pass")
     split = [nnx_split(node) for node in nodes]
