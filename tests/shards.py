@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 import flax_layoutmap as flm
 from flax_layoutmap._tree.flatten import flatten
@@ -82,6 +83,24 @@ def assert_lies(
         assert found == index, (at, found, index)
         assert shard.data.nbytes == value[index].nbytes
         np.testing.assert_array_equal(np.asarray(shard.data), value[index])
+
+
+def assert_as_eager(tree: Any, eager: Any, layout_map: Any) -> None:
+    """The graph and the values of an eager object, in the shards of the rules."""
+    if isinstance(tree, nnx.Pytree):
+        assert nnx.graphdef(tree) == nnx.graphdef(eager)
+    found, wanted = leaves_of(tree), leaves_of(eager)
+    assert found.keys() == wanted.keys()
+    for leaf, (path, other), row in zip(
+        found.values(), wanted.items(), flm.resolve(eager, layout_map), strict=True
+    ):
+        other = (
+            other if hasattr(other, "dtype") else jax.numpy.asarray(other)
+        )  # a number
+        assert leaf.dtype == other.dtype, path
+        assert_lies(leaf, row.layout.dims(leaf.ndim), layout_map.device_mesh)
+        close = plain(leaf).astype(float), plain(other).astype(float)
+        np.testing.assert_allclose(*close, rtol=1e-5, err_msg=path)
 
 
 def lies(array: Any, dims: Dims, mesh: flm.DeviceMesh) -> bool:

@@ -11,11 +11,13 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from hypothesis import settings
 from hypothesis import strategies as st
-from shards import assert_lies
+from shards import assert_lies, grid
 
 import flax_layoutmap as flm
 
@@ -32,6 +34,7 @@ INITIALISERS: dict[str, Callable[..., Any]] = {
     if name.islower() and not name.startswith("_")
     if name not in ("ones", "zeros", "tp")  # an alias of a module
 }
+ADAM = optax.adam(1e-3)
 QR = {"orthogonal", "delta_orthogonal"}  # all others are element by element
 BOTH = (("data",), ("model",))
 
@@ -57,7 +60,8 @@ def assert_as_jit(make: Callable[..., Any], mesh: flm.DeviceMesh, *args: Any) ->
     """`create` gives the bits and the layouts of a jit of the whole; return them."""
     layout_map = rules(mesh)
     made = flm.create(make, layout_map, *args)
-    shardings = layout_map.shardings(lambda: make(*args))
+    auto = rules(flm.DeviceMesh(mesh, axis_types="auto"))
+    shardings = auto.shardings(lambda: make(*args))
     assert bits(made) == bits(jax.jit(make, out_shardings=shardings)(*args))
     for leaf, wanted in zip(
         jax.tree.leaves(made), jax.tree.leaves(shardings), strict=True
@@ -187,7 +191,20 @@ def looped(key: Any, x: Any) -> Any:
     return jax.lax.scan(layer, 0, jax.random.split(key, 3))
 
 
+def train_state(key: Any, x: Any) -> TrainState:
+    variables: Any = Blocks(nn.remat).init(key, x)
+    return TrainState.create(apply_fn=None, params=variables["params"], tx=ADAM)
+
+
+def of_kinds(key: Any, x: Any) -> Any:
+    kinds = jnp.float16, complex, bool, jnp.int8
+    made = {str(dtype): jnp.full((8, 16), 0.5, dtype) for dtype in kinds}
+    return {**made, "rbg": jax.random.key(3, impl="rbg")}
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
+    "train state": train_state,
+    "kinds": of_kinds,
     "remat": Blocks(nn.remat).init,
     "jit": Blocks(nn.jit).init,
     "one call": one_call,
@@ -200,10 +217,17 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_constructor_of_any_structure(mesh: flm.DeviceMesh, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "auto") for name in MAKERS), ("train state", "explicit")],
+)
+def test_a_constructor_of_any_structure(name: str, kind: str) -> None:
     key, x = jax.random.key(0), jnp.arange(128.0).reshape(8, 16)
-    assert_as_jit(MAKERS[name], mesh, key, x)
+    made = assert_as_jit(MAKERS[name], grid(kind), key, x)
+    if name == "train state":  # of the batch only the shape matters
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        again = flm.create(MAKERS[name], rules(grid(kind)), key, shape)
+        assert bits(again) == bits(made)
 
 
 def test_what_has_effects(

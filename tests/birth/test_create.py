@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import KINDS, Dims, assert_lies, bare, grid, leaves_of
+from shards import KINDS, assert_as_eager, assert_lies, bare, grid, leaves_of
 from shards import plain as bits
 
 import flax_layoutmap as flm
@@ -66,19 +65,6 @@ class Model(nnx.Module):
         self.name = "model"
 
 
-DIMS: dict[str, Dims] = {
-    "embed/embedding": BOTH,
-    "blocks/0/up/kernel": COLUMN,
-    "blocks/1/up/kernel": COLUMN,
-    "blocks/0/down/kernel": (("model",), ("data",)),
-    "blocks/1/down/kernel": (("model",), ("data",)),
-    "blocks/0/up/bias": (("model",),),
-    "blocks/1/up/bias": (("model",),),
-    "norm/scale": (("data",),),
-    "empty": COLUMN,
-}
-
-
 def rules(mesh: flm.DeviceMesh | None, **options: Any) -> flm.LayoutMap:
     layout_map = flm.LayoutMap(mesh, strict=False, **options)
     layout_map["embedding"] = ("data", "model")
@@ -101,20 +87,13 @@ def assert_same_bits(tree: Any, other: Any) -> None:
         np.testing.assert_array_equal(bits(leaf), bits(wanted[path]), err_msg=path)
 
 
-def assert_model_lies(model: Any, mesh: flm.DeviceMesh) -> None:
-    leaves = leaves_of(model)
-    assert DIMS.keys() - leaves.keys() <= {"empty"}
-    for path, leaf in leaves.items():
-        assert_lies(leaf, DIMS[path] if path in DIMS else ((),) * leaf.ndim, mesh)
-
-
 # ------------------------------------------------------------------------ values
 
 
 def test_every_leaf_is_born_in_its_shards(born: Any, any_mesh: flm.DeviceMesh) -> None:
     model = born(make, rules(any_mesh))
     assert type(model) is Model and model.name == "model"
-    assert_model_lies(model, any_mesh)
+    assert_as_eager(model, make(), rules(any_mesh))
     assert_same_bits(nnx.state(model), jax.jit(lambda: nnx.split(make())[1])())
     kernel = model.blocks[0].up.kernel
     assert kernel.sharding.mesh.axis_types == any_mesh.axis_types
@@ -146,105 +125,23 @@ def test_what_fails_leaves_its_arguments_as_they_were(
     assert not hasattr(block, "extra") and rngs.default.count[...] == 0
 
 
-# ------------------------------------------------------------- Linen and plain trees
+# ------------------------------------------------------------------- plain trees
 
 
-class Net(linen.Module):
-    initialise: Any = counting
+def test_numbers_text_none_and_what_has_no_elements(mesh: flm.DeviceMesh) -> None:
+    def values() -> Any:
+        host = np.arange(8.0, dtype=np.float32)
+        return {"step": 3, "rate": 0.5, "flag": True, "host": host, "none": None}
 
-    @linen.compact
-    def __call__(self, x: Any, *, train: bool = False) -> Any:
-        x = linen.Dense(16, kernel_init=self.initialise, name="up")(x)
-        x = linen.BatchNorm(use_running_average=not train)(x)
-        return linen.Dense(8, kernel_init=self.initialise, name="down")(x)
-
-
-def linen_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, "model")
-    layout_map["down/kernel"] = ("model", None)
-    return layout_map
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_linen_init(kind: str) -> None:
-    any_mesh = grid(kind)
-    net, x = Net(normal), jnp.ones((2, 8))
-    key = jax.random.key(0)
-    shapes = jax.eval_shape(net.init, key, x)
-    shardings = linen_rules(grid("auto")).shardings(shapes)
-    wanted = jax.jit(net.init, out_shardings=shardings)(key, x)
-    # Of the batch only the shape matters.
-    for batch in (x, jax.ShapeDtypeStruct((2, 8), jnp.float32))[kind == "explicit" :]:
-        made = flm.create(net.init, linen_rules(any_mesh), key, batch, train=True)
-        assert jax.tree.structure(made) == jax.tree.structure(wanted)
-        assert_same_bits(made, wanted)
-        assert_lies(made["params"]["up"]["kernel"], COLUMN, any_mesh)
-        assert_lies(made["params"]["down"]["kernel"], ROW, any_mesh)
-        assert_lies(made["batch_stats"]["BatchNorm_0"]["mean"], ((),), any_mesh)
-
-
-def make_train_state(net: Any, tx: Any) -> Callable[..., Any]:
-    def build(key: Any, x: Any) -> TrainState:
-        params = net.init(key, x)["params"]
-        return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
-
-    return build
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_train_state(kind: str) -> None:
-    any_mesh = grid(kind)
-    net, tx = Net(), optax.adam(1e-3)
-    build = make_train_state(net, tx)
-    arguments = jax.random.key(0), jnp.ones((2, 8))
-    state: Any = flm.create(build, linen_rules(any_mesh), *arguments)
-    adam: Any = state.opt_state[0]
-    assert type(state) is TrainState and state.tx is tx
-    for tree in (state.params, adam.mu, adam.nu):
-        assert_lies(tree["up"]["kernel"], COLUMN, any_mesh)
-        assert_lies(tree["down"]["kernel"], ROW, any_mesh)
-        assert_lies(tree["up"]["bias"], ((),), any_mesh)
-    assert_lies(adam.count, (), any_mesh, np.int32(0))
-    # `step` is the Python int 0 in an eager TrainState.
-    assert_lies(state.step, (), any_mesh, np.int32(0))
-    assert_same_bits(state.params, jax.jit(build)(*arguments).params)
-
-
-def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
-    def one() -> Any:
-        return {
-            "step": 3,
-            "rate": 0.5,
-            "flag": True,
-            "keys": jax.random.split(jax.random.key(0), 8),
-            "rbg": jax.random.key(3, impl="rbg"),
-            "empty": jnp.zeros((0, 4)),
-            "none": None,
-            "text": "kept",
-            "host": np.arange(8.0, dtype=np.float32),
-            "half": jnp.full((8, 16), 0.5, jnp.float16),
-            "complex": jnp.full((8, 16), 1j),
-            "flags": jnp.ones((8, 16), bool),
-        }
-
-    layout_map = flm.LayoutMap(any_mesh, strict=False)
-    layout_map["keys|host"] = ("model",)
-    layout_map["empty"] = ("model", None)
-    layout_map["half|complex|flags"] = ("data", "model")
-    made = flm.create(one, layout_map)
-    assert_lies(made["step"], (), any_mesh, np.int32(3))
-    assert_lies(made["rate"], (), any_mesh, np.float32(0.5))
-    assert_lies(made["flag"], (), any_mesh, np.bool_(True))
-    assert_lies(made["keys"], ((),), any_mesh)
-    assert_lies(made["rbg"], (), any_mesh, jax.random.key_data(one()["rbg"]))
-    assert str(jax.random.key_impl(made["rbg"])) == "rbg"
-    assert_lies(made["empty"], ROW, any_mesh)
-    assert_lies(made["host"], (("model",),), any_mesh, np.arange(8.0, dtype="f4"))
-    for name in ("half", "complex", "flags"):
-        assert_lies(made[name], BOTH, any_mesh, np.asarray(one()[name]))
-        assert made[name].dtype == one()[name].dtype
-    assert made["none"] is None and made["text"] == "kept"
+    layout_map["host"] = ("model",)
+    text: Any = {"text": "kept", "empty": jnp.zeros((0, 4))}
+    made = flm.create(lambda: text | values(), layout_map)
+    assert made.pop("text") == "kept" and made["none"] is None
+    assert made.pop("empty").shape == (0, 4)
+    wanted = jax.tree.map(jnp.asarray, values())
+    assert jax.tree.structure(made) == jax.tree.structure(wanted)
+    assert_as_eager(made, wanted, layout_map)
 
 
 def test_arguments_are_inputs(mesh: flm.DeviceMesh) -> None:
@@ -327,7 +224,7 @@ def test_inside_and_outside_of_contexts(kind: str, around: Any) -> None:
     wanted = jax.jit(lambda: nnx.split(make())[1])()
     with around(bare(mesh)):
         model = flm.create(make, rules(mesh))
-        assert_model_lies(model, mesh)
+        assert_as_eager(model, make(), rules(mesh))
         assert_same_bits(nnx.state(model), wanted)
         optimizer = flm.create_optimizer(model, optax.adam(1e-3), rules(mesh))
         assert_lies(optimizer.opt_state[0].mu["embed"]["embedding"][...], BOTH, mesh)
@@ -336,13 +233,13 @@ def test_inside_and_outside_of_contexts(kind: str, around: Any) -> None:
             model = flm.create(make, rules(mesh))
             return nnx.state(model)
 
-        traced = jax.jit(inside)()
+        traced, state = jax.jit(inside)(), nnx.state(model)
         assert_same_bits(traced, wanted)
-        del traced["empty"]  # the outer jit lays out what has no elements
-        assert_model_lies(traced, mesh)
+        del traced["empty"], wanted["empty"]  # which the outer jit lays out
+        assert_as_eager(traced, wanted, rules(mesh))
         abstract = jax.eval_shape(inside)
-        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
-        assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+        for shape, leaf in zip(*map(jax.tree.leaves, (abstract, state)), strict=True):
+            assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
         abstract_model = nnx.eval_shape(lambda: flm.create(make, rules(mesh)))
         assert nnx.graphdef(abstract_model) == nnx.graphdef(make())
 
@@ -493,9 +390,9 @@ def test_what_does_not_fit_is_an_error_before_compilation(
 
 def test_fewer_devices_than_there_are() -> None:
     half = flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[4:])
-    assert_model_lies(flm.create(make, rules(half)), half)
+    assert_as_eager(flm.create(make, rules(half)), make(), rules(half))
     one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[5:6])
     model = flm.create(make, rules(one))
-    assert_model_lies(model, one)
+    assert_as_eager(model, make(), rules(one))
     assert isinstance(model.embed.embedding.sharding, NamedSharding)
     assert_same_bits(nnx.state(model), nnx.state(flm.create(make, rules(grid("auto")))))
