@@ -5,7 +5,6 @@ shards. No device holds a full copy of a parameter that a rule shards, except du
 operations that XLA does not partition (QR, a sort).
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,9 +59,9 @@ def create(
 
     Returns:
         What `make` returns, its arrays laid out by the rules. The values equal those of
-        `jax.jit(make)`, up to rounding where an element is computed from many (a norm,
-        a product of matrices). Python numbers become arrays. Nothing shares memory with
-        an argument, and objects that were there before come back as copies.
+        `jax.jit(make)`, up to rounding where an element is computed from many (a norm).
+        Python numbers become arrays. Nothing shares memory with an argument, and
+        objects that were there before come back as copies.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
@@ -90,7 +89,11 @@ def create(
     _check_function(make)
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
-        _check_result(traced.abstract, make)
+        if traced.abstract is None:
+            raise StructureError(
+                f"create(make, layout_map): {getattr(make, '__name__', make)} gives "
+                "None: let it return the model that it makes"
+            )
         resolution = resolve(traced, rules)
         refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")
         resolution.announce()
@@ -113,17 +116,16 @@ def create_optimizer(
     """Create the optimizer of a sharded model; its state follows the layouts.
 
     Each dim of the state is sharded as the dim of the parameter that it was made from:
-    moments as the parameter, Adafactor's row and column statistics as its rows and
-    columns. Flax's `optimizer_sharding` on a Variable is followed instead where it is
-    set. Counters are replicated on the mesh.
+    moments as the parameter, Adafactor's row statistics as its rows. Flax's
+    `optimizer_sharding` on a Variable is followed instead. Counters are replicated.
 
     Args:
         model: an NNX module whose arrays are on a mesh (from `create`, `place`, or a
             restore), or a tree of parameters.
         tx: the optax transformation.
-        layout_map: the map that the model was laid out by. A rule in its `optimizer`
-            section decides for the state of the parameters that it matches (ZeRO-1).
-            The mesh is that of the model. May be left out in a `layout_map_scope`.
+        layout_map: the map of the model, whose `optimizer` section decides for the
+            state of the parameters that it matches (ZeRO-1); its mesh does not count.
+            May be left out in a `layout_map_scope`.
         wrt: for a module, which Variables are trained.
 
     Returns:
@@ -213,22 +215,6 @@ def _check_function(make: Any) -> None:
         raise StructureError(
             "create(make, layout_map) needs a function that makes the model, got "
             f"a {type(make).__name__}; to move what exists use layout_map.place(tree)"
-        )
-
-
-def _check_result(result: Any, make: Any) -> None:
-    name = getattr(make, "__name__", make)
-    if result is None:
-        raise StructureError(
-            f"create(make, layout_map): {name} gives None: let it return the model "
-            "that it makes"
-        )
-    if inspect.iscoroutine(result):
-        result.close()
-        raise StructureError(
-            f"create(make, layout_map): {name} is an async function, which gives a "
-            "coroutine and no model: pass a plain function; what is to be awaited can "
-            "be awaited before, and passed as an argument"
         )
 
 

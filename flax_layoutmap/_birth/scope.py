@@ -56,24 +56,20 @@ def layout_map_scope(layout_map: Any) -> Block:
 
     tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
     model that was made in it gets the layout of its path in the finished model: modules
-    may be made first and assembled later. A Variable without a rule is replicated on
-    the mesh. Until then Variables hold `jax.ShapeDtypeStruct`s, as after
-    `nnx.eval_shape`, so call the model after the block.
+    may be made first and assembled later. Until then Variables hold
+    `jax.ShapeDtypeStruct`s, as after `nnx.eval_shape`: call the model after the block.
 
     An `nnx.Optimizer` made in the block gets the state of `flm.create_optimizer(model,
     tx, layout_map)`. Linen modules hold no variables: `init` of a module that is made
     in the block, called in it or later, makes sharded variables, as `flm.create` does;
     `init` of a later `clone()`, or one that the class itself defines, does not.
 
-    Constructors are traced, as by `jax.jit`: what they store outside of their model (a
-    table in a cache) has no values afterwards. A constructor that is given a module is
-    not traced itself, so that the module stays the same object; the arrays that it
-    makes are on one device until the block ends. What a transformation (`nnx.vmap`)
-    makes is laid out if it becomes part of a model.
+    Constructors are traced, as by `jax.jit`: what they store outside of their model has
+    no values afterwards. One that is given a module is not traced, so that the module
+    stays the same object; what it makes itself is on one device until the block ends.
 
-    Blocks nest: the innermost one applies. The rules also apply to
-    `flm.distribute_tensor(x, "hidden")` in the block. As a decorator it is a block
-    around each call.
+    Blocks nest: the innermost one applies, also to `flm.distribute_tensor(x, "hidden")`
+    in it. As a decorator it is a block around each call.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
@@ -381,7 +377,6 @@ def _lines(models: Sequence[_Model], births: Sequence[_Birth]) -> Parts:
 
 
 def _optimizer_state(optimizer: Any) -> list[Any]:
-    """The Variables of an optimizer that `create_optimizer` makes."""
     flat = [] if optimizer is None else nnx.to_flat_state(nnx_state(optimizer))
     return [part for path, part in flat if path[0] in ("step", "opt_state")]
 
