@@ -199,14 +199,15 @@ def inspect(
 def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
     rules = None if stored.mesh is None else stored.rule_set(None)
     resolution = stored.resolve(rules or RuleSet(strict=False))
-    resolved = {leaf.path: leaf for leaf in resolution}
-    specs = dict(zip(resolution.paths, resolution.specs if rules else (), strict=False))
+    specs = resolution.specs if rules else [None] * len(resolution.paths)
+    resolved = zip(resolution, specs, strict=True)
+    known = {leaf.path: (leaf.role, spec) for leaf, spec in resolved}
     return tuple(
         _described(
             path,
             leaf,
-            role="other" if leaf.is_python else resolved[path].role,
-            spec=_orbax.spec_of(stored.held.get(leaf.path)) or specs.get(path),
+            role="other" if leaf.is_python else known[path][0],
+            spec=_orbax.spec_of(stored.held.get(leaf.path)) or known[path][1],
         )
         for path, leaf in stored.leaves.items()
     )

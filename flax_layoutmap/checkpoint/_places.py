@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # Suffixes beside a checkpoint while it is replaced: the new one, and the old one.
@@ -57,10 +57,7 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
     """
     if is_url(path):
         if step == "latest":
-            raise CheckpointError(
-                f'step="latest" looks into a directory, which {path} is not; name the '
-                "step"
-            )
+            raise CheckpointError(f'step="latest" is for a disk, not {path}; name one')
         return Place(path if step is None else f"{path.rstrip('/')}/{step}")
     above, name = os.path.split(path)
     if step is None and os.path.isfile(os.path.join(path, METADATA_FILE)):
@@ -144,12 +141,8 @@ def check_place(path: str) -> None:
         return
     if not place.exists():
         left = sorted(glob.glob(f"{glob.escape(path)}.*"))
-        beside = [child.name for child in place.parent.glob("*") if child.is_dir()]
         hint = f"; an interrupted save left {', '.join(left)}" if left else ""
-        raise CheckpointError(
-            f"there is no checkpoint at {path}"
-            f"{hint or did_you_mean(place.name, beside)}"
-        )
+        raise CheckpointError(f"there is no checkpoint at {path}{hint}")
     hint = f"it has no file {METADATA_FILE}" if is_finished else "its save did not end"
     if is_safetensors(path):
         hint = "it holds safetensors; use flm.checkpoint.restore_safetensors"

@@ -225,17 +225,13 @@ def _planned(
         if rules is None and options.mesh is not None:
             rules = source.rule_set(options.mesh)
         if rules is None and (options.mesh is not None or options.target is None):
-            own = (
-                "" if source.rule_set(None) is None else "mesh= for its own rules, or "
-            )
+            own = " (or mesh= for its own rules)" if source.rule_set(None) else ""
             raise CheckpointError(
-                f"cannot restore {source.where} without layouts: pass {own}layout_map=,"
-                " on the mesh to restore to, or a target that has shardings"
+                f"cannot restore {source.where} without layouts: pass layout_map=, on "
+                f"the mesh to restore to{own}, or a target that has shardings"
             )
-        if options.target is not None:
-            target = opened(options.target)
-        else:
-            target = _own_target(source, options)
+        given = options.target
+        target = opened(_own_tree(source, options) if given is None else given)
         resolve = None
         if rules is not None:
             resolve = functools.partial(source.resolve, target, options, rules)
@@ -252,7 +248,7 @@ def _planned(
     return source, target, planned
 
 
-def _own_target(source: Source, options: Options) -> Target:
+def _own_tree(source: Source, options: Options) -> Any:
     """A nested dict of the selected leaves."""
     if useless := options.selection.useless(source.leaves):
         raise problem_list(f"cannot restore {source.where}", useless)
@@ -261,7 +257,7 @@ def _own_target(source: Source, options: Options) -> Target:
         for path, leaf in source.leaves.items()
         if path in options.selection
     }
-    return opened(nested(tree, unescape))
+    return nested(tree, unescape)
 
 
 # ----------------------------------------------------------- a checkpoint of Orbax
@@ -277,13 +273,11 @@ class _Checkpoint:
         self.leaves = self._stored.leaves
 
     def lines(self) -> Sequence[str]:
-        stored = self._stored
-        leaves = map(str, stored.leaves.values())
-        return [f"{stored.place} {stored.custom}", *leaves]
+        return [f"{self._stored.place} {self._stored.custom}", *map(str, self.leaves)]
 
     def offer(self, target: Target, options: Options) -> Offer:
-        leaves, wanted, problems = self.leaves, target.leaves, list[str]()
-        leaves = target.by_first_name(leaves)
+        wanted, problems = target.leaves, list[str]()
+        leaves = target.by_first_name(self.leaves)
         if self._verify and self._stored.checksums is None:
             problems.append(self._stored.no_checksums())
         if self._stored.flat is None:

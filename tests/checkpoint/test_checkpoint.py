@@ -491,7 +491,7 @@ def test_one_error_lists_every_problem_and_folds_layers(tmp_path: Path) -> None:
 def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
     with refused("without layouts: pass layout_map=, on the mesh to restore to"):
         flm.checkpoint.restore(small)
-    with refused("pass mesh= for its own rules, or layout_map="):
+    with refused("(or mesh= for its own rules), or a target"):
         flm.checkpoint.restore(saved)
     with refused("without layouts: pass layout_map="):
         flm.checkpoint.restore(small, mesh="data=8")

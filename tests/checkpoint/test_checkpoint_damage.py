@@ -223,7 +223,7 @@ def test_missing(intact: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     none = "there is no checkpoint at"
     for place, text in (
-        (tmp_path / "step_10", f"{none} {tmp_path / 'step_10'}; did you mean 'step_1"),
+        (tmp_path / "step_10", f"{none} {tmp_path / 'step_10'}"),
         (tmp_path / "no" / "a", none),
         (tmp_path, 'it holds steps; name one: step=100 or step="latest"'),
         (tmp_path / "file", "has no file _CHECKPOINT_METADATA"),

@@ -225,7 +225,7 @@ def test_two_directories_of_one_step(tmp_path: Path) -> None:
 
 
 def test_urls(saved: Path) -> None:
-    with refused("name the step"):
+    with refused("is for a disk"):
         restore("gs://bucket/run", step="latest")
     assert inspect(f"file://{saved}").path == str(saved)
 
