@@ -312,15 +312,14 @@ def verify(
         problems: list[str] = []
         with shown_progress(f"verifying {place.path}", None, progress):
             for portion in _portions(share, host_memory):
-                values = stored.read({leaf.path: _on_host(leaf) for leaf in portion})
+                wanted = {
+                    x.path: x.abstract if x.is_text else np.ndarray for x in portion
+                }
+                values = stored.read(wanted)
                 problems += stored.changed(portion, checksums(values, alone=True))
         if problems:
             raise problem_list(f"the checkpoint {place.path} is damaged", problems)
     return Verified(place.path, len(leaves), sum(leaf.bytes for leaf in leaves))
-
-
-def _on_host(leaf: Leaf) -> Any:
-    return leaf.abstract if leaf.kind in ("int", "float", "string") else np.ndarray
 
 
 def _portions(leaves: Sequence[Leaf], limit: int) -> Iterator[list[Leaf]]:

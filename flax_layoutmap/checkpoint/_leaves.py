@@ -84,6 +84,11 @@ class Leaf:
         return f"{self.path} {show_shape(self.shape)}"
 
     @property
+    def is_text(self) -> bool:
+        """Whether Orbax stores it as JSON, not as an array."""
+        return self.kind in ("int", "float", "string")
+
+    @property
     def abstract(self) -> Any:
         """A value like the leaf, which takes no memory."""
         if self.is_python:

@@ -274,7 +274,7 @@ def _stored_json(leaf: Leaf) -> list[Any] | None:
     """Shape and dtype of the array that Orbax stores; None for a Python value."""
     if leaf.kind == "key":
         return [[*leaf.shape, *key_data(leaf.dtype)[1]], "uint32"]
-    if leaf.kind in ("int", "float", "string"):
+    if leaf.is_text:
         return None
     return [list(leaf.shape), leaf.numpy_dtype.name]
 

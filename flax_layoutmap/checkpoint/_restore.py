@@ -335,7 +335,7 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
 
 def _orbax_target(read: Read, held: Any) -> Any:
     """The target of a leaf for Orbax: in its stored dtype, and in its sharding."""
-    if read.stored.kind in ("int", "float", "string"):
+    if read.stored.is_text:
         return held
     if read.sharding is None or read.stored.is_python:
         return np.ndarray

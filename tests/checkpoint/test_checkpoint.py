@@ -669,7 +669,7 @@ def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     for path in (long, tmp_path / "missing" / ("y" * 300) / "new"):
         with refused("cannot be made: ", "File name too long"):
             flm.checkpoint.save(path, tree)
-    with refused("cannot be made: embedded null"):
+    with refused("cannot be made: ", "embedded null"):
         flm.checkpoint.save(f"{tmp_path}/a\0b", tree)
     near = tmp_path / ("z" * 225)  # itself short enough, not with the suffixes
     flm.checkpoint.save(near, tree)
