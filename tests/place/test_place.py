@@ -523,10 +523,3 @@ def test_a_failure_leaves_the_tree_as_it_was(
     with pytest.raises(MemoryError):
         rules(mesh).place(tree)
     assert moved and all(a is b for a, b in zip(before, leaves(), strict=True))
-
-
-def test_contexts_are_left_as_they_were(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.LayoutError):
-        flm.distribute_tensor(np.ones(6), flm.TensorLayout(("model",), mesh))
-    assert jax.sharding.get_mesh().empty
-    assert not jax.sharding.get_abstract_mesh().axis_names

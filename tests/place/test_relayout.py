@@ -90,31 +90,6 @@ def test_from_one_layout_to_another(kind: Any, follows: bool) -> None:
                 assert_lies(y, new, mesh, X)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(P("x"), ("x", None), ["x", None], flm.TensorLayout(("x", ...))),
-        NamedSharding(bare(MESH), P("x")),
-    ],
-    ids=str,
-)
-@BOTH_WAYS
-def test_anything_that_is_a_layout(layout: Any, way: Any) -> None:
-    moved = way(lambda x: flm.relayout(x, layout))(put(COLUMNS))
-    assert_lies(moved, ROWS, MESH, X)
-
-
-@BOTH_WAYS
-def test_trees_keys_numbers_and_none(way: Any) -> None:
-    keys = jax.random.split(jax.random.key(0), 8)
-    tree = {"a": [X[0], None], "keys": keys}
-    moved = way(lambda tree: flm.relayout(tree, lay((("x",),))))(tree)
-    assert moved["a"][1] is None
-    assert_lies(moved["a"][0], (("x",),), MESH, X[0])
-    assert_lies(moved["keys"], (("x",),), MESH, jax.random.key_data(keys))
-    assert_lies(way(lambda: flm.relayout(1.5, lay(())))(), (), MESH, np.float32(1.5))
-
-
 def test_what_is_there_already_is_the_same_object() -> None:
     x = flm.relayout(X, lay(ROWS))
     assert flm.relayout(x, lay(ROWS)) is x
@@ -138,15 +113,6 @@ def test_a_mesh_keeps_the_dims_of_a_value_on_explicit_axes() -> None:
     with jax.set_mesh(bare(mesh)):
         moved = jax.jit(lambda x: flm.relayout(x, mesh))(put(BOTH, mesh))
     assert_lies(moved, BOTH, mesh, X)
-
-
-def test_to_memory_of_the_host_and_back() -> None:
-    layout = flm.TensorLayout(("x", None), MESH, memory_kind="pinned_host")
-    moved = flm.dtensor.copy_to_mesh(put(ROWS), layout)
-    assert moved.sharding.memory_kind == "pinned_host"
-    back = flm.relayout(moved, lay(ROWS))
-    assert back.sharding.memory_kind == "device"
-    assert_lies(back, ROWS, MESH, X)
 
 
 MATCHES: list[tuple[Dims, Any, Dims]] = [
