@@ -191,7 +191,7 @@ def call_with_layout(
     """
     if layout is None:
         return fn(*args, **kwargs)
-    layout = wanted_layout(layout)
+    layout, what = wanted_layout(layout), "call_with_layout"
     mesh: Any = mesh_of(layout)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -202,7 +202,7 @@ def call_with_layout(
         filled = [next(traced) if given else leaf for leaf, given in pairs]
         own_args, own_kwargs = treedef.unflatten(filled)
         return jax.tree.map(
-            lambda x: distribute(as_array(x), layout, what="call_with_layout"),
+            lambda x: distribute(as_array(x, (), what), layout, what=what),
             fn(*own_args, **own_kwargs),
         )
 
@@ -210,7 +210,7 @@ def call_with_layout(
     if not is_eager():
         return call(arrays)
     if mesh.is_abstract:
-        raise MeshError(f"call_with_layout needs devices, {mesh!r} has none")
+        raise MeshError(f"{what} needs devices, {mesh!r} has none")
     # Constants on Explicit axes ask for a mesh in the context.
     explicit = bool(explicit_axes(mesh))
     with jax.set_mesh(mesh.jax_mesh) if explicit else contextlib.nullcontext():

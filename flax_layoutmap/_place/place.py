@@ -320,6 +320,11 @@ def mesh_of(layout: TensorLayout) -> DeviceMesh:
     return layout.device_mesh
 
 
+def _is_unknown(x: Any) -> bool:
+    """Whether a value is traced, so that its devices are not known."""
+    return isinstance(x, Tracer) and concrete(x) is None
+
+
 def explicit_axes(mesh: Any) -> set[str]:
     """The names of the Explicit axes of a mesh of ours or of JAX."""
     return _axes_of_type(mesh, AxisType.Explicit)
@@ -394,8 +399,13 @@ def _constrain(
 ) -> Any:
     mesh = mesh_of(layout)
     explicit = explicit_axes(mesh)
+    if _FREE in dims and (explicit or layout.memory_kind is not None):
+        raise LayoutError(
+            f"{what} of a traced array {tuple(x.shape)} to {layout}: it is unknown "
+            "what a MATCH dim has here; name its axes"
+        )
     for axes in dims if explicit else ():
-        if axes is _FREE or len({axis in explicit for axis in axes}) > 1:
+        if len({axis in explicit for axis in axes}) > 1:
             raise LayoutError(
                 f"{what} of a traced array {tuple(x.shape)} to {layout}: for each dim, "
                 f"name axes of one type; the mesh {mesh!r} has Explicit and Auto ones"
@@ -430,8 +440,7 @@ def _check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
     A trace shows how many devices there are, not which.
     """
     context = None if is_eager() else jax.sharding.get_abstract_mesh()
-    traced = isinstance(x, Tracer) and concrete(x) is None
-    for known in (own_mesh(x) if traced else None, context):
+    for known in (own_mesh(x) if _is_unknown(x) else None, context):
         if known is not None and known.axis_names and known.size != mesh.size:
             raise MeshError(
                 f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: inside jit "
@@ -465,7 +474,7 @@ def checked_dims(
         raise LayoutError(
             f"{what} of an array {shape} to {layout}: {'; '.join(clashes)}"
         )
-    if layout.has_match and known is None and isinstance(x, Tracer):
+    if layout.has_match and known is None and _is_unknown(x):
         axes = list(layout.axes)
         if ... in axes:
             at = axes.index(...)

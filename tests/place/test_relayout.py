@@ -141,6 +141,28 @@ def test_match_keeps_what_a_dim_has(kind: str, move: Any) -> None:
     assert_lies(move(X, flm.TensorLayout((MATCH, "y"), mesh)), COLUMNS, mesh, X)
 
 
+@pytest.mark.parametrize("x", [X, jax.device_put(X, jax.devices()[3])], ids=type)
+def test_match_of_what_lies_on_no_mesh_under_grad(x: Any) -> None:
+    """It has nothing to keep."""
+    layout, seen = flm.TensorLayout((MATCH, "y"), MESH), []
+
+    def loss(x: Any) -> Any:
+        seen.append(flm.dtensor.fetch_layout(flm.relayout(x, layout)))
+        return jnp.sum(flm.relayout(x, layout) ** 2)
+
+    np.testing.assert_array_equal(jax.grad(loss)(x), 2 * X)
+    assert seen == [lay(COLUMNS)]
+
+
+@pytest.mark.parametrize("kind", ["auto", ("explicit", "auto")], ids=str)
+def test_match_of_what_is_unknown(kind: Any) -> None:
+    mesh = grid(kind)
+    memory = "pinned_host" if kind == "auto" else None
+    layout = flm.TensorLayout((MATCH, None), mesh, memory_kind=memory)
+    with jax.set_mesh(bare(mesh)), pytest.raises(flm.LayoutError, match="is unknown"):
+        jax.jit(lambda x: flm.relayout(x, layout))(put(ROWS, mesh))
+
+
 # ----------------------------------------------------------------------- and back
 
 
