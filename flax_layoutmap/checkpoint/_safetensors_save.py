@@ -14,7 +14,7 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.paths import Flat
+from flax_layoutmap._tree.paths import Flat, Leaf
 from flax_layoutmap.checkpoint._lazy import (
     Box,
     Lazy,
@@ -29,7 +29,7 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, undone
+from flax_layoutmap.checkpoint._mapping import NameMapping, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
     check_bytes,
@@ -125,13 +125,13 @@ def _plan(
     """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     draft = _Draft()
-    for leaf in flat.records:
-        if (path := leaf.full_path) in selection:
+    for record in flat.records:
+        if record.full_path in selection:
             try:
-                recipe = names.recipe_of(leaf)
-                draft.add(*_made(path, leaf.path, leaf.value, names, recipe, dtype))
+                draft.add(*_made(record, names, dtype))
             except ValueError as error:
-                problems.append(f"{path} {show_shape(np.shape(leaf.value))}: {error}")
+                shape = show_shape(np.shape(record.value))
+                problems.append(f"{record.full_path} {shape}: {error}")
     if not problems:
         draft.assemble()
         problems += draft.problems
@@ -140,15 +140,9 @@ def _plan(
     return [*draft.tensors.values()], problems
 
 
-def _made(
-    path: str,
-    short: str,
-    value: Any,
-    names: NameMapping,
-    recipe: Recipe | None,
-    dtype: Any,
-) -> tuple[Made, Sequence[Step]]:
+def _made(record: Leaf, names: NameMapping, dtype: Any) -> tuple[Made, Sequence[Step]]:
     """A leaf and the steps to undo; ValueError if it cannot be saved."""
+    path, value = record.full_path, record.value
     leaf = leaf_of(path, value)
     if leaf is None or leaf.kind != "array":
         raise ValueError(
@@ -162,8 +156,9 @@ def _made(
     is_sharded = isinstance(getattr(value, "sharding", None), NamedSharding)
     if isinstance(value, jax.Array) and jax.process_count() > 1 and not is_sharded:
         raise ValueError("it has no NamedSharding; place it with layout_map.place")
+    recipe = names.recipe_of(record)
     if recipe is None:
-        raise ValueError(names.unmatched(short))
+        raise ValueError(names.unmatched(record.path))
     if any(step.key[0] == "mxfp4" for step in recipe.steps):
         raise ValueError(
             "cannot be saved in MXFP4; save it by a mapping without "
