@@ -110,28 +110,14 @@ def sows_and_pops(model: Any) -> Any:
     return nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
 
 
-def swaps_variables(model: Any) -> None:
-    up, down = model.layers[0].up, model.layers[0].down
-    up.kernel, down.kernel = down.kernel, up.kernel
-    up.kernel[...] += 1
-
-
 def replaces_in_a_container(model: Any) -> None:
     model.table["list"].append(nnx.Param(model.table["a"][...] + 1))
     model.table["a"][...] = model.table["a"][...] * 5
 
 
-def deletes(model: Any) -> None:
-    model.layers[1].down.bias = None
-
-
 def inserts_lora(model: Any) -> None:
     up = model.layers[0].up
     model.layers[0].up = nnx.LoRA(8, 2, 8, base_module=up, rngs=nnx.Rngs(1))
-
-
-def appends_a_layer(model: Any) -> None:
-    model.layers.append(Block(nnx.Rngs(5)))
 
 
 def ties_and_unties(model: Any) -> None:
@@ -166,11 +152,8 @@ def empties_a_variable(model: Any) -> None:
 STEPS = [
     sows,
     sows_and_pops,
-    swaps_variables,
     replaces_in_a_container,
-    deletes,
     inserts_lora,
-    appends_a_layer,
     ties_and_unties,
     goes_to_eval,
     grows,
