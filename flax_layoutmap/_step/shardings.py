@@ -168,11 +168,17 @@ def layouts_after(
     apart = iter(take_apart([*changed, *made], in_shardings=given))
     arguments = [next(apart) if a.objects else a for a in call.arguments]
     after = layouts_of(arguments := [*arguments, *apart], call.rules)
-    inside = [held for argument in arguments for held in argument.in_objects]
-    free = [at in after.free for at in range(len(inside))]
-    table = itertools.compress(zip(after.wanted, free, strict=True), inside)
-    pairs = zip(table, structure.sources, strict=True)
-    return [None if x and at is None else where for (where, x), at in pairs], after
+    # By the ids of leaves, as NNX takes abstract arrays in a tuple for constants.
+    ids = [id(leaf) for argument in arguments for leaf in argument.leaves]
+    where = dict(zip(ids, after.wanted, strict=True))
+    left = {ids[at] for at in after.free}
+
+    def place(leaf: Any, source: int | None) -> Any:
+        if source is None:
+            return None if id(leaf) in left else where.get(id(leaf))
+        return where.get(id(leaf), before.wanted[source])
+
+    return list(map(place, leaves, structure.sources)), after
 
 
 def known_of(arguments: Sequence[Argument], wanted: Sequence[Any]) -> Known:
