@@ -24,7 +24,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.graph import Graph, update
+from flax_layoutmap._tree.graph import Graph
 from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_state
 
@@ -216,14 +216,17 @@ class Argument:
         return [owner for owner, node in pairs for _ in jax.tree.leaves(node)]
 
     def write(self, leaves: Sequence[Any]) -> None:
-        """Write leaves that were placed for a program into the objects."""
-        if self.objects and not all(map(operator.is_, self.raw, leaves)):
-            jax.tree.map(
-                lambda node, new: update(node, new) if is_object(node) else None,
-                self.value,
-                self.plain(leaves),
-                is_leaf=is_object,
-            )
+        """Write leaves that were placed for a program into the Variables.
+
+        Arrays in no Variable, which may be in a tuple, are placed in each call.
+        """
+        if not self.objects or all(map(operator.is_, self.raw, leaves)):
+            return
+        nodes = jax.tree.leaves(self.outer.unflatten(leaves), is_leaf=_is_taken)
+        values = [x for node in nodes if _is_taken(node) for x in node.values]
+        for part, value in zip(self.parts, values, strict=True):
+            if _is_variable(part):
+                part.set_raw_value(value)
 
     @functools.cached_property
     def flat(self) -> Flat:

@@ -35,7 +35,6 @@ class Model(nnx.Module):
         self.table = nnx.data({"a": nnx.Param(jnp.ones(8)), "list": [nnx.Param(X)]})
         self.pair = nnx.Variable({"sum": jnp.zeros(8), "count": jnp.zeros(())})
         self.raw = nnx.data(jnp.ones(8))
-        self.mixed = nnx.data((jnp.ones(8), nnx.Param(jnp.ones(8))))
         self.scale = 1.0
 
     def __call__(self, x: Any) -> Any:

@@ -287,9 +287,6 @@ def test_state_that_was_never_placed_is_placed_once(mesh: flm.DeviceMesh) -> Non
     step(model, X)
     assert model.up.kernel.get_value() is kernel
     assert step._cache_size() == 1
-    bare_one = nnx.Dict(array=nnx.data(jnp.ones(8)))  # in no Variable
-    flm.jit(lambda node: node.array + 1, layout_map=rules(mesh))(bare_one)
-    assert_lies(bare_one.array, ((),), mesh)
 
 
 def test_other_spellings_of_a_layout_are_no_error(mesh: flm.DeviceMesh) -> None:

@@ -138,3 +138,17 @@ def test_a_second_trace_that_does_something_else() -> None:
     jax.clear_caches()
     with pytest.raises(flm.LayoutError, match="^step was traced again, and what it"):
         jitted(Part())
+
+
+def test_arrays_in_a_tuple_that_were_never_placed() -> None:
+    def step(part: Any) -> Any:
+        part.cache = nnx.Cache(part.w[...] * part.pair[0] + part.pair[1][...])
+        part.count[...] += 1
+        return part.cache[...].sum()
+
+    part: Any = Part()
+    part.pair = nnx.data((jnp.full(8, 2.0), nnx.Param(jnp.ones(8))))
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames="part")
+    assert [float(jitted(part)) for _ in range(4)] == [24.0] * 4
+    assert part.count[...] == 4
