@@ -18,19 +18,15 @@ from flax_layoutmap._rules.serialise import (
     rules_to_json,
 )
 
-_SUFFIXES = (".toml", ".json")
 _SPELLING = '; write patterns in single quotes, and "-" for a dim that is not sharded'
 
 
 def suffix_of(path: str) -> str:
     """`".toml"` or `".json"`; raises RuleError for anything else."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix not in _SUFFIXES:
+    if suffix not in (".toml", ".json"):
         raise RuleError(f"{path}: a rule file ends in .toml or .json, not {suffix!r}")
     return suffix
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def read_rules(path: Any, *, mesh: Any = None) -> RuleSet:
@@ -70,9 +66,6 @@ def _load(path: str) -> Any:
             f"{path}: cannot be read as {suffix[1:].upper()}: {error}"
             f"{_SPELLING if is_toml else ''}"
         ) from error
-
-
-# ---------------------------------------------------------------------- writing
 
 
 def write_rules(rules: RuleSet, path: Any) -> None:

@@ -1,5 +1,6 @@
 """Rule sets as plain values, schema 1: what `to_json` returns and rule files hold."""
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,6 @@ NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
 
 FILE_KEYS = {"schema", "optional", "mesh", "batch", *OPTIONS, *SECTIONS}
 ENTRY_KEYS = {"axes", "rank", "optional", "memory_kind", "mesh"}
-
-# ---------------------------------------------------------------------- writing
 
 
 def rules_to_json(rules: RuleSet) -> dict[str, Any]:
@@ -70,9 +69,6 @@ def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
     return entry
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
     """Read a rule set; without `mesh`, on the recorded one, abstract."""
     return rules_from_tables([("the rules", data)], mesh)
@@ -110,7 +106,7 @@ def rules_from_tables(tables: Sequence[tuple[str, Any]], mesh: Any = None) -> Ru
 
 def _check_table(file: str, table: Any) -> None:
     if not isinstance(table, dict):
-        raise RuleError(f"{file}: expected a table, got {_short(table)}")
+        raise RuleError(f"{file}: expected a table, got {reprlib.repr(table)}")
     schema = table.get("schema")
     if schema != 1 or schema is True:
         fix = "; write schema = 1 in the first line" if schema is None else ""
@@ -127,14 +123,16 @@ def _entries(
     """Pattern and value of each rule: of a table, or of a list as `to_json` has it."""
     given, patterns = table.get(section, {}), set[str]()
     if not isinstance(given, dict | list):
-        raise RuleError(f"{where}: expected a table of patterns, got {_short(given)}")
+        raise RuleError(
+            f"{where}: expected a table of patterns, got {reprlib.repr(given)}"
+        )
     for entry in given.items() if isinstance(given, dict) else given:
         pattern, value = entry if isinstance(entry, tuple) else (None, None)
         if isinstance(entry, dict):
             value = {**entry}
             pattern = value.pop("pattern", None)
         if not isinstance(pattern, str):
-            raise RuleError(f"{where}: an entry has no pattern: {_short(entry)}")
+            raise RuleError(f"{where}: an entry has no pattern: {reprlib.repr(entry)}")
         if pattern in patterns:
             raise RuleError(f"{where}: the pattern {pattern!r} is there twice")
         patterns.add(pattern)
@@ -189,7 +187,7 @@ def mesh_from_json(value: Any) -> DeviceMesh | None:
     if not isinstance(value, dict) or not {"axis_names", "shape"} <= {*value}:
         raise RuleError(
             'write it as "data=2,model=4", or with axis_names, shape and axis_types; '
-            f"got {_short(value)}"
+            f"got {reprlib.repr(value)}"
         )
     types = value.get("axis_types", "auto")
     return DeviceMesh.abstract(value["shape"], value["axis_names"], axis_types=types)
@@ -205,7 +203,7 @@ def _rule(pattern: str, value: Mapping[str, Any], mesh: DeviceMesh | None) -> Ru
         raise RuleError('it has no axes; write axes = ["-", "model"]')
     memory_kind = value.get("memory_kind")
     if not isinstance(memory_kind, str | None):
-        raise RuleError(f"memory_kind must be a name, got {_short(memory_kind)}")
+        raise RuleError(f"memory_kind must be a name, got {reprlib.repr(memory_kind)}")
     axes, own_mesh = _axes(value["axes"]), mesh_from_json(value.get("mesh"))
     layout = TensorLayout(axes, own_mesh or mesh, memory_kind=memory_kind)
     rank = value.get("rank", "error")
@@ -217,11 +215,6 @@ def _axes(value: Any) -> Any:
         return None
     if not isinstance(value, list):
         wanted = f'a list such as ["-", "model"], or "{REPLICATED}"'
-        raise RuleError(f"axes must be {wanted}, got {_short(value)}")
+        raise RuleError(f"axes must be {wanted}, got {reprlib.repr(value)}")
     words = {NOTHING: None, ANY_DIMS: ...}
     return [words.get(dim, dim) if isinstance(dim, str) else dim for dim in value]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]} …"
