@@ -146,7 +146,7 @@ class Matcher:
         self._others = [at for at in range(len(rules)) if not tells[at]]
         self._naming: dict[str, set[int]] = {}
         self._known: dict[tuple[str, ...], MatchedRules] = {}
-        self._known_alike: dict[tuple[str, ...], list[int]] = {}
+        self._known_alike: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
@@ -178,23 +178,23 @@ class Matcher:
 
     def matching_patterns(self, forms: tuple[str, ...]) -> tuple[int, ...]:
         """Positions of the matching rules, if no exact key hid the others."""
-        alike = tuple(form.translate(_DIGITS_ALIKE) for form in forms)
+        alike = tuple([form.translate(_DIGITS_ALIKE) for form in forms])
         matched = self._known_alike.get(alike)
         if matched is None:
             matched = self._known_alike[alike] = self._try(self._others, alike)
         keys = [self._positions[form] for form in forms if form in self._positions]
-        if keys or self._telling:
-            matched = {*matched, *self._try(self._telling, forms), *keys}
-        return tuple(sorted({*matched}))
+        if not keys and not self._telling:
+            return matched
+        return tuple(sorted({*matched, *self._try(self._telling, forms), *keys}))
 
-    def _try(self, positions: Sequence[int], forms: tuple[str, ...]) -> list[int]:
+    def _try(self, positions: Sequence[int], forms: tuple[str, ...]) -> tuple[int, ...]:
         """Those of the rules at these positions whose pattern matches a form."""
         tests, path = self._tests, forms[-1]
-        matched = [at for at in positions if tests[at](path)]
+        matched = {at for at in positions if tests[at](path)}
         for form in forms[:-1]:
             naming = self._naming_of(form.removesuffix(path))
-            matched += [at for at in positions if at in naming and tests[at](form)]
-        return matched
+            matched |= {at for at in positions if at in naming and tests[at](form)}
+        return tuple(sorted(matched))
 
     def _naming_of(self, prefix: str) -> set[int]:
         """Positions of the rules that name the section with this prefix."""
