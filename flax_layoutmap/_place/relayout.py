@@ -147,7 +147,13 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
 
 
 def copy_to_mesh(x: Any, layout: Any) -> Any:
-    """Copy arrays to another mesh, or to a layout on it; see `flm.relayout`."""
+    """Copy arrays to another mesh, or to a layout on it; see `flm.relayout`.
+
+    >>> import jax.numpy as jnp, flax_layoutmap as flm
+    >>> x = flm.dtensor.copy_to_mesh(jnp.ones((8, 4)), flm.DeviceMesh("data=8"))
+    >>> x.sharding.is_fully_replicated
+    True
+    """
     return relayout(x, layout)
 
 

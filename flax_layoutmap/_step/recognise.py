@@ -131,6 +131,10 @@ class _KnownCall:
         if {*moved} & {*program.state} or len(held) != len(call.parts):
             raise Uncomparable
         self._moves = [(at, leaves[at].sharding) for at in moved]
+        # PRNG keys, for whose shardings JAX has several spellings.
+        every = enumerate(zip(leaves, program.wanted, strict=True))
+        keys = [(at, x, where) for at, (x, where) in every if where and _is_key(x)]
+        self._moves += [(at, where) for at, x, where in keys if x.sharding != where]
         self._trees = [place[a.name] for a, _ in trees]
         self._treedef = jax.tree.structure([a.value for a, _ in trees])
         self._data = _arrays([x for _, x in data])
@@ -193,6 +197,10 @@ class _KnownCall:
         self._written = [*map(weakref.ref, (*new, *self._kept(leaves)))]
         note_apart(self.program, self._written, new, result, id(self))
         return result
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -497,7 +497,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
             mesh="data=16,model=4",
         ),
         flm.errors.MeshError,
-        "or name axes alone, TensorLayout(",
+        "distribute_tensor of a traced array (512, 32) to DeviceMesh('data=8', "
+        "abstract): inside jit and vmap an array stays on its devices, here 64; call "
+        "distribute_tensor outside, or pass axes without a mesh",
     ),
     (
         planned(calls_back),
