@@ -183,7 +183,9 @@ class Ignored:
         self._matcher = Matcher(patterns, "search")
 
     def is_about(self, resolution: Resolution, path: str) -> bool:
-        """Whether a pattern matches a leaf, as rules do: in any form of its path."""
+        """Whether a pattern matches a leaf, as rules do: in any form of its paths."""
         position = resolution._positions().get(path)
-        forms = (path,) if position is None else resolution._flat.forms(position)
-        return bool(self._matcher.matching_forms(forms))
+        names = [(path,)]
+        if position is not None:
+            names = resolution._flat.forms_of_names(position)
+        return any(map(self._matcher.matching_forms, names))

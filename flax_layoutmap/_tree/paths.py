@@ -6,14 +6,15 @@ unboxed Linen variables, an optimizer state or a checkpoint:
 
 - the key `value` that an NNX Variable or a Linen box adds does not appear (the type of
   the node says so, never the name);
-- a module is read through `nnx.state`, so that a tied Variable appears once;
+- a module is read through `nnx.state`, so that a tied Variable appears once; its other
+  paths are names of the same leaf;
 - a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique;
   so is, as in a URL, what has no glyph (a line break is `%0A`), so that a path is one
   line wherever it is shown.
 
 A tree is cut into sections: a module inside a dict, Linen's `params`, an optimizer
-state. Rules see the path whole, and also without the names that lead to its section, so
-that they hold for any wrapping; see `forms`.
+state. Rules see the path within its section, so that they hold for any wrapping, and
+longer forms of it if they name the section; see `forms`.
 """
 
 import dataclasses
@@ -268,16 +269,13 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
     """
     keys: dict[int, str] = {}
     taken: set[str] = set()
-    for section in flat.sections:
-        if section.role == "parameter":
-            for at in range(section.start, section.stop):
-                if at not in flat.fixed:
-                    key = flat.paths[at]
-                    key = section.prefix + key if key in taken else key
-                    while key in taken:  # a leaf has the path within a section
-                        key = f"./{key}"
-                    taken.add(key)
-                    keys[at] = key
+    for at, leaf in enumerate(flat.records):
+        if leaf.role == "parameter" and not leaf.fixed:
+            key = leaf.prefix + leaf.path if leaf.path in taken else leaf.path
+            while key in taken:  # a leaf has the path within a section
+                key = f"./{key}"
+            taken.add(key)
+            keys[at] = key
     return keys
 
 

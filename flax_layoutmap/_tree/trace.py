@@ -86,9 +86,8 @@ class Traced:
 
     `abstract` is the result with `nnx.State` for each NNX object and
     `jax.ShapeDtypeStruct` for each array; other leaves (a string, for example) are
-    kept. `names` has the paths of shared Variables. `closed` is
-    the program: inputs → leaves of the result, then the new state of
-    the inputs.
+    kept. `names` has the paths of shared Variables. `closed` is the program: inputs →
+    leaves of the result, then the new state of the inputs.
     """
 
     abstract: Any

@@ -41,6 +41,16 @@ def test_a_rule_for_any_name_applies(name: str) -> None:
         assert "decoder/w = embed/embedding" in resolution.report()
 
 
+def test_lint_knows_all_names() -> None:
+    layout_map = mapped({"embed/embedding": None, "mlp": None})
+    issues = flm.lint(layout_map.resolve(Tied(nnx.Rngs(0))))
+    assert "LM101" not in {issue.code for issue in issues}
+    unmatched = mapped({"mlp": None}).resolve(Tied(nnx.Rngs(0)))
+    for name in ("^embed/", "^decoder/"):
+        assert "decoder/w" not in {x.path for x in flm.lint(unmatched, ignore=[name])}
+    assert "decoder/w" in {issue.path for issue in flm.lint(unmatched)}
+
+
 def test_two_rules_that_disagree_are_an_error_that_names_both() -> None:
     layout_map = mapped({"embed": ("model", None), "decoder": (None, "model")})
     with pytest.raises(flm.errors.ResolveError) as caught:

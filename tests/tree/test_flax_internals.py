@@ -45,27 +45,6 @@ def test_shared_variables_once() -> None:
     assert again.b is again.a
 
 
-def test_filters() -> None:
-    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    state = internals.nnx_state(model, nnx.Param)
-    assert sorted(state) == ["bias", "scale"]
-
-
-@pytest.mark.parametrize(
-    ("node", "expected"),
-    [
-        (nnx.Rngs(0), True),
-        (nnx.List([]), True),
-        (nnx.Param(jnp.ones(1)), False),
-        (nnx.State({}), False),
-        ({}, False),
-        (None, False),
-    ],
-)
-def test_nnx_objects(node: Any, expected: bool) -> None:
-    assert internals.is_nnx_object(node) is expected
-
-
 def test_modules_and_optimizers_are_nnx_objects() -> None:
     import optax
 

@@ -102,27 +102,6 @@ def test_trees_numbers_and_what_is_no_array() -> None:
     assert jax.tree.structure(result["pair"]) == jax.tree.structure((0, [0]))
 
 
-def test_linen_variables_are_what_init_gives() -> None:
-    model = nn.Dense(4)
-    key, x = jax.random.key(1), jnp.ones((2, 3))
-    traced = trace(model.init, (key, x))
-    assert traced.abstract["params"]["kernel"].shape == (3, 4)
-    same_values(born(traced), jax.jit(model.init)(key, x))
-    only_shape = trace(model.init, (key, jax.ShapeDtypeStruct((2, 3), jnp.float32)))
-    assert jax.tree.structure(only_shape.abstract) == jax.tree.structure(
-        traced.abstract
-    )
-
-
-def test_static_arguments_stay_static() -> None:
-    def make(rngs: nnx.Rngs, size: int, *, deep: bool) -> Any:
-        assert type(size) is int and deep is True
-        return Model(rngs, size)
-
-    traced = trace(make, (nnx.Rngs(0), 8), {"deep": True})
-    assert traced.abstract["embed"]["embedding"].get_value().shape == (3, 8)
-
-
 def test_one_object_given_twice_stays_one() -> None:
     def make(first: nnx.Rngs, options: dict[str, nnx.Rngs]) -> Any:
         assert first is options["again"]
@@ -410,19 +389,6 @@ def test_an_object_from_outside_that_is_changed() -> None:
         trace(lambda: nnx.Linear(2, 2, rngs=rngs))
     assert caught.value.__cause__ is not None
     assert int(rngs.default.count[...]) == 0
-
-
-class Holder(nnx.Module):
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-
-def test_two_arguments_that_share_a_variable() -> None:
-    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        flm.errors.StructureError, match="two objects of the arguments, a Li"
-    ):
-        trace(lambda a, b: a, (linear, Holder(linear)))
 
 
 @pytest.mark.skipif(
