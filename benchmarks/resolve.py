@@ -41,6 +41,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import flax_layoutmap as flm  # noqa: E402
+from flax_layoutmap._rules import matching  # noqa: E402
 
 Call = Callable[[], Any]
 Pairs = list[tuple[str, PartitionSpec]]
@@ -250,6 +251,7 @@ OTHERS: dict[str, Callable[[Case], Call]] = {
 
 def cpu_seconds(prepare: Callable[[Case], Call], case: Case) -> float:
     """CPU seconds of one call, cold."""
+    matching._compiled.cache_clear()
     call = prepare(case)
     re.purge()
     gc.collect()
