@@ -1,5 +1,6 @@
 """Checkpoints written by plain Orbax, and options that join any two trees."""
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -210,10 +211,14 @@ def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
             function(saved, **options)
 
 
+# Orbax abandons its other reads when one fails, and Python says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_limit_of_host_memory(saved: Path, training: dict[str, Any]) -> None:
     assert_same(restore(saved, host_memory=1 << 20), training)
     with refused(f"cannot read the checkpoint {saved}", "more bytes than we reserved"):
         restore(saved, host_memory=100)
+    gc.collect()
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
@@ -403,15 +408,11 @@ def test_the_mesh_in_context_does_not_matter(saved: Path) -> None:
 
 
 def test_nothing_to_verify_with(tmp_path: Path) -> None:
-    path = written(tmp_path / "a", {"w": jnp.ones(4)})
-    with refused("saved without checksums"):
-        restore(path, verify=True)
+    written(tmp_path / "a", {"w": jnp.ones(4)})
     flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
-    with refused("saved without checksums"):
-        restore(tmp_path / "b", verify=True)
-    # By default nothing is said of it.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for place in (path, tmp_path / "b"):
-            found = restore(place, include="w")
-            assert np.array_equal(found["w"], np.ones(4))
+    for place in (tmp_path / "a", tmp_path / "b"):
+        with refused("saved without checksums"):
+            restore(place, verify=True)
+        with warnings.catch_warnings():  # by default nothing is said of it
+            warnings.simplefilter("error")
+            assert np.array_equal(restore(place, include="w")["w"], np.ones(4))
