@@ -273,7 +273,7 @@ def test_data_of_another_number_of_processes(tmp_path: Path) -> None:
         ({"every": policies.SpecificStepsPolicy([2, 3])}, [2, 3, 7]),
         ({"keep": kept.BestN(get_metric_fn=lambda x: -abs(x["at"] - 4), n=2)}, [4, 5]),
     ],
-    ids=str,
+    ids=["every", "keep", "specific", "best"],
 )
 def test_which_steps_are_saved_and_kept(
     tmp_path: Path, options: Any, expected: list[int]
