@@ -97,13 +97,17 @@ class Stored:
         return rules if mesh is None else rules.on(mesh)
 
     def read(
-        self, wanted: Mapping[str, Any], host_memory: int | None = None
+        self,
+        wanted: Mapping[str, Any],
+        host_memory: int | None = None,
+        replica_axis: int | None = None,
     ) -> dict[str, Any]:
         """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
         every = [wanted.get(path, ...) for path in self.held]
         target = jax.tree.unflatten(jax.tree.structure(self.tree), every)
-        item = self.place.item
-        values = _orbax.read_arrays(self.where, target, item, host_memory)
+        values = _orbax.read_arrays(
+            self.where, target, self.place.item, host_memory, replica_axis
+        )
         pairs = zip(self.held, values, strict=True)
         return {path: value for path, value in pairs if path in wanted}
 

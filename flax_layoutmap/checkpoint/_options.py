@@ -68,6 +68,7 @@ class Options:
         missing: Missing = "error",
         unexpected: Unexpected = "error",
         host_memory: Any = None,
+        broadcast: str | None = None,
         verify: bool | None = None,
     ) -> None:
         _check_choice("missing", missing, ("error", "keep", "init"))
@@ -79,6 +80,11 @@ class Options:
         self.rules = rules_of(layout_map)
         if self.rules is not None and self.mesh is not None:
             self.rules = self.rules.on(self.mesh)
+        self.broadcast, mesh = broadcast, self.job_mesh
+        if broadcast and mesh and broadcast not in mesh.axis_names:
+            raise CheckpointError(
+                f"broadcast={broadcast!r} is not an axis of the mesh {str(mesh)!r}"
+            )
         self.selection = checked_selection(include, exclude)
         self.rename: Rename = _pairs("rename", rename)
         if dtype is not None and not isinstance(dtype, Mapping | list | tuple):

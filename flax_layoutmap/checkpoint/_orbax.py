@@ -240,17 +240,27 @@ def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
 
 
 def read_arrays(
-    path: str, target: Any, item: str | None = None, host_memory: int | None = None
+    path: str,
+    target: Any,
+    item: str | None = None,
+    host_memory: int | None = None,
+    replica_axis: int | None = None,
 ) -> list[Any]:
     """Read leaves of a checkpoint; return them in the order of `leaves_of`.
 
     `target` is a tree of Orbax's targets: a `jax.ShapeDtypeStruct` with sharding,
     `np.ndarray`, a Python value, or `...` to skip the leaf (which is then its value,
-    too). This process reads without waiting for the others.
+    too). This process reads without waiting for the others. With `replica_axis`, the
+    number of a mesh axis on which all these leaves are replicated, Orbax reads the
+    first replica and broadcasts it.
     """
     context = v1().Context()
     context.memory.read_concurrent_bytes = host_memory
-    if jax.process_count() > 1:
+    if replica_axis is not None:
+        loading = context.array.loading
+        loading.use_load_and_broadcast = True
+        loading.load_and_broadcast_options.replica_axis_index = replica_axis
+    elif jax.process_count() > 1:
         number = jax.process_index()
         context.multiprocessing.primary_host = number
         context.multiprocessing.active_processes = {number}

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
@@ -57,6 +59,7 @@ def restore(
     missing: Missing = "error",
     unexpected: Unexpected = "error",
     host_memory: int | None = None,
+    broadcast: str | None = None,
     verify: bool | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -92,6 +95,9 @@ def restore(
         unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
         host_memory: bytes that Orbax may be reading at a time on each host (its
             `read_concurrent_bytes`), more than the largest leaf takes.
+        broadcast: a mesh axis. Arrays that are replicated along it over processes are
+            read by the first replica, which sends them (Orbax's load-and-broadcast).
+            None lets every process read its own shards.
         verify: whether to compare arrays and metadata with their checksums. None
             compares if there are any, True requires them, False skips them.
         progress: whether process 0 shows the time on stderr; None: on a terminal, once
@@ -133,6 +139,7 @@ def restore(
         missing=missing,
         unexpected=unexpected,
         host_memory=host_memory,
+        broadcast=broadcast,
         verify=verify,
     )
     open_source = functools.partial(_Checkpoint, options, step)
@@ -241,7 +248,7 @@ def _planned(
         agreement.add(
             lambda: {
                 "checkpoint": source.lines(),
-                "verify": str(options.verify),
+                "broadcast or verify": f"{options.broadcast} {options.verify}",
                 "leaves": [f"{path}: {read}" for path, read in planned.reads.items()],
             }
         )
@@ -299,14 +306,17 @@ class _Checkpoint:
     def read(self, plan: Plan, options: Options) -> dict[str, Any]:
         stored = self._stored
         reads = [read for read in plan.reads.values() if not read.stored.is_empty]
-        wanted = {
-            read.stored.path: _orbax_target(read, stored.held[read.stored.path])
-            for read in reads
-        }
-        # Each process reads on its own, then all agree that every read succeeded.
-        after = f"using what was read of {self.where}"
-        with Agreement(after, options.job_mesh):
-            values = stored.read(wanted, options.host_memory)
+        groups: dict[int | None, dict[str, Any]] = {None: {}}
+        for read in reads:
+            path, axis = read.stored.path, _replica_axis(read, options.broadcast)
+            target = _orbax_target(read, stored.held[path])
+            groups.setdefault(axis, {})[path] = target
+        values: dict[str, Any] = {}
+        for axis, wanted in groups.items():
+            # Each process reads on its own, then all agree that every read succeeded.
+            after = f"using what was read of {self.where}"
+            with Agreement(after, options.job_mesh):
+                values |= stored.read(wanted, options.host_memory, axis)
         problems = []
         if self._verify is not False and stored.checksums is not None:
             leaves = [read.stored for read in reads]
@@ -331,6 +341,22 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
         if stored.shape == (*target.shape, *key_data(target.dtype)[1]):
             return target
     return stored
+
+
+def _replica_axis(read: Read, name: str | None) -> int | None:
+    """The number of a mesh axis along which Orbax can broadcast a leaf, or None."""
+    where = read.sharding
+    # uint32 may be the data of PRNG keys, which come back with a dim less.
+    is_data = read.stored.kind == "key" or read.stored.dtype == np.uint32
+    if name is None or not isinstance(where, NamedSharding) or is_data:
+        return None
+    if name in {axis for dim in where.spec for axis in dim_axes(dim)}:
+        return None
+    number = where.mesh.axis_names.index(name)
+    replicas = np.moveaxis(np.asarray(where.mesh.devices), number, 0)
+    processes = [{d.process_index for d in replica.flat} for replica in replicas]
+    is_apart = sum(map(len, processes)) == len(set().union(*processes))
+    return number if is_apart and len(processes) > 1 else None
 
 
 def _orbax_target(read: Read, held: Any) -> Any:

@@ -83,7 +83,7 @@ def save(path: Path) -> None:
 
 
 def restore(path: Path) -> dict[str, list[str]]:
-    """Target → what is wrong."""
+    """Target, and the axis to broadcast along → what is wrong."""
     wrong: dict[str, list[str]] = {}
     for name, wanted in WANTED.items():
         mesh = flm.DeviceMesh(wanted["mesh"])
@@ -92,21 +92,22 @@ def restore(path: Path) -> dict[str, list[str]]:
             mesh = flm.DeviceMesh(wanted["mesh"], axis_types=kinds)
         layout_map = flm.LayoutMap(mesh, strict=False)
         layout_map.update(wanted["rules"])
-        tree = flm.checkpoint.restore(path, layout_map=layout_map)
-        problems = wrong.setdefault(name, [])
-        for leaf in LEAVES:
-            array = tree
-            for part in leaf.split("/"):
-                array = array[part]
-            spec = jax.P(*wanted["rules"].get(leaf, ()))
-            sharding = NamedSharding(mesh.jax_mesh, spec)
-            if not array.sharding.is_equivalent_to(sharding, array.ndim):
-                problems.append(f"{leaf}: {array.sharding}")
-            if array.sharding.mesh != mesh.jax_mesh:
-                problems.append(f"{leaf}: {array.sharding.mesh}")
-            for shard in array.addressable_shards:
-                if not np.array_equal(shard.data, expected(leaf)[shard.index]):
-                    problems.append(f"{leaf}: {shard.index}")
+        for axis in (None, mesh.axis_names[0]):
+            tree = flm.checkpoint.restore(path, layout_map=layout_map, broadcast=axis)
+            problems = wrong.setdefault(f"{name} {axis}", [])
+            for leaf in LEAVES:
+                array = tree
+                for part in leaf.split("/"):
+                    array = array[part]
+                spec = jax.P(*wanted["rules"].get(leaf, ()))
+                sharding = NamedSharding(mesh.jax_mesh, spec)
+                if not array.sharding.is_equivalent_to(sharding, array.ndim):
+                    problems.append(f"{leaf}: {array.sharding}")
+                if array.sharding.mesh != mesh.jax_mesh:
+                    problems.append(f"{leaf}: {array.sharding.mesh}")
+                for shard in array.addressable_shards:
+                    if not np.array_equal(shard.data, expected(leaf)[shard.index]):
+                        problems.append(f"{leaf}: {shard.index}")
     return wrong
 
 
