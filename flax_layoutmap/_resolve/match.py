@@ -31,20 +31,32 @@ class Matches:
 
 def match(origins: Origins, rules: RuleSet) -> Matches:
     """Find the rules of every leaf, by the paths of its origin."""
-    flat, state, matcher = origins.leaves.flat, origins.state, rules.matcher
-    parameters = [
-        MatchedRules()
-        if state is not None and state[at]
-        else _match(matcher, flat.forms_of_names(at))
-        for at in range(len(flat.records))
-    ]
+    matcher = rules.matcher
     return Matches(
         origins,
-        parameters,
+        _by_path(origins, matcher),
         plain=_without_lora(origins, matcher),
         adapters=_beside_kernels(origins, matcher),
         state=_by_owner(origins, rules) if rules.optimizer else {},
     )
+
+
+def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
+    """The parameter rules of each leaf; of similar paths in a section, one is tried."""
+    flat, state = origins.leaves.flat, origins.state
+    matched = [MatchedRules()] * len(flat.records)
+    for section in flat.sections:
+        positions = range(section.start, section.stop)
+        if state is not None:
+            positions = [at for at in positions if state[at] is None]
+        similar = matcher.similar([flat.paths[at] for at in positions])
+        tried = dict(zip(similar, positions, strict=True))
+        known = {path: matcher.match(flat.forms(at)) for path, at in tried.items()}
+        for at, path in zip(positions, similar, strict=True):
+            matched[at] = known[path]
+            if flat.records[at].others:
+                matched[at] = _match(matcher, flat.forms_of_names(at))
+    return matched
 
 
 def _match(matcher: Matcher, names: Sequence[tuple[str, ...]]) -> MatchedRules:

@@ -116,6 +116,7 @@ _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 # what stands for a kind of them, holds all digits or none. Its rules are the same for
 # all layers of a stack.
 _DIGITS_MATTER = re.compile(r"[0-9]|\\N|\(\?P=")
+_ANY_DIGIT = re.compile(r"(?<!\\)\[0-9\]")
 _DIGITS_ALIKE = str.maketrans("0123456789", "0000000000")
 
 
@@ -141,12 +142,19 @@ class Matcher:
         self._rules = rules
         self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
-        tells = [bool(_DIGITS_MATTER.search(rule.pattern)) for rule in rules]
+        patterns = [_ANY_DIGIT.sub("", rule.pattern) for rule in rules]
+        tells = [bool(_DIGITS_MATTER.search(pattern)) for pattern in patterns]
         self._telling = list(itertools.compress(range(len(rules)), tells))
         self._others = [at for at in range(len(rules)) if not tells[at]]
         self._naming: dict[str, set[int]] = {}
         self._known: dict[tuple[str, ...], MatchedRules] = {}
         self._known_alike: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def similar(self, paths: Sequence[str]) -> Sequence[str]:
+        """A text for each path, equal for paths that the same rules match."""
+        if self._telling or not paths:
+            return paths
+        return "\n".join(paths).translate(_DIGITS_ALIKE).split("\n")
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
