@@ -183,7 +183,7 @@ def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[st
         other = _SLASHES.sub("", re.sub("/+", "/", re.sub(wrong, right, pattern)))
         if other != pattern and _first_match(other, match, paths) is not None:
             return f": {why}", f"{rule.with_pattern(other)}  # not {rule.key}"
-    near = nearest(pattern, resolution.parameter_paths())
+    near = nearest(pattern, resolution.parameter_paths)
     if near is None:
         return "", f"del {rule.key}"
     if near.likeness < _SURELY_MEANT and not near.is_free:

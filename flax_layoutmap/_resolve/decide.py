@@ -54,7 +54,9 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     shapes, marks = leaves.shapes, leaves.flat.annotations
     layer = Layer(rules, leaves)
     rows = layer.rows
-    rows += map(layer.by_match, matches.parameters, shapes)
+    pairs = list(zip(matches.parameters, shapes, strict=True))
+    decided = {pair: layer.by_match(*pair) for pair in set(pairs)}
+    rows += map(decided.__getitem__, pairs)
     for at, match in matches.plain.items():
         note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
         rows[at] = dataclasses.replace(layer.by_match(match, shapes[at]), note=note)

@@ -95,10 +95,13 @@ def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
     if treedef is None or flat.has_objects:
         treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
     live = {
-        at: TensorLayout(leaf.value.sharding)
-        for at, leaf in enumerate(flat.records)
-        if leaf.role == "optimizer"
-        and isinstance(getattr(leaf.value, "sharding", None), NamedSharding)
+        at: TensorLayout(leaf.sharding)
+        for section in flat.sections
+        if section.role == "optimizer"
+        for at, leaf in enumerate(
+            flat.leaves[section.start : section.stop], section.start
+        )
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
     modules = []
     if flat.nodes:
@@ -123,24 +126,18 @@ def without_arrays(flat: Flat) -> Flat:
     """The flattened tree with a `Mark` for each annotation and no objects or arrays."""
     return dataclasses.replace(
         flat,
+        leaves=(),
+        annotations={at: mark_of(box) for at, box in flat.annotations.items()},
         nodes={},
-        records=[
-            Leaf(path, prefix, role, None, mark_of(box), fixed, others)
-            if box is not None
-            else Leaf(path, prefix, role, None, None, fixed, others)
-            for path, prefix, role, _, box, fixed, others in flat.records
-        ],
     )
 
 
 def as_one_state(flat: Flat) -> Flat:
     """The tree as one section of optimizer state."""
-    return Flat(
-        [
-            leaf._replace(path=leaf.full_path, prefix="", role="optimizer")
-            for leaf in flat.records
-        ]
-    )
+    records = [
+        Leaf(leaf.full_path, "", "optimizer", leaf.others) for leaf in flat.records
+    ]
+    return Flat(records, flat.leaves, flat.annotations, flat.fixed)
 
 
 def beside(
@@ -150,17 +147,20 @@ def beside(
 
     `layouts` are those of the parameters; None lets the rules decide.
     """
-    start = len(own.shapes)
+    start, added = len(own.shapes), state.flat
     return dataclasses.replace(
         state,
         flat=dataclasses.replace(
-            own.flat, records=[*own.flat.records, *state.flat.records]
+            own.flat,
+            records=[*own.flat.records, *added.records],
+            annotations=own.flat.annotations | _moved(added.annotations, start),
+            fixed=own.flat.fixed | {at + start for at in added.fixed},
         ),
         shapes=[*own.shapes, *state.shapes],
         dtypes=[*own.dtypes, *state.dtypes],
         live={**own.live, **_moved(state.live, start)},
         layouts=dict(enumerate(layouts or ())),
-        state=state.flat,
+        state=added,
         nodes={prefix: node for prefix, node in own.nodes.items() if prefix},
         modules=own.modules,
         given=[params] if layouts else _given(params),

@@ -128,8 +128,10 @@ def is_large(size: int, total: int, held: int) -> bool:
 
 def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Finding]:
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    if not leaves.rows:
+        return
     sums = table.totals()
-    for fold in folds_of(leaves, folded) if leaves.rows else ():
+    for fold in folds_of(leaves, folded):
         at, count, path = fold.members[0], len(fold.members), path_cell(fold)
         row, name = leaves.rows[at], f"{path} {show_shape(leaves.shapes[at])}"
         size = count * leaf_bytes(leaves.shapes[at], leaves.dtypes[at])
@@ -173,7 +175,7 @@ def _unused(
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
         about = f"unused: {name} {rule.pattern!r} matches no leaf"
-        near = nearest(rule.pattern, table.parameter_paths()) if at < _HINTS else None
+        near = nearest(rule.pattern, table.parameter_paths) if at < _HINTS else None
         text = about + (near.hint if near else "")
         yield _Finding(text, about, text, "parameter" if number else "optimizer", None)
 

@@ -113,7 +113,8 @@ class ResolvedTable:
         chosen = [id(row) in kept for row in self._rows] if kept else ()
         return Columns._make(list(itertools.compress(c, chosen)) for c in leaves)
 
-    def parameter_paths(self) -> Iterator[tuple[str, bool]]:
+    @functools.cached_property
+    def parameter_paths(self) -> list[tuple[str, bool]]:
         """Paths that a rule may have been meant for, and whether no rule matches them.
 
         One of those that differ in their numbers alone, as far as that is known; all
@@ -121,9 +122,11 @@ class ResolvedTable:
         """
         roles, rows = self._roles, self._rows
         wanted = "parameter" if "parameter" in roles else "optimizer"
-        for at in self._flat.representatives():
-            if roles[at] == wanted:
-                yield self.paths[at], rows[at].reason == "no rule"
+        return [
+            (self.paths[at], rows[at].reason == "no rule")
+            for at in self._flat.representatives()
+            if roles[at] == wanted
+        ]
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""
@@ -140,11 +143,12 @@ class ResolvedTable:
         path that several sections have ends in a number: `kernel`, `kernel #2`.
         """
         inner, counts = dict[str, str](), Counter[str]()
-        for at, path in enumerate(self._flat.paths):
-            if self._roles[at] == role and self.shapes[at]:
+        columns = self._flat.paths, self.paths, self._roles, self.shapes
+        for path, full_path, of, shape in zip(*columns, strict=True):
+            if of == role and shape:
                 counts[path] += 1
                 more = f" #{counts[path]}" if counts[path] > 1 else ""
-                inner[self.paths[at]] = path + more
+                inner[full_path] = path + more
         return inner
 
     # --------------------------------------------------------------- questions

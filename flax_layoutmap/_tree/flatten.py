@@ -56,11 +56,18 @@ def flatten(tree: Any, names: Names | None = None) -> Flat:
     """
     flattening = _Flattening()
     flattening.section(tree, "", "parameter", is_root=True)
-    leaves = _without_saved_boxes(tree, flattening.leaves)
+    records = _without_saved_boxes(tree, flattening.records, flattening.leaves)
     if names is None and flattening.has_objects:
         names = names_of_shared(tree)
-    leaves = [with_names(leaf, names) for leaf in leaves] if names else leaves
-    flat = Flat(leaves, flattening.nodes, flattening.has_objects, flattening.unseen)
+    flat = Flat(
+        [with_names(leaf, names) for leaf in records] if names else records,
+        flattening.leaves,
+        flattening.annotations,
+        flattening.fixed,
+        flattening.nodes,
+        flattening.has_objects,
+        flattening.unseen,
+    )
     if flattening.has_odd_keys:
         _check_that_paths_differ(flat.full_paths())
     return flat
@@ -99,7 +106,10 @@ class _Flattening:
     """Names the leaves of one tree, section by section."""
 
     def __init__(self) -> None:
-        self.leaves: list[Leaf] = []
+        self.records: list[Leaf] = []
+        self.leaves: list[Any] = []
+        self.annotations: dict[int, Any] = {}
+        self.fixed: set[int] = set()
         self.nodes: dict[str, Any] = {}
         self.kinds: dict[type, _Kind] = {}
         self.parts: dict[Any, str] = {}
@@ -176,12 +186,15 @@ class _Flattening:
 
     def below(self, node: Any, start: str, prefix: str, role: Role) -> None:
         """Add the leaves below a node; the hot loop."""
-        kinds, parts, leaves = self.kinds, self.parts, self.leaves
-        for key, child in self.children(node, prefix + start):
+        kinds, parts = self.kinds, self.parts
+        is_single = type(node) is dict and len(node) == 1
+        children = node.items() if is_single else self.children(node, prefix + start)
+        for key, child in children:
             path = start + (parts.get(key) or self.part(key))
             kind = kinds.get(type(child)) or self.kind(child)
             if kind == "array":
-                leaves.append(Leaf(path, prefix, role, child))
+                self.records.append(Leaf(path, prefix, role))
+                self.leaves.append(child)
             elif kind == "box":
                 self.box(child, path, path + "/", prefix, role)
             elif self.is_optimizer_state(key, child, role):
@@ -195,7 +208,8 @@ class _Flattening:
         """Add the leaves of a node that has a path."""
         kind = self.kind(node)
         if kind == "array" or kind == "leaf":
-            self.leaves.append(Leaf(path, prefix, role, node))
+            self.records.append(Leaf(path, prefix, role))
+            self.leaves.append(node)
         elif kind in _BOXES:
             self.box(node, path, start, prefix, role)
         elif is_optimizer(node) if role == "optimizer" else self.is_section(node):
@@ -225,17 +239,12 @@ class _Flattening:
             )
         else:
             value, is_annotated = box.value, True
-        role, fixed = "optimizer" if kind == "moment" else role, kind == "random"
-        if self.kind(value) == "array":
-            kept = box if is_annotated else None
-            self.leaves.append(Leaf(path, prefix, role, value, kept, fixed))
-            return
         first = len(self.leaves)
-        self.add(value, path, start, prefix, role)
+        self.add(value, path, start, prefix, "optimizer" if kind == "moment" else role)
         if is_annotated and len(self.leaves) == first + 1:
-            self.leaves[first] = self.leaves[first]._replace(box=box)
-        if fixed:
-            self.leaves[first:] = [x._replace(fixed=True) for x in self.leaves[first:]]
+            self.annotations[first] = box
+        if kind == "random":
+            self.fixed.update(range(first, len(self.leaves)))
 
     def part(self, key: Any) -> str:
         """The part of a path that is made of a key."""
@@ -326,21 +335,23 @@ def _refused(where: str, node: Any, error: Exception) -> StructureError:
 # ------------------------------------------------------------- metadata of Orbax
 
 
-def _without_saved_boxes(tree: Any, leaves: list[Leaf]) -> list[Leaf]:
+def _without_saved_boxes(
+    tree: Any, records: list[Leaf], leaves: list[Any]
+) -> list[Leaf]:
     """Orbax's metadata of an `nnx.State`, or of a dict of States, without the boxes.
 
     There a Variable is a dict with the one key `value`. A single parameter may have
     that name, so it is a box only where every leaf of the State has it.
     """
-    kinds = {type(leaf.value) for leaf in leaves}
+    kinds = set(map(type, leaves))
     orbax = {kind: kind.__module__.startswith("orbax.") for kind in kinds}
     if not any(orbax.values()) or not isinstance(tree, Mapping):
-        return leaves
+        return records
     folders = {escape(key) for key, x in tree.items() if isinstance(x, Mapping)}
     boxed: dict[str, bool] = {}  # of each child of the root
-    for leaf in leaves:
+    for leaf, value in zip(records, leaves, strict=True):
         child = leaf.full_path.partition("/")[0]
-        is_box = leaf.full_path.endswith("/value") and orbax[type(leaf.value)]
+        is_box = leaf.full_path.endswith("/value") and orbax[type(value)]
         boxed[child] = boxed.get(child, True) and is_box
 
     def is_boxed(path: str) -> bool:
@@ -352,5 +363,5 @@ def _without_saved_boxes(tree: Any, leaves: list[Leaf]) -> list[Leaf]:
         leaf._replace(path=leaf.path.removesuffix("value").removesuffix("/"))
         if is_boxed(leaf.full_path)
         else leaf
-        for leaf in leaves
+        for leaf in records
     ]

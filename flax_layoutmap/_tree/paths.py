@@ -20,6 +20,7 @@ longer forms of it if they name the section; see `forms`.
 import dataclasses
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -39,24 +40,18 @@ _NUMBER = re.compile("[0-9]+")
 
 
 class Leaf(NamedTuple):
-    """One leaf of a tree.
+    """What one leaf of a tree is called.
 
     Attributes:
         path: path within the section.
         prefix: what precedes it in the whole tree: `model/params/`, or nothing.
         role: whether the section holds parameters or the state of an optimizer.
-        value: the leaf itself.
-        box: the Variable or Linen box around it, if that has layout metadata.
-        fixed: whether it is random state, which no rule shards.
         others: the other paths of a shared Variable, in no order.
     """
 
     path: str
     prefix: str
     role: Role
-    value: Any = None
-    box: Any = None
-    fixed: bool = False
     others: tuple[str, ...] = ()
 
     @property
@@ -88,7 +83,10 @@ class Flat:
     """The leaves of a tree, in JAX's order.
 
     Attributes:
-        records: the leaves.
+        records: what each leaf is called.
+        leaves: the leaves themselves.
+        annotations: position → the Variable or Linen box with layout metadata.
+        fixed: positions of random state, which no rule shards.
         nodes: prefix of a section of optimizer state → the `nnx.Optimizer` or the
             TrainState that holds it.
         has_objects: whether NNX objects were read through `nnx.state`.
@@ -96,6 +94,9 @@ class Flat:
     """
 
     records: Sequence[Leaf]
+    leaves: Sequence[Any] = ()
+    annotations: dict[int, Any] = dataclasses.field(default_factory=dict)
+    fixed: set[int] = dataclasses.field(default_factory=set)
     nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_objects: bool = False
     unseen: Sequence[str] = ()
@@ -106,32 +107,13 @@ class Flat:
         return [leaf.path for leaf in self.records]
 
     @functools.cached_property
-    def leaves(self) -> list[Any]:
-        """The leaves themselves."""
-        return [leaf.value for leaf in self.records]
-
-    @functools.cached_property
-    def annotations(self) -> dict[int, Any]:
-        """Position → the box with layout metadata."""
-        return {
-            at: leaf.box for at, leaf in enumerate(self.records) if leaf.box is not None
-        }
-
-    @functools.cached_property
-    def fixed(self) -> set[int]:
-        """Positions of random state."""
-        return {at for at, leaf in enumerate(self.records) if leaf.fixed}
-
-    @functools.cached_property
     def sections(self) -> list[Section]:
         """The sections, in order."""
         sections: list[Section] = []
-        for (prefix, role), leaves in itertools.groupby(
-            self.records, lambda leaf: (leaf.prefix, leaf.role)
-        ):
+        key = operator.attrgetter("prefix", "role")
+        for (prefix, role), leaves in itertools.groupby(self.records, key):
             start = sections[-1].stop if sections else 0
-            count = sum(1 for _ in leaves)
-            sections.append(Section(start, start + count, prefix, role))
+            sections.append(Section(start, start + len([*leaves]), prefix, role))
         return sections
 
     @functools.cached_property
@@ -156,9 +138,10 @@ class Flat:
 
     def representatives(self) -> Iterator[int]:
         """One position for each distinct path, without regard to numbers."""
+        paths = _NUMBER.sub("0", "\n".join(self.paths)).split("\n")
         seen = set[tuple[str, str]]()
         for at, leaf in enumerate(self.records):
-            key = leaf.prefix, _NUMBER.sub("0", leaf.path)
+            key = leaf.prefix, paths[at]
             if key not in seen:
                 seen.add(key)
                 yield at
@@ -270,7 +253,7 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
     keys: dict[int, str] = {}
     taken: set[str] = set()
     for at, leaf in enumerate(flat.records):
-        if leaf.role == "parameter" and not leaf.fixed:
+        if leaf.role == "parameter" and at not in flat.fixed:
             key = leaf.prefix + leaf.path if leaf.path in taken else leaf.path
             while key in taken:  # a leaf has the path within a section
                 key = f"./{key}"

@@ -366,17 +366,16 @@ def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
                 origin = Origin(owner, dims, "unknown when it was saved")
                 origins[leaf.full_path] = origin
     special, sums = record["leaves"], record.get("checksums")
-    for path in record["random"]:
-        named[path] = named[path]._replace(fixed=True)
-    for path, entry in record["layouts"].items():
-        named[path] = named[path]._replace(box=_mark(entry))
+    positions = {path: at for at, path in enumerate(named)}
+    marks = {positions[path]: _mark(x) for path, x in record["layouts"].items()}
+    fixed = {positions[path] for path in record["random"]}
     leaves = {path: _leaf(path, special.get(path, {}), held) for path in named}
     stored = {path for path, leaf in leaves.items() if not leaf.is_empty}
     if wrong := (stored ^ held.keys()) | (special.keys() - named.keys()):
         raise KeyError(min(wrong))
     return {
         "leaves": leaves,
-        "flat": Flat([*named.values()]),
+        "flat": Flat([*named.values()], annotations=marks, fixed=fixed),
         "origins": origins,
         "mesh": mesh_from_json(record["mesh"]),
         "rules": record["rules"],

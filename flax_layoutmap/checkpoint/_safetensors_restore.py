@@ -142,10 +142,11 @@ class _Tensors:
         leaves: dict[str, Leaf] = {}
         absent: dict[str, str] = {}
         faults: dict[str, str] = {}
-        for leaf in target.flat.records:
-            path, value, shape = leaf.full_path, leaf.value, np.shape(leaf.value)
+        flat = target.flat
+        for leaf, value in zip(flat.records, flat.leaves, strict=True):
+            path, shape = leaf.full_path, np.shape(value)
             try:
-                maker = self._maker_of(leaf)
+                maker = self._maker_of(leaf, shape)
             except LookupError as error:
                 absent[path] = str(error)
             except ValueError as error:
@@ -158,7 +159,7 @@ class _Tensors:
         problems = self._unused() if is_error else ()
         return Offer(leaves, absent, faults, problems)
 
-    def _maker_of(self, leaf: TreeLeaf) -> "_Maker":
+    def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
         """The maker by the first name of a leaf that has its tensors; see `_maker`."""
         errors = []
         for path, full_path in zip(
@@ -168,7 +169,7 @@ class _Tensors:
                 recipe = self._names.recipe(path, full_path)
                 if recipe is None:
                     raise LookupError(self._names.unmatched(path))
-                return _maker(recipe, np.shape(leaf.value), self._tensors)
+                return _maker(recipe, shape, self._tensors)
             except LookupError as error:
                 errors.append(error)
         raise errors[0]

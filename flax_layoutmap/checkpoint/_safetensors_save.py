@@ -125,12 +125,12 @@ def _plan(
     """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     draft = _Draft()
-    for record in flat.records:
+    for record, value in zip(flat.records, flat.leaves, strict=True):
         if record.full_path in selection:
             try:
-                draft.add(*_made(record, names, dtype))
+                draft.add(*_made(record, value, names, dtype))
             except ValueError as error:
-                shape = show_shape(np.shape(record.value))
+                shape = show_shape(np.shape(value))
                 problems.append(f"{record.full_path} {shape}: {error}")
     if not problems:
         draft.assemble()
@@ -140,9 +140,11 @@ def _plan(
     return [*draft.tensors.values()], problems
 
 
-def _made(record: Leaf, names: NameMapping, dtype: Any) -> tuple[Made, Sequence[Step]]:
+def _made(
+    record: Leaf, value: Any, names: NameMapping, dtype: Any
+) -> tuple[Made, Sequence[Step]]:
     """A leaf and the steps to undo; ValueError if it cannot be saved."""
-    path, value = record.full_path, record.value
+    path = record.full_path
     leaf = leaf_of(path, value)
     if leaf is None or leaf.kind != "array":
         raise ValueError(
