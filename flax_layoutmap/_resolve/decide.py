@@ -31,7 +31,7 @@ from flax_layoutmap._resolve.lay import (
 )
 from flax_layoutmap._resolve.leaves import Mark, mesh_axes
 from flax_layoutmap._resolve.match import Matches
-from flax_layoutmap._resolve.origins import Origin
+from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._rules.matching import MatchedRules
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet

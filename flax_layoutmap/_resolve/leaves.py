@@ -3,6 +3,7 @@
 And the layout metadata of NNX Variables and Linen boxes.
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._tree.flatten import plain_tree
+from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
-from flax_layoutmap._tree.paths import Flat, Leaf
+from flax_layoutmap._tree.paths import Flat, Leaf, is_optimizer
 
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]
@@ -51,8 +52,6 @@ class Mark:
 class Leaves:
     """The leaves of a tree before matching; columns with one entry each.
 
-    `nodes`, `modules` and `given` hold arrays, and go no further than `find_origins`.
-
     Attributes:
         flat: the flattened tree, with a `Mark` for each annotation.
         dtypes: None for a leaf that is not an array.
@@ -62,8 +61,8 @@ class Leaves:
         state: the optimizer state alone, if its parameters were given separately: these
             are then the first leaves, and not part of the tree itself.
         nodes: prefix of a section of optimizer state → the optimizer or TrainState.
-        modules: the NNX modules of the tree.
-        given: trees of parameters that an optimizer may have been given.
+        trees: modules and trees of parameters that an optimizer may have been given.
+            These and `nodes` hold arrays, and go no further than `find_origins`.
     """
 
     flat: Flat
@@ -75,8 +74,7 @@ class Leaves:
     layouts: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
     state: Flat | None = None
     nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    modules: Sequence[Any] = ()
-    given: Sequence[Any] = ()
+    trees: Sequence[Any] = ()
 
     @property
     def own(self) -> Flat:
@@ -95,21 +93,12 @@ def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
     if treedef is None or flat.has_objects:
         treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
     live = {
-        at: TensorLayout(leaf.sharding)
-        for section in flat.sections
-        if section.role == "optimizer"
-        for at, leaf in enumerate(
-            flat.leaves[section.start : section.stop], section.start
-        )
-        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        at: TensorLayout(value.sharding)
+        for at, (leaf, value) in enumerate(zip(flat.records, flat.leaves, strict=True))
+        if leaf.role == "optimizer"
+        and isinstance(getattr(value, "sharding", None), NamedSharding)
     }
-    modules = []
-    if flat.nodes:
-        modules = [
-            node
-            for node in jax.tree.leaves(tree, is_leaf=is_nnx_object)
-            if is_nnx_object(node) and not hasattr(node, "opt_state")
-        ]
+    trees = jax.tree.leaves(tree, is_leaf=is_nnx_object) if flat.nodes else []
     return Leaves(
         without_arrays(flat),
         shapes,
@@ -118,7 +107,7 @@ def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
         others,
         live,
         nodes=flat.nodes,
-        modules=modules,
+        trees=[x for x in trees if is_nnx_object(x) and not is_optimizer(x)],
     )
 
 
@@ -132,38 +121,38 @@ def without_arrays(flat: Flat) -> Flat:
     )
 
 
-def as_one_state(flat: Flat) -> Flat:
-    """The tree as one section of optimizer state."""
-    records = [
-        Leaf(leaf.full_path, "", "optimizer", leaf.others) for leaf in flat.records
-    ]
-    return Flat(records, flat.leaves, flat.annotations, flat.fixed)
-
-
-def beside(
-    own: Leaves, state: Leaves, params: Any, layouts: Sequence[TensorLayout] | None
+def leaves_beside(
+    params: Any, flat: Flat, tree: Any, layouts: Sequence[TensorLayout] | None
 ) -> Leaves:
     """The leaves of an optimizer state, behind those of its parameters.
 
     `layouts` are those of the parameters; None lets the rules decide.
     """
-    start, added = len(own.shapes), state.flat
+    own = leaves_of(flatten(params), params)
+    as_one_state = [
+        Leaf(leaf.full_path, "", "optimizer", leaf.others) for leaf in flat.records
+    ]
+    added = dataclasses.replace(flat, records=as_one_state, nodes={})
+    state, start = leaves_of(added, tree), len(own.shapes)
+
+    def joined(first: Mapping[int, Any], second: Mapping[int, Any]) -> dict[int, Any]:
+        return {**first, **{at + start: entry for at, entry in second.items()}}
+
+    both = dataclasses.replace(
+        own.flat,
+        records=[*own.flat.records, *as_one_state],
+        annotations=joined(own.flat.annotations, state.flat.annotations),
+        fixed=own.flat.fixed | {at + start for at in added.fixed},
+    )
     return dataclasses.replace(
         state,
-        flat=dataclasses.replace(
-            own.flat,
-            records=[*own.flat.records, *added.records],
-            annotations=own.flat.annotations | _moved(added.annotations, start),
-            fixed=own.flat.fixed | {at + start for at in added.fixed},
-        ),
+        flat=both,
         shapes=[*own.shapes, *state.shapes],
         dtypes=[*own.dtypes, *state.dtypes],
-        live={**own.live, **_moved(state.live, start)},
+        live=joined(own.live, state.live),
         layouts=dict(enumerate(layouts or ())),
-        state=added,
-        nodes={prefix: node for prefix, node in own.nodes.items() if prefix},
-        modules=own.modules,
-        given=[params] if layouts else _given(params),
+        state=state.flat,
+        trees=[params] if layouts else _given(params),
     )
 
 
@@ -176,38 +165,26 @@ def _given(params: Any) -> list[Any]:
     return [params]
 
 
-def _moved(entries: Mapping[int, Any], start: int) -> dict[int, Any]:
-    return {at + start: entry for at, entry in entries.items()}
-
-
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
     """Shape and dtype of each leaf, and the leaves that are no arrays."""
-    try:
+    with contextlib.suppress(AttributeError):  # one of them is no array
         columns = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), {}
         if set(map(type, columns[0])) <= {tuple}:
             return columns
-    except AttributeError:
-        pass  # one of them is no array
-    shapes: list[Shape] = []
-    dtypes: list[Any] = []
-    others: dict[int, Any] = {}
-    for leaf in leaves:
-        shape = getattr(leaf, "shape", None)
-        if isinstance(shape, tuple) and hasattr(leaf, "dtype"):
-            shapes.append(shape)
-            dtypes.append(leaf.dtype)
-        else:
-            dtype = None
-            if isinstance(leaf, bool | int | float | complex):
-                dtype = jax.dtypes.result_type(leaf)
-            else:
-                others[len(shapes)] = leaf
-            shapes.append(())
-            dtypes.append(dtype)
-    return shapes, dtypes, others
+    pairs = list(map(_shape_and_dtype, leaves))
+    others = {at: leaves[at] for at, (_, dtype) in enumerate(pairs) if dtype is None}
+    return [shape for shape, _ in pairs], [dtype for _, dtype in pairs], others
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[Shape, Any]:
+    shape = getattr(leaf, "shape", None)
+    if isinstance(shape, tuple) and hasattr(leaf, "dtype"):
+        return shape, leaf.dtype
+    is_number = isinstance(leaf, bool | int | float | complex)
+    return (), jax.dtypes.result_type(leaf) if is_number else None
 
 
 # ----------------------------------------------------------------------- metadata

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from flax_layoutmap._resolve.origins import Origins
+from flax_layoutmap._resolve.optimizer_state import Origins
 from flax_layoutmap._rules.matching import MatchedRules, Matcher
 from flax_layoutmap._rules.rules import RuleSet
 

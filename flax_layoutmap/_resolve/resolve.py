@@ -15,9 +15,9 @@ from flax import nnx
 
 from flax_layoutmap._core.errors import RuleError, StructureError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.leaves import as_one_state, beside, leaves_of
+from flax_layoutmap._resolve.leaves import leaves_beside, leaves_of
 from flax_layoutmap._resolve.match import match
-from flax_layoutmap._resolve.origins import (
+from flax_layoutmap._resolve.optimizer_state import (
     Origins,
     find_origins,
 )
@@ -95,10 +95,8 @@ def resolve_tree(
     if params is None:
         leaves = leaves_of(flat, tree)
     else:
-        own = leaves_of(flatten(params), params)
-        leaves = beside(own, leaves_of(as_one_state(flat), tree), params, layouts)
-    origins = find_origins(leaves, tx)
-    return resolve_origins(origins, rules)
+        leaves = leaves_beside(params, flat, tree, layouts)
+    return resolve_origins(find_origins(leaves, tx), rules)
 
 
 def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:

@@ -15,7 +15,7 @@ from flax_layoutmap._core.errors import CheckpointError, ResolveError
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import with_leaves
 from flax_layoutmap._resolve.leaves import leaves_of
-from flax_layoutmap._resolve.origins import Origin, find_origins, known_origins
+from flax_layoutmap._resolve.optimizer_state import Origin, find_origins, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape

@@ -28,7 +28,7 @@ from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.leaves import Leaves, Mark, mark_of
-from flax_layoutmap._resolve.origins import Origin, known_origins
+from flax_layoutmap._resolve.optimizer_state import Origin, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve as resolve_tree
 from flax_layoutmap._resolve.resolve import resolve_origins

@@ -1,0 +1,377 @@
+"""Stage "optimizer state": the parameter that each leaf of a state belongs to.
+
+Its path tells: a state repeats the paths of the parameters that `tx.init` was given. If
+several models have such paths, shapes distinguish them, then the position and the name
+of the optimizer. Which dims of the parameter a leaf has, a trace of `tx.init` tells
+(see `traced_dims`), and shapes where it does not.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from flax_layoutmap._core.jax_internals import is_sharding_type_error
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.lora import Adapter, find_adapters
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import (
+    is_nnx_object,
+    nnx_state,
+    no_mesh,
+    without_eager_sharding,
+)
+from flax_layoutmap._tree.paths import (
+    Leaf,
+    Section,
+    is_train_state,
+    parameter_keys,
+    unescape,
+)
+
+# For each dim of a leaf of state: the dim of its parameter, or None.
+Dims = tuple[int | None, ...]
+# Path of a leaf of state → its shape and dims.
+Traced = Mapping[str, tuple[Shape, Dims]]
+Named = Mapping[str, Mapping[str, int]]
+
+# More parameters than these end in `kernel` by coincidence.
+_MOST_PLACES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """The parameter that a leaf of optimizer state was made from.
+
+    Attributes:
+        owner: key of the parameter (see `parameter_keys`), or None.
+        dims: the dims of the parameter that the leaf has; None if unknown.
+        how: why the parameter, or the dims, are unknown.
+        others: other parameters that may equally be the owner.
+    """
+
+    owner: str | None
+    dims: Dims | None
+    how: str = ""
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origins:
+    """The origin of each leaf, from paths, shapes and the optimizer alone.
+
+    Attributes:
+        state: the origin of each leaf, None for a leaf outside optimizer state; None if
+            the tree has no optimizer state.
+        owners: key → position of each parameter, if there is optimizer state.
+        adapters: position → LoRA matrix.
+        plain: position → the path that a leaf had before LoRA was added.
+    """
+
+    leaves: Leaves
+    state: Sequence[Origin | None] | None = None
+    owners: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Adapter] = dataclasses.field(default_factory=dict)
+    plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
+    """Find the origin of each leaf from paths, shapes and the optimizer alone.
+
+    `tx` is the optax transformation; None takes that of an optimizer or TrainState in
+    the tree.
+    """
+    sections = [s for s in leaves.flat.sections if s.role == "optimizer"]
+    if not sections:
+        return known_origins(leaves, None)
+    search = _Search(leaves, tx)
+    origins: list[Origin | None] = [None] * len(leaves.shapes)
+    for section in sections:
+        origins[section.start : section.stop] = search.origins_in(section)
+    return known_origins(leaves, origins)
+
+
+def known_origins(leaves: Leaves, origins: Sequence[Origin | None] | None) -> Origins:
+    """The origins if those of optimizer state are known, as from a checkpoint.
+
+    `origins` is None if the tree has no optimizer state.
+    """
+    leaves = dataclasses.replace(leaves, nodes={}, trees=())  # which hold arrays
+    keys = {} if origins is None else parameter_keys(leaves.flat)
+    owners = {key: at for at, key in keys.items()}
+    return Origins(leaves, origins, owners, *find_adapters(leaves))
+
+
+class _Search:
+    """Finds parameters by the names that an optimizer may know them by.
+
+    A name leads to each parameter that has it: what precedes the name in the whole path
+    (the place of a model) → position.
+    """
+
+    def __init__(self, leaves: Leaves, tx: Any) -> None:
+        self.leaves, self.tx = leaves, tx
+        self.keys = parameter_keys(leaves.flat)
+        self.models = {section.prefix for section in leaves.flat.sections}
+
+    @functools.cached_property
+    def whole(self) -> Named:
+        """By the paths within a model, or within a tree around it."""
+        return self._by_name(lambda leaf: leaf.prefix)
+
+    @functools.cached_property
+    def endings(self) -> Named:
+        """By every ending of the paths, for the optimizer of a part of a model."""
+        return self._by_name(lambda leaf: leaf.full_path)
+
+    def _by_name(self, removable: Callable[[Leaf], str]) -> Named:
+        """By whole paths, and by what follows each part that may be removed of them."""
+        named: dict[str, dict[str, int]] = {}
+        for at in self.keys:
+            leaf = self.leaves.flat.records[at]
+            for path in leaf.names():
+                name = path
+                for _ in range(removable(leaf).count("/") + 1):
+                    named.setdefault(name, {})[path.removesuffix(name)] = at
+                    name = name.partition("/")[2]
+        return named
+
+    def places(self, path: str, shape: Shape) -> Mapping[str, int]:
+        """The parameters whose name is in a path of optimizer state, by place."""
+        name = longest_run(path, self.whole)
+        if name is not None:
+            return self.whole[name]
+        # The state may have a part more: sm3 appends the number of a dim.
+        name = longest_run(path, self.endings, behind=1) if shape else None
+        places = {} if name is None else self.endings[name]
+        return places if len(places) <= _MOST_PLACES else {}
+
+    def origins_in(self, section: Section) -> list[Origin]:
+        """The origins of one optimizer's state.
+
+        Of several models, it is of the one whose shapes fit most of the state.
+        """
+        span = slice(section.start, section.stop)
+        shapes, of = self.leaves.shapes[span], self.leaves.shapes
+        places = list(map(self.places, self.leaves.flat.paths[span], shapes))
+        fitting = Counter(
+            place
+            for shape, owners in zip(shapes, places, strict=True)
+            for place, at in owners.items()
+            if possible_dims(shape, of[at])
+        )
+        ranks = {
+            place: (
+                fitting[place],
+                place in self.models,
+                _nearness(section.prefix, place),
+            )
+            for place in dict.fromkeys(itertools.chain(*places))
+        }
+        dims = self.traced(section, max(ranks, key=ranks.__getitem__, default=""))
+        origins = []
+        for shape, owners, told in zip(shapes, places, dims, strict=True):
+            best = max(map(ranks.__getitem__, owners), default=None)
+            nearest = [at for place, at in owners.items() if ranks[place] == best]
+            keys = dict.fromkeys(self.keys[at] for at in nearest)
+            origins.append(
+                _origin(shape, [*keys], of[nearest[0]] if keys else (), told)
+            )
+        return origins
+
+    # ------------------------------------------------------------------- by a trace
+
+    def traced(self, section: Section, place: str) -> list[Dims | None]:
+        """The dims that a trace of the optimizer tells of the leaves of its state.
+
+        `place` has its parameters. An optimizer may refuse a tree; if it refuses all of
+        those that were given separately, that is an error.
+        """
+        span = slice(section.start, section.stop)
+        paths, shapes = self.leaves.flat.full_paths()[span], self.leaves.shapes[span]
+        node = self.leaves.nodes.get(section.prefix)
+        init: Any = getattr(self.tx or getattr(node, "tx", None), "init", None)
+        best: list[Dims | None] = [None] * len(shapes)
+        errors: list[Exception] = []
+        trees = [] if init is None else [*self.trees(node, place)]
+        for tree in trees:
+            try:
+                traced = traced_dims(init, tree)
+            except _REFUSALS as error:
+                errors.append(error)
+                continue
+            dims = [_told(traced, *leaf) for leaf in zip(paths, shapes, strict=True)]
+            best = min(best, dims, key=lambda dims: dims.count(None))
+            if best.count(None) <= 1:  # an nnx.Optimizer adds its `step`
+                break
+        if self.leaves.state is not None and errors and len(errors) == len(trees):
+            raise errors[0]
+        return best
+
+    def trees(self, node: Any, place: str) -> Iterator[Any]:
+        """Trees of parameters that a state may have been made from.
+
+        `node` is the optimizer or TrainState that holds the state. The trees that exist
+        come first, as a transformation may depend on their types.
+        """
+        leaves, full = self.leaves, self.leaves.flat.full_paths()
+        if is_train_state(node):
+            yield node.params
+        for tree in leaves.trees:
+            if not is_nnx_object(tree):
+                yield tree
+            elif hasattr(node, "wrt"):
+                yield nnx_state(tree, node.wrt)
+        root: dict[str, Any] = {}
+        for at in self.keys:
+            if full[at].startswith(place) and leaves.dtypes[at] is not None:
+                *parents, last = map(unescape, full[at].removeprefix(place).split("/"))
+                inner = root
+                for part in parents:
+                    inner = inner.setdefault(part, {})
+                inner[last] = jax.ShapeDtypeStruct(leaves.shapes[at], leaves.dtypes[at])
+        yield root
+
+
+def longest_run(
+    path: str, names: Mapping[str, Any], behind: int | None = None
+) -> str | None:
+    """The name that is the longest run of parts of a path; of equal ones the last.
+
+    `behind` limits the number of parts that follow it.
+    """
+    parts = path.split("/")
+    for length in range(len(parts), 0, -1):
+        last = len(parts) - length
+        first = 0 if behind is None else max(last - behind, 0)
+        for start in range(last, first - 1, -1):
+            name = "/".join(parts[start : start + length])
+            if name in names:
+                return name
+    # A parameter that is the whole tree has the empty path.
+    return "" if len(names) == 1 and "" in names else None
+
+
+def _nearness(prefix: str, base: str) -> tuple[int, bool]:
+    """How near the place of a model is to an optimizer's, of models alike.
+
+    An optimizer is beside its model, in a container that holds no other, or has the
+    model's name in its own: `generator_optimizer`.
+    """
+    pairs = list(zip(prefix.split("/"), base.split("/"), strict=False))
+    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    optimizer, model = [*pairs, ("", "")][len(same)]
+    return len(same), model != "" and model in optimizer
+
+
+def _origin(
+    shape: Shape, owners: Sequence[str], of: Shape, traced: Dims | None
+) -> Origin:
+    """The origin of a leaf; `of` is the shape of its first owner."""
+    if not owners:
+        return Origin(None, None if shape else (), "belongs to no parameter")
+    choices = possible_dims(shape, of)
+    dims = choices[0] if len(choices) == 1 else None
+    if traced is not None and _fits(traced, shape, of):
+        dims = traced
+    how = f"no known relation to the parameter's shape {of}"
+    return Origin(owners[0], dims, how, tuple(owners[1:]))
+
+
+def _fits(dims: Dims, shape: Shape, of: Shape) -> bool:
+    """Whether a trace tells something, and nothing that cannot be."""
+    return any(dim is not None for dim in dims) and all(
+        dim is None or (dim < len(of) and of[dim] == size)
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def possible_dims(shape: Shape, of: Shape) -> list[Dims]:
+    """The dims of a parameter that a leaf of state may have, by their sizes."""
+    extra = len(shape) - len(of)
+    every = tuple(range(len(of)))
+    choices: list[Dims]
+    if extra >= 0:  # like the parameter, or several copies of it
+        choices = [(None,) * extra + every] if shape[extra:] == of else []
+    else:
+        choices = [
+            dims
+            for dims in itertools.combinations(every, len(shape))
+            if tuple(of[dim] for dim in dims) == shape
+        ]
+    if len(choices) != 1 and math.prod(shape) <= 1:  # a placeholder
+        return [(None,) * len(shape)]
+    return choices
+
+
+def _told(traced: Traced, path: str, shape: Shape) -> Dims | None:
+    """The dims of a leaf; its state may be part of another, or in an nnx.Optimizer."""
+    while path and path not in traced:
+        path = path.partition("/")[2]
+    traced_shape, dims = traced.get(path, (None, None))
+    return dims if traced_shape == shape else None
+
+
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+def traced_dims(init: Callable[[Any], Any], params: Any) -> Traced:
+    """Trace `init(params)` for the dims of its parameter that each leaf has.
+
+    It is traced on a made-up mesh whose axes have size 1 and are named by dim number.
+    JAX's sharding-in-types then writes on every leaf of the state which dims it was
+    made from: an Adafactor row statistic of a square kernel says `0`, the column
+    statistic `1`. A leaf that is made of a bare shape, `jnp.zeros(p.shape[:-1])`, says
+    nothing, and neither does an `init` that contracts its parameters (`p @ p.T`).
+    """
+    shapes = jax.tree.map(_struct_of, params)
+    ndim = max((leaf.ndim for leaf in jax.tree.leaves(shapes)), default=0) or 1
+    names = tuple(map(str, range(ndim)))
+    mesh = AbstractMesh((1,) * ndim, names, axis_types=(AxisType.Explicit,) * ndim)
+
+    def tagged(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*names[: leaf.ndim]))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    with without_eager_sharding():
+        try:
+            with no_mesh(), jax.sharding.use_abstract_mesh(mesh):
+                state = jax.eval_shape(init, jax.tree.map(tagged, shapes))
+        except Exception as error:
+            if not (isinstance(error, _REFUSALS) or is_sharding_type_error(error)):
+                raise
+            jax.eval_shape(init, shapes)  # raises what is wrong with `init` itself
+            return {}
+    flat = flatten(state)
+    return {
+        path: (tuple(leaf.shape), _dims_of(leaf))
+        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
+    }
+
+
+def _struct_of(leaf: Any) -> Any:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+
+
+def _dims_of(leaf: jax.ShapeDtypeStruct) -> Dims:
+    spec = () if leaf.sharding is None else tuple(leaf.sharding.spec)
+    padded = spec + (None,) * (leaf.ndim - len(spec))
+    # A dim that was made of several is none of them.
+    return tuple(int(x) if isinstance(x, str) else None for x in padded)
