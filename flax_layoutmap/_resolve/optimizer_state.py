@@ -197,13 +197,15 @@ class _Search:
         span = slice(section.start, section.stop)
         paths, shapes = self.leaves.flat.full_paths()[span], self.leaves.shapes[span]
         node = self.leaves.nodes.get(section.prefix)
-        init: Any = getattr(self.tx or getattr(node, "tx", None), "init", None)
+        tx = getattr(node, "tx", None) if self.tx is None else self.tx
         best: list[Dims | None] = [None] * len(shapes)
+        if tx is None:
+            return best
         errors: list[Exception] = []
-        trees = [] if init is None else [*self.trees(node, place)]
+        trees = [*self.trees(node, place)]
         for tree in trees:
             try:
-                traced = traced_dims(init, tree)
+                traced = traced_dims(tx.init, tree)
             except _REFUSALS as error:
                 errors.append(error)
                 continue
