@@ -54,9 +54,10 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     shapes, marks = leaves.shapes, leaves.flat.annotations
     layer = Layer(rules, leaves)
     rows = layer.rows
-    pairs = list(zip(matches.parameters, shapes, strict=True))
-    decided = {pair: layer.by_match(*pair) for pair in set(pairs)}
-    rows += map(decided.__getitem__, pairs)
+    keys = list(zip(map(id, matches.parameters), shapes, strict=True))
+    distinct = dict(zip(keys, matches.parameters, strict=True))
+    made = {key: layer.by_match(match, key[1]) for key, match in distinct.items()}
+    rows += map(made.__getitem__, keys)
     for at, match in matches.plain.items():
         note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
         rows[at] = dataclasses.replace(layer.by_match(match, shapes[at]), note=note)

@@ -43,19 +43,21 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
 
 def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
     """The parameter rules of each leaf; of similar paths in a section, one is tried."""
-    flat, state = origins.leaves.flat, origins.state
-    matched = [MatchedRules()] * len(flat.records)
-    for section in flat.sections:
-        positions = range(section.start, section.stop)
-        if state is not None:
-            positions = [at for at in positions if state[at] is None]
-        similar = matcher.similar([flat.paths[at] for at in positions])
-        tried = dict(zip(similar, positions, strict=True))
+    flat, state, none = origins.leaves.flat, origins.state, MatchedRules()
+    matched: list[MatchedRules] = []
+    for start, stop, *_ in flat.sections:
+        if state is not None and all(state[start:stop]):
+            matched += [none] * (stop - start)
+            continue
+        similar = matcher.similar(flat.paths[start:stop])
+        tried = dict(zip(similar, range(start, stop), strict=True))
         known = {path: matcher.match(flat.forms(at)) for path, at in tried.items()}
-        for at, path in zip(positions, similar, strict=True):
-            matched[at] = known[path]
-            if flat.records[at].others:
-                matched[at] = _match(matcher, flat.forms_of_names(at))
+        matched += map(known.__getitem__, similar)
+    for at, leaf in enumerate(flat.records):
+        if state is not None and state[at] is not None:
+            matched[at] = none
+        elif leaf.others:
+            matched[at] = _match(matcher, flat.forms_of_names(at))
     return matched
 
 

@@ -145,7 +145,7 @@ class _Flattening:
         if separate:
             self.split(tree, prefix, role, separate)
         elif self.kind(tree) in _WHOLE:
-            self.add(tree, "", "", prefix, role)
+            self.add(tree, "", prefix, role)
         else:
             self.below(tree, "", prefix, role)
 
@@ -178,7 +178,7 @@ class _Flattening:
             elif key in separate:
                 self.section(child, f"{prefix}{part}/", "parameter")
             else:
-                self.add(child, part, part + "/", prefix, role)
+                self.add(child, part, prefix, role)
 
     def params(self, tree: Any) -> set[str]:
         """The key of parameters that are not a single array."""
@@ -196,22 +196,22 @@ class _Flattening:
                 self.records.append(Leaf(path, prefix, role))
                 self.leaves.append(child)
             elif kind == "box":
-                self.box(child, path, path + "/", prefix, role)
+                self.box(child, kind, path, prefix, role)
             elif self.is_optimizer_state(key, child, role):
                 self.section(child, f"{prefix}{path}/", "optimizer")
             elif kind == "dict":
                 self.below(child, path + "/", prefix, role)
             else:
-                self.add(child, path, path + "/", prefix, role)
+                self.add(child, path, prefix, role)
 
-    def add(self, node: Any, path: str, start: str, prefix: str, role: Role) -> None:
+    def add(self, node: Any, path: str, prefix: str, role: Role) -> None:
         """Add the leaves of a node that has a path."""
-        kind = self.kind(node)
+        kind, start = self.kind(node), f"{path}/" if path else ""
         if kind == "array" or kind == "leaf":
             self.records.append(Leaf(path, prefix, role))
             self.leaves.append(node)
         elif kind in _BOXES:
-            self.box(node, path, start, prefix, role)
+            self.box(node, kind, path, prefix, role)
         elif is_optimizer(node) if role == "optimizer" else self.is_section(node):
             self.section(node, prefix + start, "parameter")
         else:
@@ -228,9 +228,8 @@ class _Flattening:
         kind = self.kind(node)
         return kind in ("object", "state") or (kind == "tuple" and is_optax_state(node))
 
-    def box(self, box: Any, path: str, start: str, prefix: str, role: Role) -> None:
+    def box(self, box: Any, kind: _Kind, path: str, prefix: str, role: Role) -> None:
         """Add the content of a Variable or a Linen box, under the path of the box."""
-        kind = self.kind(box)
         if kind != "linen":
             metadata, value = metadata_of(box), box.get_raw_value()
             # An empty tuple has a meaning too: replicated.
@@ -239,8 +238,12 @@ class _Flattening:
             )
         else:
             value, is_annotated = box.value, True
-        first = len(self.leaves)
-        self.add(value, path, start, prefix, "optimizer" if kind == "moment" else role)
+        first, role = len(self.leaves), "optimizer" if kind == "moment" else role
+        if self.kinds.get(type(value)) == "array":
+            self.records.append(Leaf(path, prefix, role))
+            self.leaves.append(value)
+        else:
+            self.add(value, path, prefix, role)
         if is_annotated and len(self.leaves) == first + 1:
             self.annotations[first] = box
         if kind == "random":

@@ -118,7 +118,10 @@ class Flat:
 
     @functools.cached_property
     def _full_paths(self) -> list[str]:
-        return [leaf.full_path for leaf in self.records]
+        return [
+            prefix + path if path else prefix.removesuffix("/")
+            for path, prefix, _, _ in self.records
+        ]
 
     def full_paths(self) -> list[str]:
         """Path of each leaf within the whole tree."""
