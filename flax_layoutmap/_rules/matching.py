@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -112,12 +111,27 @@ _MOST_PATHS = 1 << 16
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
-# A pattern without these treats all digits alike, as a range of other characters, or
-# what stands for a kind of them, holds all digits or none. Its rules are the same for
-# all layers of a stack.
-_DIGITS_MATTER = re.compile(r"[0-9]|\\N|\(\?P=")
-_ANY_DIGIT = re.compile(r"(?<!\\)\[0-9\]")
-_DIGITS_ALIKE = str.maketrans("0123456789", "0000000000")
+# A pattern tells those digits apart that it has; all with a range of some digits, a
+# reference to a group or the code of a character. A range of other characters, or what
+# stands for a kind of them, holds all digits or none. So the rules of most layers of a
+# stack are the same.
+_DIGITS = frozenset("0123456789")
+_ANY_DIGIT = re.compile(r"(?<!\\)\[\^?0-9\]")
+_TELLS_ALL = re.compile(r"[0-9]-|-[0-9]|\\[0-9xuUN]|\(\?P=")
+
+
+def _digits_told(pattern: str) -> frozenset[str]:
+    """The digits that a pattern may tell from the others."""
+    text = _ANY_DIGIT.sub("", pattern)
+    return _DIGITS if _TELLS_ALL.search(text) else _DIGITS.intersection(text)
+
+
+def _alike(digits: frozenset[str]) -> dict[int, str]:
+    """A table for `str.translate` that makes these digits one."""
+    return str.maketrans(dict.fromkeys(digits, min(digits, default="")))
+
+
+_ALL_ALIKE = _alike(_DIGITS)
 
 
 class MatchedRules(NamedTuple):
@@ -142,19 +156,19 @@ class Matcher:
         self._rules = rules
         self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
-        patterns = [_ANY_DIGIT.sub("", rule.pattern) for rule in rules]
-        tells = [bool(_DIGITS_MATTER.search(pattern)) for pattern in patterns]
-        self._telling = list(itertools.compress(range(len(rules)), tells))
-        self._others = [at for at in range(len(rules)) if not tells[at]]
+        told = [_digits_told(rule.pattern) for rule in rules]
+        self._telling = [at for at in range(len(rules)) if told[at]]
+        self._others = [at for at in range(len(rules)) if not told[at]]
+        self._alike = _alike(_DIGITS.difference(*told))
         self._naming: dict[str, set[int]] = {}
         self._known: dict[tuple[str, ...], MatchedRules] = {}
         self._known_alike: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def similar(self, paths: Sequence[str]) -> Sequence[str]:
         """A text for each path, equal for paths that the same rules match."""
-        if self._telling or not paths:
-            return paths
-        return "\n".join(paths).translate(_DIGITS_ALIKE).split("\n")
+        text = "\n".join(paths)
+        # A path that has the text of a class of digits may be an exact key.
+        return paths if "[" in text else text.translate(self._alike).split("\n")
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
@@ -186,7 +200,7 @@ class Matcher:
 
     def matching_patterns(self, forms: tuple[str, ...]) -> tuple[int, ...]:
         """Positions of the matching rules, if no exact key hid the others."""
-        alike = tuple([form.translate(_DIGITS_ALIKE) for form in forms])
+        alike = tuple([form.translate(_ALL_ALIKE) for form in forms])
         matched = self._known_alike.get(alike)
         if matched is None:
             matched = self._known_alike[alike] = self._try(self._others, alike)

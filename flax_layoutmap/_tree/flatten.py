@@ -197,10 +197,10 @@ class _Flattening:
                 self.leaves.append(child)
             elif kind == "box":
                 self.box(child, kind, path, prefix, role)
+            elif kind == "dict" and key != "opt_state":
+                self.below(child, path + "/", prefix, role)
             elif self.is_optimizer_state(key, child, role):
                 self.section(child, f"{prefix}{path}/", "optimizer")
-            elif kind == "dict":
-                self.below(child, path + "/", prefix, role)
             else:
                 self.add(child, path, prefix, role)
 

@@ -245,14 +245,18 @@ def test_members_with_numbers() -> None:
 
 
 def test_numbers_in_patterns_and_paths() -> None:
-    """What cannot tell digits apart is tried once for all layers."""
+    """Layers that no pattern tells apart are tried once."""
     patterns = [r"a\d/", r"a\d\d/", "a1/", r"(?P<n>\d)(?P=n)", r"(\d)\1", "[1-3]/"]
     patterns += [r"[^\W\d]\d+/", "[!-5]/", r"[\x32]", "[/-:]x", r"\N{DIGIT ONE}/"]
-    made = flm.RuleSet(rules(*patterns))
-    for number in (1, 2, 3, 7, 11, 12, 21, 33, 100):
-        path = f"a{number}/x"
-        expected = [at for at, text in enumerate(patterns) if re.search(text, path)]
-        assert made.matching(path) == tuple(expected)
+    patterns += ["a[0-9]/", "a[^0-9]", "[30]/", "a[2[0-9]/", r"a3|[0-9]{2}/"]
+    numbers = (1, 2, 3, 7, 11, 12, 21, 33, 100, 210)
+    tree = {f"a{number}": {"x": np.zeros(1)} for number in numbers}
+    paths = flm.resolve(tree, flm.RuleSet()).paths
+    for pattern in patterns:
+        expected = {path for path in paths if re.search(pattern, path)}
+        assert matched(pattern, tree) == expected, pattern
+    tree = {f"a[0-{number}]": np.zeros(1) for number in (8, 9)}
+    assert matched("a[0-9]", tree) == {"a[0-9]"}  # an exact key
 
 
 def test_ten_thousand_exact_rules_are_looked_up() -> None:
