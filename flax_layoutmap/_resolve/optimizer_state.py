@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -261,16 +262,16 @@ def longest_run(
     return "" if len(names) == 1 and "" in names else None
 
 
-def _nearness(prefix: str, base: str) -> tuple[int, bool]:
+def _nearness(prefix: str, place: str) -> tuple[int, bool]:
     """How near the place of a model is to an optimizer's, of models alike.
 
     An optimizer is beside its model, in a container that holds no other, or has the
     model's name in its own: `generator_optimizer`.
     """
-    pairs = list(zip(prefix.split("/"), base.split("/"), strict=False))
-    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    optimizer, model = [*pairs, ("", "")][len(same)]
-    return len(same), model != "" and model in optimizer
+    optimizer, model = prefix.split("/"), place.split("/")
+    same = len(os.path.commonprefix([optimizer, model]))
+    name = optimizer[same] if same < len(optimizer) else ""
+    return same, any(part and part in name for part in model[same:])
 
 
 def _origin(
