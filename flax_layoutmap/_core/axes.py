@@ -30,10 +30,20 @@ def divides(
     shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: dict[str, int]
 ) -> str | None:
     """Describe the first dim that does not divide by its mesh axes; None if all do."""
+    return next(iter(divisible(shape, dims, sizes)[1]), None)
+
+
+def divisible(
+    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: dict[str, int]
+) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+    """The dims with those replicated that do not divide, and what clashed."""
+    clashes: list[str] = []
+    kept = [tuple(names) for names in dims]
     for dim, (size, names) in enumerate(zip(shape, dims, strict=True)):
         if size % math.prod(sizes[name] for name in names):
-            return clash(dim, size, names, sizes)
-    return None
+            clashes.append(clash(dim, size, names, sizes))
+            kept[dim] = ()
+    return tuple(kept), clashes
 
 
 def dim_axes(dim: Dim) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.axes import dim_axes, normal_spec
+from flax_layoutmap._core.axes import dim_axes, divisible, normal_spec
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -26,7 +26,7 @@ from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mes
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
-from flax_layoutmap._resolve.lay import divisible, unknown_memory
+from flax_layoutmap._resolve.lay import unknown_memory
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
@@ -468,7 +468,7 @@ def checked_dims(
         raise LayoutError(f"{what} of an array {shape}: {error}") from None
     if problem := unknown_memory(layout.memory_kind, mesh):
         raise LayoutError(f"{what} of an array {shape} to {layout}{problem}")
-    kept, clashes = divisible(dims, shape, mesh.axis_sizes)
+    kept, clashes = divisible(shape, dims, mesh.axis_sizes)
     rules = current_rules()
     if clashes and not (is_named and rules and rules.indivisible == "replicate"):
         raise LayoutError(

@@ -20,7 +20,7 @@ from flax_layoutmap._core.mesh import same_grid, same_places
 from flax_layoutmap._resolve.kernels import lay_adapter, lay_scales
 from flax_layoutmap._resolve.lay import (
     CONFLICT_FIX,
-    Layer,
+    Decisions,
     applicable,
     fits,
     listing,
@@ -29,7 +29,7 @@ from flax_layoutmap._resolve.lay import (
     rank_fix,
     show_rank,
 )
-from flax_layoutmap._resolve.leaves import Mark, mesh_axes
+from flax_layoutmap._resolve.leaves import Mark, Names, mesh_axes
 from flax_layoutmap._resolve.match import Matches
 from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._rules.matching import MatchedRules
@@ -52,46 +52,37 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     """
     leaves, origins = matches.origins.leaves, matches.origins
     shapes, marks = leaves.shapes, leaves.flat.annotations
-    layer = Layer(rules, leaves)
-    rows = layer.rows
+    made = Decisions(rules, leaves)
+    rows = made.rows
     keys = list(zip(map(id, matches.parameters), shapes, strict=True))
     distinct = dict(zip(keys, matches.parameters, strict=True))
-    made = {key: layer.by_match(match, key[1]) for key, match in distinct.items()}
-    rows += map(made.__getitem__, keys)
+    by_key = {key: made.by_match(match, key[1]) for key, match in distinct.items()}
+    rows += map(by_key.__getitem__, keys)
     for at, match in matches.plain.items():
         note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
-        rows[at] = dataclasses.replace(layer.by_match(match, shapes[at]), note=note)
+        rows[at] = dataclasses.replace(made.by_match(match, shapes[at]), note=note)
     for at, mark in marks.items():
-        rows[at] = _annotated(layer, mark, rows[at], shapes[at])
-    for at in origins.adapters:
-        rows[at] = lay_adapter(layer, matches, at)
-    lay_scales(layer)
+        rows[at] = _annotated(made, mark, rows[at], shapes[at])
+    for at, kernels in origins.adapters.items():
+        match = matches.adapters.get(at, MatchedRules())
+        rows[at] = lay_adapter(made, at, kernels, match)
+    lay_scales(made)
     for at, layout in leaves.layouts.items():
-        rows[at] = _given(layout, shapes[at])
-    live = _on_the_grid(leaves.live, rules)
+        dims, mesh = layout.dims(len(shapes[at])), layout.device_mesh
+        kind = layout.memory_kind
+        rows[at] = Decision(
+            dims, normal_spec(dims), mesh, None, "own layout", memory_kind=kind
+        )
     for at, origin in enumerate(origins.state or ()):
         if origin is not None:
-            row = rows[at] = _state(layer, matches, origin, at, live.get(at))
+            rows[at] = _state(made, matches, origin, at)
             if at in marks:
-                rows[at] = _annotated(layer, marks[at], row, shapes[at])
+                rows[at] = _annotated(made, marks[at], rows[at], shapes[at])
     for at in _not_sharded(leaves.flat.fixed, leaves.dtypes):
         is_array = leaves.dtypes[at] is not None
         reason: Reason = "random state" if is_array else "not an array"
-        rows[at] = layer.replicated(reason, shapes[at], rows[at].matched)
+        rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
     return rows
-
-
-def _given(layout: TensorLayout, shape: Shape) -> Decision:
-    """The decision for a parameter that has its layout already."""
-    dims = layout.dims(len(shape))
-    return Decision(
-        dims,
-        normal_spec(dims),
-        layout.device_mesh,
-        None,
-        "own layout",
-        memory_kind=layout.memory_kind,
-    )
 
 
 def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
@@ -111,115 +102,108 @@ def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
 # ----------------------------------------------------------------------- metadata
 
 
-def _annotated(layer: Layer, mark: Mark, row: Decision, shape: Shape) -> Decision:
+def _annotated(made: Decisions, mark: Mark, row: Decision, shape: Shape) -> Decision:
     """Apply layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
         return row  # a copy of the parameter's metadata, for another shape maybe
     if mark.problem is not None:
-        return layer.trouble(f"its metadata: {mark.problem}", shape, row.matched)
+        return made.trouble(f"its metadata: {mark.problem}", shape, row.matched)
     if mark.layout is not None:
-        return _explicit(layer, mark.layout, shape, row.matched)
+        return _explicit(made, mark.layout, shape, row.matched)
     if mark.names is None or row.reason != "no rule" or row.matched or not shape:
         return row
-    bare = tuple(dim[0] if len(dim) == 1 else dim or None for dim in mark.names)
+    key = ("metadata", mark.names, mark.rules, mark.kind, shape)
+    return made.once(key, lambda: _by_flax(made, mark, mark.names or (), shape))
+
+
+def _by_flax(made: Decisions, mark: Mark, names: Names, shape: Shape) -> Decision:
+    """The layout of Flax's axis names."""
+    bare = tuple(dim[0] if len(dim) == 1 else dim or None for dim in names)
     name = f"Flax metadata {bare!r}"  # as a user writes it
-    mesh = layer.rules.mesh
     try:
         axes, lost = mesh_axes(mark)
-        if mesh is not None:
-            off = [a for dim in axes for a in dim if a not in mesh.axis_names]
-            axes = tuple(tuple(a for a in dim if a not in off) for dim in axes)
-            lost = (*lost, *off)
+        if made.rules.mesh is not None:
+            known = made.rules.mesh.axis_names
+            lost = (*lost, *(a for dim in axes for a in dim if a not in known))
+            axes = tuple(tuple(a for a in dim if a in known) for dim in axes)
         layout = TensorLayout((*axes, ...))
     except RuleError as error:
-        return layer.trouble(f"{name}: {error}", shape)
+        return made.trouble(f"{name}: {error}", shape)
     if len(axes) > len(shape):
         problem = f"{name} names {len(axes)} dims, the leaf has {len(shape)}"
-        return layer.trouble(f"{problem}; {_ANNOTATION_FIX}", shape)
-    decision = layer.lay(layout, shape, name, "flax metadata")
+        return made.trouble(f"{problem}; {_ANNOTATION_FIX}", shape)
+    decision = made.lay(layout, shape, name, "flax metadata")
     if decision.problem is not None:
         stacked = f"; {_STACKED_FIX}" if 0 < len(axes) < len(shape) else ""
         problem = f"{decision.problem}; {_RULE_WINS}{stacked}"
         return dataclasses.replace(decision, problem=problem)
-    texts = [] if decision.fallback is None else [decision.fallback]
-    if lost:
-        texts.insert(0, f"{name}: no mesh axis for {', '.join(map(repr, lost))}")
+    texts = [f"{name}: no mesh axis for {', '.join(map(repr, lost))}"] if lost else []
+    if decision.fallback:
+        texts.append(decision.fallback)
     if 1 < len(axes) < len(shape) and any(decision.dims):
-        texts.append(
-            f"{name} names {len(axes)} of {len(shape)} dims, the first ones; "
-            f"{_STACKED_FIX}"
-        )
+        dims = f"{len(axes)} of {len(shape)} dims, the first ones"
+        texts.append(f"{name} names {dims}; {_STACKED_FIX}")
     # Linen itself replicates names without a rule.
     warns = bool(lost) and (mark.kind != "linen" or not any(decision.dims))
     return dataclasses.replace(decision, fallback="; ".join(texts) or None, warns=warns)
 
 
 def _explicit(
-    layer: Layer, layout: TensorLayout, shape: Shape, matched: tuple[int, ...]
+    made: Decisions, layout: TensorLayout, shape: Shape, matched: tuple[int, ...]
 ) -> Decision:
     """The layout of a Variable itself, on the mesh of the rules if there is one."""
-    own, mesh = layout.device_mesh, layer.rules.mesh
+    own, mesh = layout.device_mesh, made.rules.mesh
     bare = layout if mesh is None else layout.on(None)
     name = f"the explicit layout {bare}"
-    moved = None
-    if own is not None and mesh is not None and not same_places(own, mesh):
+    is_moved = own is not None and mesh is not None and not same_places(own, mesh)
+    if is_moved:
         name += f" of another mesh, {own!r}"
-        moved = (
-            f"its layout is on {own!r}, the rules are on {mesh!r}, to which this leaf "
-            "is moved: write layout.on(mesh) with the mesh of the rules, or a layout "
-            "without a mesh"
-        )
-    row = layer.lay(bare, shape, name, "explicit layout", matched=matched)
-    if moved is None:
+    row = made.lay(bare, shape, name, "explicit layout", matched=matched)
+    if not is_moved:
         return row
-    texts = [moved] if row.fallback is None else [moved, row.fallback]
+    moved = (
+        f"its layout is on {own!r}, the rules are on {mesh!r}, to which this leaf is "
+        "moved: write layout.on(mesh) with the mesh of the rules, or a layout without "
+        "a mesh"
+    )
+    texts = [moved, row.fallback] if row.fallback else [moved]
     return dataclasses.replace(row, fallback="; ".join(texts), warns=True)
 
 
 # ---------------------------------------------------------------- optimizer state
 
 
-def _on_the_grid(
-    live: Mapping[int, TensorLayout], rules: RuleSet
-) -> dict[int, TensorLayout]:
-    """The layouts that arrays have already, as far as they are on the rules' mesh."""
-    return {
-        at: layout.on(None)
-        for at, layout in live.items()
-        if rules.mesh and layout.device_mesh
-        if same_grid(rules.mesh, layout.device_mesh)
-    }
-
-
-def _state(
-    layer: Layer,
-    matches: Matches,
-    origin: Origin,
-    at: int,
-    live: TensorLayout | None,
-) -> Decision:
+def _state(made: Decisions, matches: Matches, origin: Origin, at: int) -> Decision:
     """The decision for a leaf of optimizer state, after those for the parameters."""
-    shape, owners = layer.leaves.shapes[at], matches.origins.owners
+    shape, owners = made.leaves.shapes[at], matches.origins.owners
     if not shape:
-        return layer.by_match(MatchedRules(), shape)
-    key, why = None, _NO_PARAMETERS
+        return made.by_match(MatchedRules(), shape)
+    key, why, live = None, _NO_PARAMETERS, _live_layout(made, at)
     if owners or origin.owner is not None:
-        key, why = _owner(layer, owners, origin, live)
+        key, why = _owner(made, owners, origin, live)
     if key is not None and origin.dims is not None:
         match = matches.state.get(key, MatchedRules())
-        return layer.once(
+        return made.once(
             ("state", key, origin.dims, shape),
-            lambda: _follow(layer, match, key, owners[key], origin.dims or (), shape),
+            lambda: _follow(made, match, key, owners[key], origin.dims or (), shape),
         )
     if live is not None and not live.is_replicated:
         name = "the layout that it has"
-        return layer.lay(live, shape, name, "own layout", owner=origin.owner)
+        return made.lay(live, shape, name, "own layout", owner=origin.owner)
     reason: Reason = "unknown optimizer state"
-    return layer.replicated(reason, shape, fallback=why, owner=origin.owner)
+    return made.replicated(reason, shape, fallback=why, owner=origin.owner)
+
+
+def _live_layout(made: Decisions, at: int) -> TensorLayout | None:
+    """The layout that an array has already, if it is on the mesh of the rules."""
+    live, mesh = made.leaves.live.get(at), made.rules.mesh
+    if live is None or mesh is None or live.device_mesh is None:
+        return None
+    return live.on(None) if same_grid(mesh, live.device_mesh) else None
 
 
 def _owner(
-    layer: Layer,
+    made: Decisions,
     owners: Mapping[str, int],
     origin: Origin,
     live: TensorLayout | None,
@@ -228,26 +212,25 @@ def _owner(
 
     Among several candidates with different layouts, the leaf's current layout decides.
     """
-    found = {
-        name: (row.dims, row.mesh, row.memory_kind)
-        for name in (origin.owner, *origin.others)
-        if name is not None and name in owners
-        for row in [layer.rows[owners[name]]]
-    }
-    fitting = found
-    if len(set(found.values())) > 1:
+    if not origin.others:
+        return (origin.owner if origin.owner in owners else None), origin.how
+    names = [name for name in (origin.owner, *origin.others) if name in owners]
+    rows = {name: made.rows[owners[name]] for name in names if name is not None}
+    layouts = {x: (row.dims, row.mesh, row.memory_kind) for x, row in rows.items()}
+    fitting = layouts
+    if len(set(layouts.values())) > 1:
         dims = origin.dims
         fitting = {
             name: layout
-            for name, layout in found.items()
+            for name, layout in layouts.items()
             if live is not None and dims is not None
             if live.dims(len(dims)) == picked(dims, layout[0])
         }
     if len(set(fitting.values())) == 1:
         return next(iter(fitting)), origin.how
-    if not found:
+    if not layouts:
         return None, origin.how
-    listed = " or ".join(map(repr, found))
+    listed = " or ".join(map(repr, layouts))
     return None, (
         f"may belong to {listed}, which have different layouts; name the optimizer "
         "after its model, as in 'policy_optimizer'"
@@ -255,7 +238,7 @@ def _owner(
 
 
 def _follow(
-    layer: Layer,
+    made: Decisions,
     match: MatchedRules,
     key: str,
     owner: int,
@@ -266,35 +249,30 @@ def _follow(
 
     `match` has the optimizer rules of the parameter `key`, at position `owner`.
     """
-    rules, row = layer.rules.optimizer, layer.rows[owner]
-    of = layer.leaves.shapes[owner]
+    rules, row = made.rules.optimizer, made.rows[owner]
+    of = made.leaves.shapes[owner]
     # No rule lays out a scalar, nor the state of one.
     matched = applicable(rules, match.rules, len(of)) if of else ()
     if match.key is not None and match.key in matched:
         matched = (match.key,)
-    axes, mesh, memory_kind = row.dims, row.mesh, row.memory_kind
-    name = f"the layout of its parameter {key!r}"
-    reason: Reason = "follows parameter"
-    more: dict[str, Any] = {}
-    if matched:
-        winner = layer.rules.winner(rules, matched)
-        if winner is None:
-            return layer.trouble(
-                "optimizer rules with different layouts match its parameter "
-                f"{key!r}: {listing(rules, matched)}; {CONFLICT_FIX}",
-                shape,
-            )
-        layout = rules[winner].layout
-        name = f"optimizer rule {naming(rules, winner)}"
-        if not fits(layout, len(of)):
-            return layer.trouble(
-                f"{name} has {show_rank(layout)} dims, its parameter {key!r} "
-                f"has {len(of)}; {rank_fix(layout, of)}",
-                shape,
-            )
-        axes, reason = layout.dims(len(of)), "optimizer rule"
-        mesh = layout.device_mesh or mesh
-        memory_kind = layout.memory_kind or memory_kind
-        more = {"rule": winner, "matched": matched}
-    layout = TensorLayout(picked(dims, axes), mesh, memory_kind=memory_kind)
-    return layer.lay(layout, shape, name, reason, owner=key, owner_dims=dims, **more)
+    more: dict[str, Any] = {"owner": key, "owner_dims": dims}
+    if not matched:
+        kind, name = row.memory_kind, f"the layout of its parameter {key!r}"
+        layout = TensorLayout(picked(dims, row.dims), row.mesh, memory_kind=kind)
+        return made.lay(layout, shape, name, "follows parameter", **more)
+    winner = made.rules.winner(rules, matched)
+    if winner is None:
+        listed = f"match its parameter {key!r}: {listing(rules, matched)}"
+        problem = f"optimizer rules with different layouts {listed}; {CONFLICT_FIX}"
+        return made.trouble(problem, shape)
+    layout, name = rules[winner].layout, f"optimizer rule {naming(rules, winner)}"
+    if not fits(layout, len(of)):
+        ranks = f"{show_rank(layout)} dims, its parameter {key!r} has {len(of)}"
+        return made.trouble(f"{name} has {ranks}; {rank_fix(layout, of)}", shape)
+    layout = TensorLayout(
+        picked(dims, layout.dims(len(of))),
+        layout.device_mesh or row.mesh,
+        memory_kind=layout.memory_kind or row.memory_kind,
+    )
+    more |= {"rule": winner, "matched": matched}
+    return made.lay(layout, shape, name, "optimizer rule", **more)

@@ -1,26 +1,234 @@
-"""Lay out leaves that follow a kernel: LoRA matrices, scales of quantised kernels.
+"""Leaves that follow a kernel: LoRA matrices, and scales of quantised kernels.
 
-A LoRA matrix has some dims of a kernel, and a rule is written for the kernel. So a rule
-that matches both is about the kernel, and the matrix follows it, dim by dim; a rule
-that matches a matrix and not its kernel is about the matrix, and wins.
+A LoRA adapter adds `A @ B` to a kernel: A has the kernel's in-dims and a rank, B the
+rank and the kernel's out-dims. A scale has the dims of its kernel, at size 1 or in
+blocks, or some of them. Names tell which leaves these are, shapes which dims they have.
 
-A scale has the dims of its kernel at size 1 or in blocks, or some of them. A dim of
-size 1 cannot be split. If a leaf is the scale of another one (by its name, or the other
-has 8 bits or fewer) that the same rule lays out, such dims are replicated, and the note
-of the leaf says so. In any other leaf a dim of size 1 is an error as with any size.
+A rule is written for the kernel. A rule that matches a LoRA matrix too is about the
+kernel, and the matrix follows it, dim by dim; a rule that matches a matrix and not its
+kernel wins. A scale is looked at where the rule of its kernel does not fit it: in any
+other leaf a dim that does not divide is an error.
 """
 
+import collections
 import dataclasses
+import functools
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from flax_layoutmap._core.axes import divides
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.lay import Layer, fits, picked
+from flax_layoutmap._resolve.lay import Decisions, fits, picked
 from flax_layoutmap._resolve.leaves import Leaves
-from flax_layoutmap._resolve.lora import Index
-from flax_layoutmap._resolve.match import Matches
-from flax_layoutmap._rules.records import Decision, show_shape
+from flax_layoutmap._rules.matching import MatchedRules
+from flax_layoutmap._rules.records import Decision, Shape, show_shape
+from flax_layoutmap._tree.paths import Section
+
+# Per dim of a leaf: the dim of the kernel that it has, or None.
+KernelDims = tuple[int | None, ...]
+# The kernels that a LoRA matrix may belong to: their positions, and its dims of each.
+Kernels = Sequence[tuple[int, KernelDims]]
+# Path of a module → the rest of the paths below it, and their positions.
+Below = Mapping[str, Sequence[tuple[str, int]]]
+
+
+def _paths_below(positions: Mapping[str, int], depth: int) -> Below:
+    """The paths of modules, with the leaves that are so many modules below at most."""
+    below: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    for path, at in positions.items():
+        below[path].append(("", at))
+        end = len(path)
+        for _ in range(depth + 1):
+            end = max(path.rfind("/", 0, end), 0)
+            below[path[:end]].append((path[end + 1 if end else 0 :], at))
+            if not end:
+                break
+    return below
+
+
+# ------------------------------------------------------------------ names of matrices
+# `lora_a`, `lora_b` (Flax's `nn.LoRA`, below `lora/` in `LoRALinear`), `lora_A`,
+# `lora_down`; `kernel_lora_a` (qwix, tunix, openpi) and `lora_kernel_a` (Keras), which
+# name the kernel; `lora/a` (gemma); all of them also as modules, `lora_a/kernel`.
+
+_MATRIX = re.compile(
+    r"(?:(?P<before>.+)_)?lora_(?:(?P<within>.+)_)?(?P<side>[abAB]|down|up)"
+)
+_MODULE = re.compile(r"(?:(?P<before>.+)_)?lora(?:_(?P<after>.+))?", re.IGNORECASE)
+_PARTNER = {"a": "b", "b": "a", "A": "B", "B": "A", "down": "up", "up": "down"}
+# Names of the matrix in a Dense module, if LoRA matrices are such modules.
+_WEIGHTS = ("kernel", "weight", "w")
+# Names of kernels, which are preferred if several arrays have a fitting shape.
+_KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
+# How far below a module its kernel may be: `base_module/kernel/array/qvalue`.
+_DEPTH = 3
+# The attribute of `nnx.LoRA` for the module that it wraps.
+_BASE = "base_module"
+
+
+def _read_matrix(path: str) -> tuple[bool, str, list[str]] | None:
+    """Read the path of a LoRA matrix; None for any other path.
+
+    Returns:
+        Whether it is the matrix A; the path of the other matrix; and where the kernel
+        may be, most likely first: a leaf, or the module that holds it.
+    """
+    *holder, name = path.split("/")
+    weight = []
+    if holder and name in _WEIGHTS:
+        name, weight = holder.pop(), [name]
+    parent, module = holder[:-1], _MODULE.fullmatch(holder[-1]) if holder else None
+    match, side, kernel = _MATRIX.fullmatch(name), name, None
+    if match is not None:
+        side, kernel = match["side"], match["before"] or match["within"]
+    elif module is None or name not in _PARTNER:
+        return None
+    places = [[*holder, kernel]] if kernel else [holder]
+    if module is not None and not kernel:
+        beside = module["before"] or module["after"]
+        places += [[*parent, beside], parent] if beside else [parent]
+    partner = [*holder, name.removesuffix(side) + _PARTNER[side], *weight]
+    is_a = side in ("a", "A", "down")
+    return is_a, "/".join(partner), list(map("/".join, places))
+
+
+def find_adapters(leaves: Leaves) -> tuple[dict[int, Kernels], dict[int, str]]:
+    """Find LoRA matrices by paths and shapes; see `Origins.adapters` and `.plain`."""
+    adapters: dict[int, Kernels] = {}
+    plain: dict[int, str] = {}
+    text = "\n".join(leaves.flat.paths)
+    if "lora" in text or "LoRA" in text or _BASE in text:
+        for section in leaves.flat.sections:
+            if section.role == "parameter":
+                _find_in(section, leaves, adapters, plain)
+    return adapters, plain
+
+
+def _find_in(
+    section: Section,
+    leaves: Leaves,
+    adapters: dict[int, Kernels],
+    plain: dict[int, str],
+) -> None:
+    """Add the matrices of a section, and its paths without the modules of LoRA."""
+    flat, shapes = leaves.flat, leaves.shapes
+    paths = {flat.paths[at]: at for at in range(section.start, section.stop)}
+    read = {at: _read_matrix(path) for path, at in paths.items() if len(shapes[at]) > 1}
+    matrices = {at: matrix for at, matrix in read.items() if matrix is not None}
+    skipped = matrices.keys() | flat.fixed
+    others = {path: at for path, at in paths.items() if at not in skipped}
+    below = _paths_below(others, _DEPTH)
+    wrapped = set[str]()
+    for at, (is_a, partner, places) in matrices.items():
+        pair = shapes[at], shapes[paths[partner]] if partner in paths else None
+        adapters[at] = ()
+        for place in places:
+            adapters[at] = _kernels_at(below[place], shapes, *pair, is_a)
+            if adapters[at]:
+                wrapped |= _wrapped(below[place], place, adapters[at][0][0], shapes)
+                break
+    for path, at in others.items():
+        parts = path.split("/")
+        kept = [
+            part
+            for end, part in enumerate(parts, 1)
+            # Also without its matrices, as in a State of frozen parameters.
+            if not (part == _BASE and end < len(parts))
+            and "/".join(parts[:end]) not in wrapped
+        ]
+        if len(kept) < len(parts) and "/".join(kept) not in others:
+            plain[at] = "/".join(kept)
+
+
+def _kernels_at(
+    candidates: Sequence[tuple[str, int]],
+    shapes: Sequence[Shape],
+    shape: Shape,
+    partner: Shape | None,
+    is_a: bool,
+) -> Kernels:
+    """The candidates that a matrix fits by its shape; the nearest ones only."""
+    fitting = [
+        (rest, at, dims)
+        for rest, at in candidates
+        for dims in _dims_of_matrix(shapes[at], shape, partner, is_a)
+    ]
+    depth = min((rest.count("/") for rest, _, _ in fitting), default=0)
+    nearest = [entry for entry in fitting if entry[0].count("/") == depth]
+    named = [entry for entry in nearest if entry[0].rpartition("/")[2] in _KERNELS]
+    return [(at, dims) for _, at, dims in named or nearest]
+
+
+def _wrapped(
+    below: Sequence[tuple[str, int]], place: str, kernel: int, shapes: Sequence[Shape]
+) -> set[str]:
+    """The module that a LoRA module at `place` wraps, if it is the only one there.
+
+    `up/base_module/kernel` was `up/kernel`.
+    """
+    arrays = [(rest.split("/"), at) for rest, at in below if len(shapes[at]) > 1]
+    (name,) = (parts[0] for parts, at in arrays if at == kernel)
+    is_alone = all(parts[0] == name and len(parts) > 1 for parts, _ in arrays)
+    if not is_alone or name in _KERNELS or place.rpartition("/")[2] in _KERNELS:
+        return set()
+    return {f"{place}/{name}" if place else name}
+
+
+# ----------------------------------------------------------------- shapes of matrices
+
+
+@functools.lru_cache(maxsize=1024)
+def _dims_of_matrix(
+    kernel: Shape, matrix: Shape, partner: Shape | None, is_a: bool
+) -> tuple[KernelDims, ...]:
+    """The dims of a kernel that a LoRA matrix may have, by the shapes.
+
+    Leading dims that all three have are those of stacked layers; those that only the
+    matrices have are not sharded. Several in-dims or out-dims may be flattened into
+    one, which has the layout of the first. If sizes are equal, the in-dims come first,
+    as in the layers of Flax.
+    """
+    a, b = (matrix, partner) if is_a else (partner, matrix)
+    in_order: dict[KernelDims, None] = {}
+    others: dict[KernelDims, None] = {}
+    for lead, into, out in _splits(len(kernel)):
+        of_a = a and _dims_under(kernel, lead, into, a, len(a) - 1)
+        of_b = b and _dims_under(kernel, lead, out, b, lead)
+        if (a and not of_a) or (b and not of_b) or (a and b and a[-1] != b[lead]):
+            continue
+        if dims := of_a if is_a else of_b:
+            (in_order if into[-1] < out[0] else others)[dims] = None
+    if in_order or others or len(matrix) < 3:
+        return tuple(in_order or others)
+    inner = _dims_of_matrix(kernel, matrix[1:], partner and partner[1:], is_a)
+    return tuple((None, *dims) for dims in inner)
+
+
+def _splits(ndim: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Ways to split the dims of a kernel: how many stacked, in-dims, out-dims."""
+    for lead in range(max(0, ndim - 1)):
+        rest = range(lead, ndim)
+        for count in range(1, len(rest)):
+            for into in itertools.combinations(rest, count):
+                yield lead, into, tuple(dim for dim in rest if dim not in into)
+
+
+def _dims_under(
+    kernel: Shape, lead: int, dims: tuple[int, ...], matrix: Shape, rank: int
+) -> KernelDims | None:
+    """The dims of a matrix with its rank at a position; None if they do not fit."""
+    sizes = tuple(kernel[dim] for dim in dims)
+    shape = matrix[:rank] + matrix[rank + 1 :]
+    for merged, inner in ((dims, sizes), (dims[:1], (math.prod(sizes),))):
+        if shape == kernel[:lead] + inner:
+            whole = (*range(lead), *merged)
+            return (*whole[:rank], None, *whole[rank:])
+    return None
+
+
+# ------------------------------------------------------------------------- decisions
 
 _NO_KERNEL = (
     "it is a LoRA matrix whose kernel is not in the tree: resolve the whole model, or "
@@ -28,149 +236,144 @@ _NO_KERNEL = (
 )
 
 
-# ----------------------------------------------------------------- LoRA matrices
+def lay_adapter(
+    made: Decisions, at: int, kernels: Kernels, match: MatchedRules
+) -> Decision:
+    """The decision for a LoRA matrix, after those for the kernels.
 
-
-def lay_adapter(layer: Layer, matches: Matches, at: int) -> Decision:
-    """The decision for a LoRA matrix, after those for the kernels."""
-    adapter, row = matches.origins.adapters[at], layer.rows[at]
+    `match` has the rules that match it and not its kernel.
+    """
+    row, shape, why = made.rows[at], made.leaves.shapes[at], _NO_KERNEL
     if row.reason not in ("rule", "no rule"):  # an exact key, or written on it
         return row
-    if not adapter.kernels:
-        return _explained(row, _NO_KERNEL)
-    own = layer.by_match(matches.adapters[at], layer.leaves.shapes[at])
-    if own.matched:
-        return own
-    kernel = adapter.kernels[0][0]
-    base = layer.rows[kernel]
-    if base.reason == "no rule" and not base.problem:
-        return row
-    axes = {picked(dims, layer.rows[other].dims) for other, dims in adapter.kernels}
-    if len(axes) > 1:
-        why = _unclear(layer.leaves, [other for other, _ in adapter.kernels])
-        if row.problem or row.reason == "no rule":
-            return _explained(row, why)
-        return layer.trouble(why, layer.leaves.shapes[at], row.matched)
-    dims = "in-dims" if adapter.role == "A" else "out-dims"
-    if sum(dim is not None for dim in adapter.kernels[0][1]) == 1:
-        dims = dims[:-1]
-    note = f"LoRA {adapter.role} has its {dims}"
-    return _follow_kernel(layer, at, kernel, axes.pop(), note)
-
-
-def _explained(row: Decision, why: str) -> Decision:
-    """The decision of a leaf without a layout, with the reason added."""
+    if kernels:
+        by_match = made.by_match(match, shape)
+        kernel, dims = kernels[0]
+        base = made.rows[kernel]
+        if by_match.matched:
+            return by_match
+        if base.reason == "no rule" and not base.problem:
+            return row
+        if len({picked(of, made.rows[other].dims) for other, of in kernels}) == 1:
+            side = "A has its in-dim" if dims[-1] is None else "B has its out-dim"
+            plural = "s" * (len(dims) - dims.count(None) > 1)
+            return _follow(made, at, kernel, dims, f"LoRA {side}{plural}")
+        listed = dict.fromkeys(_label(made, other) for other, _ in kernels)
+        why = (
+            "it is a LoRA matrix, and its shape does not tell which dims of "
+            f"{' or '.join(listed)} it has: add a rule for it"
+        )
     if row.problem:
         return dataclasses.replace(row, problem=f"{row.problem}; {why}")
-    return dataclasses.replace(row, fallback=why) if row.reason == "no rule" else row
+    if row.reason == "no rule":
+        return dataclasses.replace(row, fallback=why)
+    return made.trouble(why, shape, row.matched) if kernels else row
 
 
-def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
-    """The note for a matrix whose kernel or dims are ambiguous by the shapes."""
-    listed = " or ".join(
-        f"{leaves.flat.paths[kernel]} {show_shape(leaves.shapes[kernel])}"
-        for kernel in dict.fromkeys(kernels)
-    )
-    return (
-        f"it is a LoRA matrix, and its shape does not tell which dims of {listed} it "
-        "has: add a rule for it"
-    )
+def _label(made: Decisions, at: int) -> str:
+    return f"{made.leaves.flat.paths[at]} {show_shape(made.leaves.shapes[at])}"
 
 
-def _follow_kernel(
-    layer: Layer, at: int, kernel: int, axes: tuple[tuple[str, ...], ...], note: str
+def _follow(
+    made: Decisions,
+    at: int,
+    kernel: int,
+    dims: KernelDims,
+    note: str,
+    rule: int | None = None,
 ) -> Decision:
-    """The decision for a leaf with these axes of a kernel, and why (the note)."""
-    path, base = layer.leaves.flat.paths[kernel], layer.rows[kernel]
-    shape, matched = layer.leaves.shapes[at], layer.rows[at].matched
-    layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)
-    name = f"the layout of its kernel {path!r}"
-    row = layer.once(
-        ("kernel", layout, shape, matched),
-        lambda: layer.lay(layout, shape, name, "follows kernel", matched=matched),
+    """The decision for a leaf with these dims of a kernel; `rule` is its rule."""
+    path, base = made.leaves.flat.paths[kernel], made.rows[kernel]
+    axes = picked(dims, base.dims)
+    return made.lay(
+        TensorLayout(axes, base.mesh, memory_kind=base.memory_kind),
+        made.leaves.shapes[at],
+        f"the layout of its kernel {path!r}",
+        "follows kernel" if rule is None else "rule",
+        rule=rule,
+        owner=path if rule is None else None,
+        matched=made.rows[at].matched,
+        note=note,
     )
-    return dataclasses.replace(row, owner=path, note=note)
 
-
-# ------------------------------------------------------------------------ scales
 
 _SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
 
 
-def lay_scales(layer: Layer) -> None:
-    """Lay out the scales among the leaves that their rule does not fit."""
-    if not any(row.problem or row.fallback for row in layer.made.values()):
-        return
-    leaves, rows = layer.leaves, layer.rows
-    full, index = leaves.flat.full_paths(), None
-    for at, row in enumerate(rows):
-        if not row.matched or not (row.problem or row.fallback):
+def lay_scales(made: Decisions) -> None:
+    """Lay out the scales among the leaves that their rule does not fit.
+
+    A leaf is the scale of another one beside it, or beside the module that holds it, if
+    the same rule is for both, its shape fits, and its name says so or the other has 8
+    bits or fewer.
+    """
+    leaves, rules, full = made.leaves, made.rules, made.leaves.flat.full_paths()
+    below: Below = {}
+    for at, row in enumerate(made.rows):
+        if not (row.problem or row.fallback) or not row.matched:
             continue
-        winner = layer.rules.winner(layer.rules.rules, row.matched)
+        winner = rules.winner(rules.rules, row.matched)
         if winner is None or row.reason not in ("rule", "exact key", "no rule"):
             continue
-        index = index or Index(
-            {
-                full[other]: other
-                for section in leaves.flat.sections
-                if section.role == "parameter"
-                for other in range(section.start, section.stop)
-            }
+        roles = (leaf.role for leaf in leaves.flat.records)
+        below = below or _paths_below(
+            {full[x]: x for x, role in enumerate(roles) if role == "parameter"}, 1
         )
-        is_named = any(map(_SCALE.search, full[at].split("/")[-2:]))
-        for kernel in _beside(index, full[at]):
-            base = rows[kernel]
+        parts = full[at].split("/")
+        is_named = any(map(_SCALE.search, parts[-2:]))
+        modules = "/".join(parts[:-1]), "/".join(parts[:-2])
+        for _, kernel in itertools.chain(*map(below.__getitem__, modules)):
+            base = made.rows[kernel]
             if kernel == at or base.rule != winner or base.problem:
                 continue
-            if is_named or getattr(leaves.dtypes[kernel], "itemsize", 8) == 1:
-                found = _as_scale(layer, at, kernel, winner)
-                if found is not None:
-                    rows[at] = found
+            is_small = getattr(leaves.dtypes[kernel], "itemsize", 8) == 1
+            if is_named or is_small:
+                scale = _as_scale(made, at, kernel, winner)
+                if scale is not None:
+                    made.rows[at] = scale
                     break
 
 
-def _beside(index: Index, path: str) -> Iterator[int]:
-    """Leaves beside one, and beside the module that holds it; not deep below."""
-    parts = path.split("/")
-    for up in (1, 2):
-        for rest, other in index.below("/".join(parts[:-up])):
-            if rest.count("/") <= 1:
-                yield other
-
-
-def _as_scale(layer: Layer, at: int, kernel: int, winner: int) -> Decision | None:
+def _as_scale(made: Decisions, at: int, kernel: int, winner: int) -> Decision | None:
     """The decision for the scale of a kernel; None where the shapes do not fit."""
-    shapes, base = layer.leaves.shapes, layer.rows[kernel]
-    shape, of, rule = shapes[at], shapes[kernel], layer.rules.rules[winner]
-    layout = rule.layout
+    shape, of = made.leaves.shapes[at], made.leaves.shapes[kernel]
+    base = made.rows[kernel]
     if len(shape) == len(of):
-        ones = [dim for dim, size in enumerate(shape) if size == 1 and base.dims[dim]]
-        if not ones or any(whole % size for whole, size in zip(of, shape, strict=True)):
+        if base.mesh is None or not all(map(_is_in_blocks, of, shape)):
             return None
-        own = layout.dims(len(shape))
-        axes = [() if dim in ones else own[dim] for dim in range(len(shape))]
-        of_kernel = f"{layer.leaves.flat.paths[kernel]} {show_shape(of)}"
-        return layer.lay(
-            TensorLayout(axes, layout.device_mesh, memory_kind=layout.memory_kind),
-            shape,
-            f"rule {winner + 1} {rule.pattern!r}",
-            "rule",
-            rule=winner,
-            matched=layer.rows[at].matched,
-            note=f"{_dims(ones)} of size 1 replicated: it is the scale of {of_kernel}",
-        )
-    if fits(layout, len(shape)):
+        sizes = base.mesh.axis_sizes
+        whole = [
+            dim
+            for dim, axes in enumerate(base.dims)
+            if divides(shape[dim : dim + 1], (axes,), sizes)
+        ]
+        dims = tuple(None if dim in whole else dim for dim in range(len(shape)))
+        ones = [dim for dim in whole if shape[dim] == 1]
+        texts = [f"{_dims(ones)} of size 1"] if ones else []
+        texts += [f"dim {d} of {shape[d]} blocks" for d in whole if d not in ones]
+        note = f"{' and '.join(texts)} replicated: it is the scale of "
+        note += _label(made, kernel)
+        return _follow(made, at, kernel, dims, note, winner) if whole else None
+    if fits(made.rules.rules[winner].layout, len(shape)):
         return None
     choices = {
         picked(dims, base.dims): dims
         for dims in itertools.combinations(range(len(of)), len(shape))
         if tuple(of[dim] for dim in dims) == shape
     }
-    if len(choices) != 1:
+    if not choices:
         return None
-    ((axes, dims),) = choices.items()
+    dims = max(choices.values())
     note = f"as its scale, it has its {_dims(dims)}"
-    return _follow_kernel(layer, at, kernel, axes, note)
+    if len(choices) > 1:
+        fitting = sorted({*itertools.chain(*choices.values())})
+        note += f" ({_dims(fitting)} fit: the last, as the output dims)"
+    return _follow(made, at, kernel, dims, note)
+
+
+def _is_in_blocks(size: int, blocks: int) -> bool:
+    """Whether so many blocks, all of one size but maybe the last, make up a dim."""
+    return blocks > 0 and -(-size // -(-size // blocks)) == blocks
 
 
 def _dims(dims: Sequence[int]) -> str:

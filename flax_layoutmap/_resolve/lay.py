@@ -1,13 +1,14 @@
 """Apply a layout to a shape, checking rank, mesh and divisibility."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._core.axes import clash, normal_spec
+from flax_layoutmap._core.axes import divisible, normal_spec
 from flax_layoutmap._core.devices import memory_kinds
 from flax_layoutmap._core.errors import did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
@@ -21,43 +22,32 @@ CONFLICT_FIX = (
     'make one pattern narrower, use the path itself as key, or overlap="first" or '
     '"last"'
 )
+_UNMATCHED = (
+    'no rule matches it; add one (None replicates it), or use unmatched="replicate"'
+)
 _INDIVISIBLE_FIX = (
     "change the size, use another layout (None for this dim), or "
     'indivisible="replicate"'
 )
 
 
-class _Laid(NamedTuple):
-    """A checked layout; messages are the layout's name followed by these texts."""
-
-    dims: tuple[tuple[str, ...], ...] = ()
-    spec: PartitionSpec = PartitionSpec()
-    mesh: DeviceMesh | None = None
-    shard_shape: Shape | None = None
-    fallback: str | None = None
-    problem: str | None = None
-
-
 @dataclasses.dataclass(slots=True)
-class Layer:
-    """Lays the leaves of a tree out under one rule set, and caches each decision.
+class Decisions:
+    """The decisions for the leaves of a tree under one rule set, as far as made.
 
-    `rows` has the decisions so far; `made` has them by what they depend on.
+    Leaves that the rules treat alike share one decision.
     """
 
     rules: RuleSet
     leaves: Leaves
     rows: list[Decision] = dataclasses.field(default_factory=list)
-    made: dict[Any, Decision] = dataclasses.field(default_factory=dict)
-    _laid: dict[tuple[TensorLayout, Shape], _Laid] = dataclasses.field(
-        default_factory=dict
-    )
+    _shared: dict[Any, Decision] = dataclasses.field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
         """The decision with this key, made on first use."""
-        row = self.made.get(key)
+        row = self._shared.get(key)
         if row is None:
-            row = self.made[key] = make()
+            row = self._shared[key] = make()
         return row
 
     def by_match(self, match: MatchedRules, shape: Shape) -> Decision:
@@ -73,86 +63,40 @@ class Layer:
         fitting = applicable(rules, matched, len(shape))
         if not fitting:
             if self.rules.unmatched == "error":
-                return self.trouble(
-                    "no rule matches it; add one (None replicates it), or use "
-                    'unmatched="replicate"',
-                    shape,
-                )
+                return self.trouble(_UNMATCHED, shape)
             return self.replicated("no rule", shape)
         winner = self.rules.winner(rules, fitting)
         if winner is None:
             listed = f"rules with different layouts match it: {listing(rules, fitting)}"
             return self.trouble(f"{listed}; {CONFLICT_FIX}", shape, fitting)
         reason: Reason = "exact key" if matched == (match.key,) else "rule"
-        layout = rules[winner].layout
-        return self.lay(layout, shape, None, reason, rule=winner, matched=fitting)
+        name = f"rule {naming(rules, winner)}"
+        more = {"rule": winner, "matched": fitting}
+        return self.lay(rules[winner].layout, shape, name, reason, **more)
 
     def lay(
-        self,
-        layout: TensorLayout,
-        shape: Shape,
-        name: str | None,
-        reason: Reason,
-        **more: Any,
+        self, layout: TensorLayout, shape: Shape, name: str, reason: Reason, **more: Any
     ) -> Decision:
         """Check a layout for a leaf; the decision records a problem, if there is one.
 
-        `name` is the layout's name in messages, None for that of a rule.
+        `name` is the layout's name in messages.
         """
-        key = layout, shape
-        laid = self._laid.get(key)
-        if laid is None:
-            laid = self._laid[key] = self._lay(layout, shape)
-        if name is None and (laid.problem or laid.fallback):
-            name = f"rule {naming(self.rules.rules, more['rule'])}"
-        if laid.problem:
-            return self.trouble(f"{name}{laid.problem}", shape, more.get("matched", ()))
-        if laid.fallback:
-            more["fallback"] = f"{name}{laid.fallback}"
-        return Decision(
-            laid.dims,
-            laid.spec,
-            laid.mesh,
-            laid.shard_shape,
-            reason,
-            memory_kind=layout.memory_kind,
-            **more,
-        )
-
-    def _lay(self, layout: TensorLayout, shape: Shape) -> _Laid:
-        own, mesh = layout.device_mesh, self.rules.mesh or layout.device_mesh
-        if own is not None and mesh is not None and own != mesh:
-            if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
-                return _Laid(
-                    problem=f" is on another mesh, {own!r}, than the rules, {mesh!r}; "
-                    "a tree has one mesh: leave out the mesh of the layout"
-                )
-        if not fits(layout, len(shape)):
-            return _Laid(
-                problem=f" has {show_rank(layout)} dims, the leaf has {len(shape)}; "
-                f"{rank_fix(layout, shape)}"
-            )
-        dims = layout.dims(len(shape))
-        if mesh is None:
-            return _Laid(dims, normal_spec(dims))
-        if problem := unknown_memory(layout.memory_kind, mesh):
-            return _Laid(problem=problem)
-        sizes = mesh.axis_sizes
-        for axis in (axis for axes in dims for axis in axes):
-            if axis not in sizes:
-                return _Laid(problem=f": the mesh {str(mesh)!r} has no axis {axis!r}")
-        dims, clashes = divisible(dims, shape, sizes)
-        if clashes and self.rules.indivisible == "error":
-            return _Laid(problem=f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}")
-        fallback = None
-        if clashes:
-            texts = [f"{text}, so that dim is replicated" for text in clashes]
-            fallback = f": {'; '.join(texts)}"
-        shard = tuple(
-            size // math.prod(sizes[axis] for axis in axes)
-            for size, axes in zip(shape, dims, strict=True)
-        )
-        return _Laid(dims, normal_spec(dims), mesh, shard, fallback)
+        mesh = self.rules.mesh or layout.device_mesh
+        shard, problem = None, _misfit(layout, shape, mesh)
+        if problem is None:
+            dims = layout.dims(len(shape))
+            if mesh is not None:
+                dims, clashes = divisible(shape, dims, mesh.axis_sizes)
+                if clashes and self.rules.indivisible == "error":
+                    problem = f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}"
+                elif clashes:
+                    texts = [f"{text}, so that dim is replicated" for text in clashes]
+                    more["fallback"] = f"{name}: {'; '.join(texts)}"
+                shard = _shard_shape(dims, shape, mesh)
+            if problem is None:
+                spec, more["memory_kind"] = normal_spec(dims), layout.memory_kind
+                return Decision(dims, spec, mesh, shard, reason, **more)
+        return self.trouble(f"{name}{problem}", shape, more.get("matched", ()))
 
     def replicated(
         self, reason: Reason, shape: Shape, matched: tuple[int, ...] = (), **more: Any
@@ -161,14 +105,45 @@ class Layer:
         mesh = self.rules.mesh
         shard = None if mesh is None else shape
         dims = ((),) * len(shape)
-        spec = PartitionSpec()
-        return Decision(dims, spec, mesh, shard, reason, matched=matched, **more)
+        return Decision(
+            dims, PartitionSpec(), mesh, shard, reason, matched=matched, **more
+        )
 
     def trouble(
         self, problem: str, shape: Shape, matched: tuple[int, ...] = ()
     ) -> Decision:
         """The decision for a leaf that does not fit the rules."""
         return self.replicated("no rule", shape, matched, problem=problem)
+
+
+def _misfit(layout: TensorLayout, shape: Shape, mesh: DeviceMesh | None) -> str | None:
+    """The problem with a layout on a mesh for any leaf of a rank; None if it fits."""
+    own = layout.device_mesh
+    if own is not None and mesh is not None and own != mesh:
+        if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
+            return (
+                f" is on another mesh, {own!r}, than the rules, {mesh!r}; a tree has "
+                "one mesh: leave out the mesh of the layout"
+            )
+    if not fits(layout, len(shape)):
+        has = f" has {show_rank(layout)} dims, the leaf has {len(shape)}"
+        return f"{has}; {rank_fix(layout, shape)}"
+    if mesh is None:
+        return None
+    for axis in itertools.chain(*layout.dims(len(shape))):
+        if axis not in mesh.axis_sizes:
+            return f": the mesh {str(mesh)!r} has no axis {axis!r}"
+    return unknown_memory(layout.memory_kind, mesh)
+
+
+def _shard_shape(
+    dims: Sequence[Sequence[str]], shape: Shape, mesh: DeviceMesh
+) -> Shape:
+    sizes = mesh.axis_sizes
+    return tuple(
+        size // math.prod(sizes[axis] for axis in axes)
+        for size, axes in zip(shape, dims, strict=True)
+    )
 
 
 def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
@@ -183,19 +158,6 @@ def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
         f": devices of {device.platform!r} have no memory {kind!r}"
         f"{did_you_mean(kind, kinds)}; they have {', '.join(map(repr, kinds))}"
     )
-
-
-def divisible(
-    dims: tuple[tuple[str, ...], ...], shape: Shape, sizes: dict[str, int]
-) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """The dims with those replicated that do not divide, and what clashed."""
-    clashes: list[str] = []
-    kept = list(dims)
-    for dim, axes in enumerate(dims):
-        if shape[dim] % math.prod(sizes[axis] for axis in axes):
-            clashes.append(clash(dim, shape[dim], axes, sizes))
-            kept[dim] = ()
-    return tuple(kept), clashes
 
 
 def fits(layout: TensorLayout, ndim: int) -> bool:

@@ -93,9 +93,9 @@ def _beside_kernels(origins: Origins, matcher: Matcher) -> dict[int, MatchedRule
     """Of the rules that match a LoRA matrix, those that do not match its kernel."""
     flat = origins.leaves.flat
     matches: dict[int, MatchedRules] = {}
-    for at, adapter in origins.adapters.items():
-        if adapter.kernels:
-            kernel = adapter.kernels[0][0]
+    for at, kernels in origins.adapters.items():
+        if kernels:
+            kernel = kernels[0][0]
             about = {
                 position
                 for path in (None, origins.plain.get(kernel))

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.jax_internals import is_sharding_type_error
 from flax_layoutmap._resolve.leaves import Leaves
-from flax_layoutmap._resolve.lora import Adapter, find_adapters
+from flax_layoutmap._resolve.kernels import Kernels, find_adapters
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -79,7 +79,7 @@ class Origins:
     leaves: Leaves
     state: Sequence[Origin | None] | None = None
     owners: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    adapters: Mapping[int, Adapter] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Kernels] = dataclasses.field(default_factory=dict)
     plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 

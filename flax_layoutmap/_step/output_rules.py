@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from flax_layoutmap._core.axes import divisible
 from flax_layoutmap._core.errors import RuleError, closest
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.lay import CONFLICT_FIX, divisible
+from flax_layoutmap._resolve.lay import CONFLICT_FIX
 from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
@@ -88,7 +89,7 @@ class OutputRules:
         if self.rules.indivisible == "error" or layout.device_mesh is None:
             return layout
         sizes = layout.device_mesh.axis_sizes
-        dims, _ = divisible(layout.dims(len(shape)), shape, sizes)
+        dims, _ = divisible(shape, layout.dims(len(shape)), sizes)
         return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
 
     def report_unused(self, report: Callable[[str], None]) -> None:

@@ -7,122 +7,79 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from shapes import ABSTRACT, axes_of, mapped, nested, struct
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import axes_of, mapped, nested, struct
 from shards import assert_lies
 
 import flax_layoutmap as flm
+
+NAMES = [
+    ("kernel/array/qvalue", "kernel/array/scale"),  # qwix
+    ("qrhs/qvalue", "qrhs/scale/0"),  # AQT
+    ("kernel", "kernel_scale"),
+]
+LAYOUTS = st.sampled_from([("data", "model"), ("model", None), (None, "model")])
 
 
 def int8(*shape: int) -> jax.ShapeDtypeStruct:
     return struct(*shape, dtype=jnp.int8)
 
 
-QWIX = "kernel/array/qvalue", "kernel/array/scale"
-AQT = "qrhs/qvalue", "qrhs/scale/0"
-OWN = "kernel", "kernel_scale"
+def resolved(names: Any, kernel: Any, scale: Any, layout: Any, **options: Any) -> Any:
+    """The Resolution of a kernel and its scale, and the leaves."""
+    tree = nested({f"up/{names[0]}": int8(*kernel), f"up/{names[1]}": struct(*scale)})
+    resolution = mapped({"up": layout}, **options).resolve(tree, strict=True)
+    return resolution, *(resolution[f"up/{name}"] for name in names)
 
 
-def tree_of(names: tuple[str, str], kernel: Any, scale: Any) -> dict[str, Any]:
-    leaves = zip(names, (kernel, scale), strict=True)
-    return nested({f"up/{name}": leaf for name, leaf in leaves})
-
-
-@pytest.mark.parametrize("names", [QWIX, AQT, OWN])
-@pytest.mark.parametrize(
-    ("scale", "axes", "has_note"),
-    [
-        ((1, 16), (None, "model"), True),
-        ((1, 1), (None, None), True),
-        ((8, 1), ("data", None), True),
-        ((2, 16), ("data", "model"), False),  # blocks
-        ((8, 16), ("data", "model"), False),
-        ((16,), ("model",), False),
-        ((8,), ("data",), False),
-    ],
+@given(
+    st.sampled_from(NAMES),
+    st.tuples(*[st.sampled_from([16, 24])] * 2),
+    st.tuples(*[st.sampled_from([1, 2, 5, 6, 24])] * 2),
+    LAYOUTS,
+    st.sampled_from(["error", "replicate"]),
 )
-@pytest.mark.parametrize("indivisible", ["error", "replicate"])
-def test_scales(
-    names: tuple[str, str], scale: Any, axes: Any, has_note: bool, indivisible: Any
+def test_scales_have_the_shards_of_their_kernel(
+    names: Any, kernel: Any, block: Any, layout: Any, indivisible: Any
 ) -> None:
-    layout_map = mapped({"up": ("data", "model")}, indivisible=indivisible)
-    tree = tree_of(names, int8(8, 16), struct(*scale))
-    resolution = layout_map.resolve(tree, strict=True)
-    path = f"up/{names[1]}"
-    assert axes_of(resolution[path]) == axes
-    assert axes_of(resolution[f"up/{names[0]}"]) == ("data", "model")
-    assert resolution.fallbacks == () and resolution.unmatched == ()
-    leaf = resolution[path]
-    if len(scale) == 1:
-        assert (leaf.reason, leaf.owner) == ("follows kernel", f"up/{names[0]}")
-        assert "from the layout of up/" in resolution.explain(path)
-    else:
-        assert (leaf.reason, leaf.rule_number) == ("rule", 1)
-        assert (leaf.note is not None) is has_note
-        assert ("of size 1 replicated" in resolution.explain(path)) is has_note
-
-
-def test_the_note_says_whose_scale_it_is() -> None:
-    resolution = mapped({"up": ("data", "model")}).resolve(
-        tree_of(QWIX, int8(8, 16), struct(1, 16))
+    """Dim by dim; a dim that does not divide (1, or few blocks) is whole."""
+    scale = tuple(-(-size // each) for size, each in zip(kernel, block, strict=True))
+    resolution, base, leaf = resolved(
+        names, kernel, scale, layout, indivisible=indivisible
     )
-    assert resolution.explain("up/kernel/array/scale") == (
-        "up/kernel/array/scale (1,16) float32: (None, 'model')\n"
-        "  because: it is matched by rule 1 'up' → ('data', 'model'): dim 0 of size 1 "
-        "replicated: it is the scale of up/kernel/array/qvalue (8,16)\n"
-        "  each device holds (1,4), 16 B"
+    parts = [size // of for size, of in zip(kernel, base.shard_shape, strict=True)]
+    whole = [dim for dim, size in enumerate(scale) if size % parts[dim]]
+    assert leaf.shard_shape == tuple(
+        size if dim in whole else size // parts[dim] for dim, size in enumerate(scale)
     )
+    assert resolution.fallbacks == () and leaf.rule_number == 1
+    text = f"replicated: it is the scale of {base.path} ({kernel[0]},{kernel[1]})"
+    assert (text in resolution.explain(leaf.path)) is bool(whole)
+    for dim in whole:
+        what = "of size 1" if scale[dim] == 1 else f"of {scale[dim]} blocks"
+        assert what in (leaf.note or "")
 
 
-def test_a_dim_of_size_one_elsewhere_is_an_error() -> None:
-    """The head of a critic, say: the rule is not meant for it."""
-    tree = {"actor": {"kernel": struct(8, 16)}, "critic": {"kernel": struct(8, 1)}}
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        mapped({"kernel": ("data", "model")}).resolve(tree)
-    assert caught.value.problems == (
-        "critic/kernel (8,1): rule 1 'kernel' → ('data', 'model'): dim 1 of size 1 "
-        "does not divide by mesh axis 'model' of size 4; change the size, use another "
-        'layout (None for this dim), or indivisible="replicate"',
-    )
-    beside = {"head": {"kernel": struct(8, 16), "value": struct(8, 1)}}
-    with pytest.raises(flm.errors.ResolveError, match="head/value"):
-        mapped({"head": ("data", "model")}).resolve(beside)
-    fixed = {"actor/kernel": ("data", "model"), "critic/kernel": ("data", None)}
-    assert axes_of(mapped(fixed).resolve(tree)["critic/kernel"]) == ("data", None)
-
-
-def test_a_rule_for_the_scale_alone_is_not_softened() -> None:
-    tree = tree_of(QWIX, int8(8, 16), struct(1, 16))
-    rules = {"qvalue": ("data", "model"), "scale": ("data", "model")}
-    with pytest.raises(
-        flm.errors.ResolveError, match="dim 0 of size 1 does not divide"
-    ):
-        mapped(rules).resolve(tree)
-
-
-@pytest.mark.parametrize("scale", [(3, 16), (8, 3)])
-def test_blocks_that_do_not_divide_are_an_error(scale: Any) -> None:
-    tree = tree_of(QWIX, int8(24, 24), struct(*scale))
-    with pytest.raises(
-        flm.errors.ResolveError, match="up/kernel/array/scale .* of size 3"
-    ):
-        mapped({"up": ("data", "model")}).resolve(tree)
-
-
-def test_a_scale_that_its_shape_does_not_tell() -> None:
-    """(8,) may be the rows or the columns of (8, 8)."""
-    tree = tree_of(OWN, int8(8, 8), struct(8))
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        mapped({"up": ("data", "model")}).resolve(tree)
-    assert "up/kernel_scale (8,): rule 1 'up' → ('data', 'model') has 2 dims" in str(
-        caught.value
-    )
-    assert axes_of(mapped({"up": None}).resolve(tree)["up/kernel_scale"]) == (None,)
-    # The fixes that the message prints:
-    narrower = mapped({"kernel$": ("data", "model"), "scale": ("model",)})
-    assert axes_of(narrower.resolve(tree)["up/kernel_scale"]) == ("model",)
-    skipping = flm.LayoutMap(ABSTRACT, strict=False)
-    skipping.add(flm.Rule("up", ("data", "model"), rank="skip"))
-    assert skipping.resolve(tree).unmatched == ("up/kernel_scale",)
+@given(
+    st.sampled_from(NAMES),
+    st.tuples(*[st.sampled_from([8, 16])] * 2),
+    LAYOUTS,
+    st.data(),
+)
+def test_vectors_have_the_dim_of_their_size(
+    names: Any, kernel: Any, layout: Any, data: Any
+) -> None:
+    """Of two such dims the output dim, and the explanation says so."""
+    size = data.draw(st.sampled_from(kernel))
+    resolution, base, leaf = resolved(names, kernel, (size,), layout)
+    dim = max(dim for dim in (0, 1) if kernel[dim] == size)
+    assert leaf.shard_shape == (base.shard_shape[dim],)
+    assert (leaf.reason, leaf.owner) == ("follows kernel", base.path)
+    text = resolution.explain(leaf.path)
+    assert f"from the layout of {base.path}: as its scale, it has its dim {dim}" in text
+    is_square = kernel[0] == kernel[1]
+    assert ("(dims 0 and 1 fit: the last, as the output dims)" in text) is is_square
 
 
 def test_kernels_of_heads() -> None:
@@ -136,6 +93,25 @@ def test_kernels_of_heads() -> None:
     assert axes_of(resolution["out/kernel/scale"]) == (None, None, "data")
 
 
+def test_dims_that_do_not_divide_elsewhere_are_errors() -> None:
+    """The rule is not meant for such a leaf, as the head of a critic."""
+    of_8_bits = nested({"up/kernel": int8(24, 24), "up/scale": struct(15, 24)})
+    trees = {
+        "critic/kernel": {"a": struct(8, 16), "critic": {"kernel": struct(8, 1)}},
+        "head/value": {"head": {"kernel": struct(8, 16), "value": struct(8, 1)}},
+        "up/scale": of_8_bits,  # 24 are not 15 blocks
+    }
+    for path, tree in trees.items():
+        with pytest.raises(flm.errors.ResolveError, match=path):
+            mapped({path.split("/")[0]: ("data", "model")}).resolve(tree)
+    tree = nested(
+        {f"up/{NAMES[0][0]}": int8(8, 16), f"up/{NAMES[0][1]}": struct(1, 16)}
+    )
+    rules = {"qvalue": ("data", "model"), "scale": ("data", "model")}
+    with pytest.raises(flm.errors.ResolveError, match="dim 0 of size 1 does not div"):
+        mapped(rules).resolve(tree)
+
+
 class Quantised(nnx.Module):
     """Weights of 8 bits, with a scale for each column."""
 
@@ -143,29 +119,15 @@ class Quantised(nnx.Module):
         self.kernel = nnx.Param(jnp.ones((8, 16), jnp.int8))
         self.kernel_scale = nnx.Param(jnp.ones((1, 16)))
 
-    def __call__(self, x: Any) -> Any:
-        return (x @ self.kernel[...]) * self.kernel_scale[...]
 
-
-def make() -> nnx.Module:
-    return nnx.Sequential(Quantised())
-
-
-@pytest.mark.parametrize("how", ["create", "scope", "place", "jit"])
+@pytest.mark.parametrize("how", ["create", "place"])
 def test_made_in_shards_without_a_warning(how: str, mesh: flm.DeviceMesh) -> None:
     layout_map = mapped({"kernel": ("data", "model")}, mesh)
-    model: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
         if how == "create":
-            model = flm.create(make, layout_map)
-        elif how == "place":
-            model = layout_map.place(make())
-        elif how == "jit":
-            model = flm.jit(make, layout_map=layout_map)()
+            model = flm.create(Quantised, layout_map)
         else:
-            with flm.layout_map_scope(layout_map):
-                model = make()
-    layer = model.layers[0]
-    assert_lies(layer.kernel[...], (("data",), ("model",)), mesh)
-    assert_lies(layer.kernel_scale[...], ((), ("model",)), mesh)
+            model = layout_map.place(Quantised())
+    assert_lies(model.kernel[...], (("data",), ("model",)), mesh)
+    assert_lies(model.kernel_scale[...], ((), ("model",)), mesh)
