@@ -7,7 +7,7 @@ not an array are replicated.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -78,25 +78,19 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
             rows[at] = _state(made, matches, origin, at)
             if at in marks:
                 rows[at] = _annotated(made, marks[at], rows[at], shapes[at])
-    for at in _not_sharded(leaves.flat.fixed, leaves.dtypes):
-        is_array = leaves.dtypes[at] is not None
-        reason: Reason = "random state" if is_array else "not an array"
-        rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
+    for at, dtype in enumerate(leaves.dtypes):
+        if at in leaves.flat.fixed or not isinstance(dtype, np.dtype):
+            if reason := _not_sharded(dtype, at in leaves.flat.fixed):
+                rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
     return rows
 
 
-def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
-    """Positions of random state, and of what is no array."""
-    # Nearly all are NumPy's: their few types are looked at, not each of the leaves.
-    others = {kind for kind in set(map(type, dtypes)) if not issubclass(kind, np.dtype)}
-    if not others:
-        return fixed
-    return fixed | {
-        at
-        for at, dtype in enumerate(dtypes)
-        if type(dtype) in others
-        if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
-    }
+def _not_sharded(dtype: Any, is_fixed: bool) -> Reason | None:
+    """Why no rule is asked of a leaf: random state, or not an array."""
+    if dtype is None:
+        return "not an array"
+    is_key = is_fixed or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return "random state" if is_key else None
 
 
 # ----------------------------------------------------------------------- metadata

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import jax
@@ -50,11 +50,8 @@ class Resolution(ResolvedTable, Shown):
 
     __module__ = "flax_layoutmap"
     _formats = '"text", "markdown" or "json"'
-    __slots__ = ("_matches", "_announced", "_at", "_shardings")
     _matches: Matches
     _announced: bool
-    _at: dict[str, int] | None
-    _shardings: tuple[NamedSharding, ...] | None
 
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
         leaves = matches.origins.leaves
@@ -63,11 +60,8 @@ class Resolution(ResolvedTable, Shown):
             own = slice(leaves.start, None)
             shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
         super().__init__(rules, tuple(shapes), tuple(dtypes), leaves.own, rows)
-        put = object.__setattr__
-        put(self, "_matches", matches)
-        put(self, "_announced", False)
-        put(self, "_at", None)
-        put(self, "_shardings", None)
+        object.__setattr__(self, "_matches", matches)
+        object.__setattr__(self, "_announced", False)
 
     # ---------------------------------------------------------- leaves by path
 
@@ -75,26 +69,23 @@ class Resolution(ResolvedTable, Shown):
         return self.leaf(self._position(path))
 
     def __contains__(self, path: object) -> bool:
-        return path in self._positions()
+        return path in self._positions
 
+    @functools.cached_property
     def _positions(self) -> dict[str, int]:
-        positions = self._at
-        if positions is None:
-            positions = {path: at for at, path in enumerate(self.paths)}
-            for at, leaf in enumerate(self._flat.records):
-                positions |= {name: at for name in leaf.names()} if leaf.others else {}
-            object.__setattr__(self, "_at", positions)
+        positions = {path: at for at, path in enumerate(self.paths)}
+        for at, leaf in enumerate(self._flat.records):
+            if leaf.others:
+                positions |= dict.fromkeys(leaf.names(), at)
         return positions
 
     def _position(self, path: str) -> int:
-        at = self._positions().get(path)
-        if at is not None:
-            return at
-        flat = self._flat
+        if path in self._positions:
+            return self._positions[path]
         inner = [
             at
             for at in range(len(self))
-            if any(path in forms for forms in flat.forms_of_names(at))
+            if any(path in forms for forms in self._flat.forms_of_names(at))
         ]
         if len(inner) == 1:
             return inner[0]
@@ -125,51 +116,46 @@ class Resolution(ResolvedTable, Shown):
     @property
     def layouts(self) -> Any:
         """The tree with a `TensorLayout` for each leaf."""
-        return self._tree(self._per_decision(layout_of))
+        made = {key: layout_of(row) for key, row in self._distinct.items()}
+        return self._tree([made[id(row)] for row in self._rows])
 
     def abstract(self) -> Any:
         """Return the tree with a sharded `jax.ShapeDtypeStruct` for each array.
 
         Usable as the target of any Orbax restore. Python numbers (an int `step`) become
-        what JAX makes of them; leaves that are no arrays (a string) stay as they are.
+        what JAX makes of them; leaves that are not arrays (a string) stay as they are.
 
         Raises:
             MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("abstract()")
-        others = self._matches.origins.leaves.others
-        leaves = [
-            others[at]
-            if dtype is None
-            else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for at, (shape, dtype, sharding) in enumerate(
-                zip(self.shapes, self.dtypes, self.sharding_list(), strict=True)
-            )
-        ]
-        return self._tree(leaves)
+        others, shardings = self._matches.origins.leaves.others, self.sharding_list()
+        leaves = zip(self.shapes, self.dtypes, shardings, strict=True)
+        return self._tree(
+            [
+                others[at]
+                if dtype is None
+                else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                for at, (shape, dtype, sharding) in enumerate(leaves)
+            ]
+        )
 
     def sharding_list(self) -> tuple[NamedSharding, ...]:
         """Return one `NamedSharding` per leaf, in order; equal ones are one object."""
-        known = self._shardings
-        if known is not None:
-            return known
-        made: dict[Any, NamedSharding] = {}
+        return self._shardings
 
-        def sharding(row: Decision) -> NamedSharding:
+    @functools.cached_property
+    def _shardings(self) -> tuple[NamedSharding, ...]:
+        equal: dict[Any, NamedSharding] = {}
+        of_row: dict[int, NamedSharding] = {}
+        for id_of_row, row in self._distinct.items():
+            if row.mesh is None:
+                raise MeshError(_NO_MESH)
             key = (row.mesh, row.spec, row.memory_kind)
-            if key not in made:
-                if row.mesh is None:
-                    raise MeshError(_NO_MESH)
-                made[key] = named_sharding(row.mesh, row.spec, row.memory_kind)
-            return made[key]
-
-        shardings = tuple(self._per_decision(sharding))
-        object.__setattr__(self, "_shardings", shardings)
-        return shardings
-
-    def _per_decision(self, function: Callable[[Decision], Any]) -> list[Any]:
-        made = {key: function(row) for key, row in self._distinct.items()}
-        return list(map(made.__getitem__, map(id, self._rows)))
+            if key not in equal:
+                equal[key] = named_sharding(*key)
+            of_row[id_of_row] = equal[key]
+        return tuple([of_row[id(row)] for row in self._rows])
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._matches.origins.leaves.treedef, leaves)
@@ -216,22 +202,15 @@ class Resolution(ResolvedTable, Shown):
     @property
     def fingerprint(self) -> str:
         """Hash of rules, mesh and table; equal on all processes of a correct job."""
-        return hashlib.sha256(
-            "".join(self.fingerprints().values()).encode()
-        ).hexdigest()
+        return _hash("".join(self.fingerprints().values()))
 
     def fingerprints(self) -> dict[str, str]:
         """Return hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
-        return {
-            name: hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            for name, lines in self.fingerprint_lines().items()
-        }
+        parts = self.fingerprint_lines().items()
+        return {name: _hash("\n".join(lines)) for name, lines in parts}
 
     def fingerprint_lines(self) -> dict[str, list[str]]:
-        """Return the hashed lines: one for each rule, option and leaf.
-
-        An error on processes that differ names the first line in which they do.
-        """
+        """Return the hashed lines: one for each rule, option and leaf."""
         types = "" if self.mesh is None else f" {self.mesh.axis_types}"
         return {
             "rules": rule_lines(self.rules),
@@ -268,13 +247,11 @@ class Resolution(ResolvedTable, Shown):
         """Return the table: path, shape, dtype, spec, rule, shard, bytes, and totals.
 
         Args:
-            format: `"text"`, `"markdown"`, or `"json"` (schema 1, which
-                docs/report.md describes).
-            fold: whether leaves that differ in the indices of their paths alone share
-                a row, `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
-            width: at most so many characters in a line of text: a narrow table, with
-                the rules as numbers, where the full one is wider; None for the full
-                one.
+            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
+            fold: whether leaves whose paths differ only in indices share a row,
+                `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
+            width: most characters in a line of text; where the full table is wider, a
+                narrow one has the rules as numbers. None for the full one.
 
         Raises:
             LayoutError: there is no such format.
@@ -286,14 +263,12 @@ class Resolution(ResolvedTable, Shown):
     def diff(self, other: "Resolution") -> ResolutionDiff:
         """Compare with another Resolution: the changes, and their cost.
 
-        The other may be of other rules, on another mesh (with or without devices), of
-        another tree. Leaves are identified by their paths.
-
         Args:
-            other: what it is to be compared with: the later one.
+            other: the later one; maybe of other rules, mesh or tree. Leaves are
+                identified by their paths.
 
         Raises:
-            LayoutError: it is no Resolution.
+            LayoutError: it is not a Resolution.
 
         Example:
             >>> import jax, flax_layoutmap as flm
@@ -316,12 +291,11 @@ class Resolution(ResolvedTable, Shown):
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Print the report as wide as the terminal, with a colour per mesh axis.
 
-        Where the output is not a terminal (a pipe, a file), that is `report()`: without
-        colours and full, or as wide as the environment variable COLUMNS says.
-        `rich.print(resolution)` prints the same.
+        To a pipe or a file it prints `report()`: without colours, and full or as wide
+        as the environment variable COLUMNS says. `rich.print(resolution)` is the same.
 
         Args:
-            file: where to; None for standard output, and then process 0 alone prints.
+            file: where to; None for standard output, and then only process 0 prints.
             fold: as for `report`.
         """
         show(
@@ -348,10 +322,7 @@ class Resolution(ResolvedTable, Shown):
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warn about unused rules and large unmatched leaves; for consumers.
 
-        Emits each once for a rule set, also where the tree is part of another one.
-
-        Args:
-            besides: others of the same rules: what they use is not unused.
+        Each once for a rule set. Rules that the others (`besides`) use are not unused.
 
         Raises:
             ResolveError: the rule set is strict.
@@ -365,22 +336,18 @@ class Resolution(ResolvedTable, Shown):
         # Imported here, as only a notebook needs it.
         from flax_layoutmap import draw
 
-        return (
-            draw.model(self)._repr_html_()
-            if len(self)
-            else f"<p>{html.escape(repr(self))}</p>"
-        )
+        if not len(self):
+            return f"<p>{html.escape(repr(self))}</p>"
+        return draw.model(self)._repr_html_()
 
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         count = "1 leaf" if len(self) == 1 else f"{len(self)} leaves"
         on_host = self.host_bytes_per_device
         more = f" and {human_bytes(on_host)} in host memory" if on_host else ""
-        return (
-            f"Resolution({count}, {mesh}, "
-            f"{human_bytes(self.bytes_per_device)}{more} of "
-            f"{human_bytes(self.total_bytes)} per device)"
-        )
+        on_device = f"{human_bytes(self.bytes_per_device)}{more}"
+        total = human_bytes(self.total_bytes)
+        return f"Resolution({count}, {mesh}, {on_device} of {total} per device)"
 
 
 def decided(matches: Matches, rules: RuleSet) -> Resolution:
@@ -391,42 +358,40 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
     """
     rows = decide(matches, rules)
     resolution = Resolution(rules, matches, rows)
-    leaves = matches.origins.leaves
-    distinct = rows if leaves.state is not None else resolution._distinct.values()
-    if any(row.problem for row in distinct):
-        found = {
-            leaf.label() or "the leaf": f"{show_shape(shape)}: {row.problem}"
-            for leaf, shape, row in zip(
-                leaves.flat.records, leaves.shapes, rows, strict=True
-            )
-            if row.problem
-        }
-        if leaves.state is not None:  # it may be a parameter
-            resolution = Resolution(rules, _as_one_tree(matches), rows)
-        raise ResolveError(
-            _problems_text(found, resolution.mesh),
-            [f"{path} {text}" for path, text in found.items()],
-            resolution,
-        )
-    return resolution
-
-
-def _as_one_tree(matches: Matches) -> Matches:
-    """The same, where parameters were given beside optimizer state: a list of all."""
     origins = matches.origins
-    treedef = jax.tree.structure([0] * len(origins.leaves.shapes))
-    leaves = dataclasses.replace(origins.leaves, state=None, treedef=treedef)
-    return dataclasses.replace(
-        matches, origins=dataclasses.replace(origins, leaves=leaves)
+    leaves = origins.leaves
+    if not any(row.problem for row in rows):
+        return resolution
+    problems = {
+        leaf.label() or "the leaf": f"{show_shape(shape)}: {row.problem}"
+        for leaf, shape, row in zip(
+            leaves.flat.records, leaves.shapes, rows, strict=True
+        )
+        if row.problem
+    }
+    if leaves.state is not None:  # it may be a parameter: a list of all leaves
+        treedef = jax.tree.structure([0] * len(leaves.shapes))
+        leaves = dataclasses.replace(leaves, state=None, treedef=treedef)
+        origins = dataclasses.replace(origins, leaves=leaves)
+        matches = dataclasses.replace(matches, origins=origins)
+        resolution = Resolution(rules, matches, rows)
+    raise ResolveError(
+        _problems_text(problems, resolution.mesh),
+        [f"{path} {text}" for path, text in problems.items()],
+        resolution,
     )
 
 
-def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _problems_text(problems: Mapping[str, str], mesh: Any) -> str:
     """One line for each problem; equal ones of repeated layers share a line."""
-    count = f"{len(found)} leaves do" if len(found) > 1 else "1 leaf does"
+    count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
     on_mesh = "" if mesh is None else f" on mesh {mesh}"
-    texts, lines = list(found.values()), []
-    for alike in fold(list(found), texts):
+    texts, lines = list(problems.values()), []
+    for alike in fold(list(problems), texts):
         first, count_alike = alike.members[0], len(alike.members)
         times = f" ×{count_alike}" if count_alike > 1 else ""
         lines.append(f"{alike.text}{times} {texts[first]}")
