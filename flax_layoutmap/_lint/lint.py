@@ -184,7 +184,7 @@ class Ignored:
 
     def is_about(self, resolution: Resolution, path: str) -> bool:
         """Whether a pattern matches a leaf, as rules do: in any form of its paths."""
-        position = resolution._positions().get(path)
+        position = resolution._positions.get(path)
         names = [(path,)]
         if position is not None:
             names = resolution._flat.forms_of_names(position)

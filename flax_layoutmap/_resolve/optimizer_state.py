@@ -19,8 +19,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.jax_internals import is_sharding_type_error
-from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._resolve.kernels import Kernels, find_adapters
+from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
