@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from flax import nnx
 from helpers import ROOT
 from markdown_it import MarkdownIt
 from orbax.checkpoint import v1
@@ -32,31 +31,18 @@ from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._suggest.suggestion import Choice
 from flax_layoutmap._tree.paths import escape, unescape
 
-# What a terminal obeys or hides.
-CONTROLS = {
-    "clears the screen": "\x1b[2J",
-    "sets the title": "\x1b]0;owned\x07",
-    "is an 8-bit escape": "\x9b2J",
-    "returns": "\r",
-    "rings": "\x07",
-    "begins a line": "x\n  fix: rm -rf /",
-    "is a line of its own": "\u2028",
-    "turns the line around": "\u202e",
-    "isolates": "\u2066",
-    "has no width": "\u200b",
-    "is half a letter": "\ud800",
-}
-MARKUP = {
-    "is a tag": "<script>alert(1)</script>",
-    "is an image": '"><img src=x onerror=alert(1)>',
-    "is markup of rich": "[red]x[/red]",
-    "is a cell": "a|b",
-    "is code": "`x` ``y``",
-    "is a link": "[a](http://b.c)",
-    "is bold": "**x** _y_",
-    "is an entity": "&lt;b&gt;",
-}
-HOSTILE = CONTROLS | MARKUP
+# What a terminal obeys or hides: a new line, what clears the screen and sets its title,
+# an 8-bit escape, a bell, text turned around, what has no width, half a letter.
+CONTROLS = (
+    "x\n  fix: rm -rf /\x1b[2J\x1b]0;owned\x07\x9b2J\r\x07"
+    "\u2028\u202e\u2066\u200b\ud800"
+)
+# Tags, an image, markup of rich, a cell, code, a link, bold, an entity.
+MARKUP = (
+    '<script>alert(1)</script>"><img src=x onerror=alert(1)>[red]x[/red]a|b'
+    "`x` ``y``[a](http://b.c)**x** _y_&lt;b&gt;"
+)
+HOSTILE = {"controls": CONTROLS, "markup": MARKUP}
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
@@ -286,22 +272,15 @@ def test_a_path_is_one_line_that_can_be_seen(name: str) -> None:
     )
 
 
-def test_the_same_name_in_every_kind_of_tree() -> None:
-    name = "a\x1b\n"
-    state = nnx.State({name: {"kernel": nnx.Param(jnp.ones((4, 4)))}})
-    trees = [state, {name: {"kernel": np.ones((4, 4))}}, {"params": state}]
-    rules = flm.LayoutMap(flm.DeviceMesh.abstract("model=2"))
-    for tree in trees:
-        (path,) = rules.resolve(tree).paths
-        assert path.endswith("a%1B%0A/kernel")
-
-
 # ------------------------------------------------------------------- checkpoints
 
 STORED = {
-    key: CONTROLS[key]
-    for key in ("clears the screen", "begins a line", "turns the line around")
-} | {key: MARKUP[key] for key in ("is a tag", "is markup of rich")}
+    "clears the screen": "\x1b[2J",
+    "begins a line": "x\n  fix: rm -rf /",
+    "turns the line around": "\u202e",
+    "is a tag": "<script>alert(1)</script>",
+    "is markup of rich": "[red]x[/red]",
+}
 
 
 @pytest.fixture(scope="module")
@@ -330,18 +309,6 @@ def test_foreign_checkpoints_are_shown_and_read(foreign: Path) -> None:
             )
         )
     )
-
-
-def test_our_checkpoints_bring_names_back(tmp_path: Path) -> None:
-    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
-    layout_map["kernel"] = (None, "model")
-    tree = {name: {"kernel": jnp.ones((4, 8))} for name in STORED.values()}
-    flm.checkpoint.save(tmp_path / "ours", tree, layout_map=layout_map)
-    assert_seen(str(flm.checkpoint.inspect(tmp_path / "ours")))
-    assert_seen(str(flm.checkpoint.verify(tmp_path / "ours")))
-    for target in (None, tree):
-        read = flm.checkpoint.restore(tmp_path / "ours", target, layout_map=layout_map)
-        assert set(read) == set(STORED.values())
 
 
 def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:

@@ -297,18 +297,3 @@ def test_a_step_of_transformers(family: str, spelling: str, axes: str) -> None:
         lambda tokens, params: model(tokens, params=params).logits,
         atol=5e-6,
     )
-
-
-@pytest.mark.parametrize("axes", MESHES)
-def test_a_step_of_t5(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are larger, and their last bits with them."""
-    model = t5(monkeypatch, gated=True)
-    assert_a_step_is_that_of_one_device(
-        "t5",
-        axes,
-        model,
-        lambda tokens, params: (
-            model(tokens, decoder_input_ids=tokens, params=params).logits
-        ),
-        atol=3e-5,
-    )

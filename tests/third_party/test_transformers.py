@@ -1,7 +1,6 @@
 """The Flax (Linen) models of Hugging Face's `transformers` 4: five architectures."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from third_party.published import (
     assert_model_lies,
     born,
     by_jit,
-    leaves_of,
     made_in_scope,
     next_token_loss,
     strict_map,
@@ -128,112 +126,6 @@ FAMILIES = {
             }
         ),
     ),
-    "bert": Family(
-        "FlaxBertForMaskedLM",
-        "BertConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "intermediate_size": 32,
-            "max_position_embeddings": 16,
-        },
-        {
-            "word_embeddings/embedding": KERNELS["row"],
-            "self/(query|key|value)/kernel": KERNELS["column"],
-            "intermediate/dense/kernel": KERNELS["column"],
-            "output/dense/kernel": KERNELS["row"],
-            "transform/dense/kernel": (None, MODEL),
-            "LayerNorm|bias|(position|type)_embeddings": None,
-        },
-        of_layers(
-            {
-                "bert/embeddings/word_embeddings/embedding": ROW,
-                "bert/encoder/layer/{n}/attention/self/query/kernel": COLUMN,
-                "bert/encoder/layer/{n}/attention/self/key/kernel": COLUMN,
-                "bert/encoder/layer/{n}/attention/self/value/kernel": COLUMN,
-                "bert/encoder/layer/{n}/attention/output/dense/kernel": ROW,
-                "bert/encoder/layer/{n}/intermediate/dense/kernel": COLUMN,
-                "bert/encoder/layer/{n}/output/dense/kernel": ROW,
-                "cls/predictions/transform/dense/kernel": ((), ("model",)),
-            },
-            1,
-        ),
-    ),
-    "whisper": Family(
-        "FlaxWhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            "vocab_size": 64,
-            "d_model": 16,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 32,
-            "decoder_ffn_dim": 32,
-            "max_source_positions": 16,
-            "max_target_positions": 16,
-            "num_mel_bins": 8,
-            "decoder_start_token_id": 1,
-            "pad_token_id": 0,
-        },
-        {
-            "embed_tokens/embedding": KERNELS["row"],
-            "(q|k|v)_proj/kernel|fc1/kernel": KERNELS["column"],
-            "out_proj/kernel|fc2/kernel": KERNELS["row"],
-            r"conv\d/kernel": (None, None, MODEL),
-            "embed_positions|bias|norm": None,
-        },
-        {
-            "model/decoder/embed_tokens/embedding": ROW,
-            "model/encoder/conv1/kernel": ((), (), ("model",)),
-            "model/encoder/conv2/kernel": ((), (), ("model",)),
-            **{
-                f"model/{part}/{name}/kernel": dims
-                for part in (
-                    "encoder/layers/0/self_attn",
-                    "decoder/layers/0/self_attn",
-                    "decoder/layers/0/encoder_attn",
-                )
-                for name, dims in (
-                    ("q_proj", COLUMN),
-                    ("k_proj", COLUMN),
-                    ("v_proj", COLUMN),
-                    ("out_proj", ROW),
-                )
-            },
-            **{
-                f"model/{part}/layers/0/{name}/kernel": dims
-                for part in ("encoder", "decoder")
-                for name, dims in (("fc1", COLUMN), ("fc2", ROW))
-            },
-        },
-        {"input_shape": (1, 8, 32)},
-    ),
-    "resnet": Family(
-        "FlaxResNetForImageClassification",
-        "ResNetConfig",
-        {
-            "embedding_size": 8,
-            "hidden_sizes": [8],
-            "depths": [1],
-            "layer_type": "basic",
-        },
-        {
-            "convolution/kernel": (None, None, None, MODEL),
-            "normalization|classifier": None,
-        },
-        {
-            f"params/resnet/{part}/convolution/kernel": ((), (), (), ("model",))
-            for part in (
-                "embedder/embedder",
-                "encoder/stages/0/layers/0/layer/layer_0",
-                "encoder/stages/0/layers/0/layer/layer_1",
-            )
-        },
-    ),
 }
 
 
@@ -287,23 +179,6 @@ def test_not_in_a_scope_it_lies_on_one_device(mesh: flm.DeviceMesh) -> None:
         assert_model_lies(weights_of("llama"), FAMILIES["llama"].dims, mesh)
 
 
-def test_init_of_the_module(mesh: flm.DeviceMesh) -> None:
-    init: Callable[..., Any] = model_of("llama", _do_init=False).module.init
-    shape = jax.ShapeDtypeStruct((1, 4), np.int32)
-    key = jax.random.PRNGKey(0)
-    layout_map = map_of("llama", mesh)
-    variables = flm.create(init, layout_map, key, shape, shape, shape)
-    assert_model_lies(variables["params"], FAMILIES["llama"].dims, mesh)
-    # Not what `init_weights` makes, which splits the key first.
-    zeros = np.zeros(shape.shape, shape.dtype)
-    plain = jax.jit(init)(key, zeros, zeros, zeros)
-    assert_equal(variables["params"], plain["params"])
-    resolution = layout_map.resolve(variables)
-    path = "params/model/layers/0/mlp/up_proj/kernel"
-    assert "rule 4 'mlp/(gate|up)_proj/kernel'" in resolution.explain(path)
-    assert resolution.unmatched == () and resolution.unused_rules == ()
-
-
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
 
 
@@ -347,10 +222,3 @@ def test_a_train_state_and_a_step(
         elif leaf.shape == (1,):
             whole = ((),)
         assert_lies(leaf, whole, mesh)
-
-
-def test_optimizer_state_of_the_weights(mesh: flm.DeviceMesh) -> None:
-    weights = born(functools.partial(weights_of, "gpt2"), map_of("gpt2", mesh))
-    state = flm.create_optimizer(weights, optax.adamw(1e-3), map_of("gpt2", mesh))
-    assert_model_lies(state[0].mu, FAMILIES["gpt2"].dims, mesh)
-    assert leaves_of(state[0].nu).keys() == leaves_of(weights).keys()
