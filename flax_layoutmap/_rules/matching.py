@@ -111,10 +111,9 @@ _MOST_PATHS = 1 << 16
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
-# A pattern tells those digits apart that it has; all with a range of some digits, a
+# A pattern tells those digits apart that it has; all, with a range of some digits, a
 # reference to a group or the code of a character. A range of other characters, or what
-# stands for a kind of them, holds all digits or none. So the rules of most layers of a
-# stack are the same.
+# stands for a kind of them, holds all digits or none.
 _DIGITS = frozenset("0123456789")
 _ANY_DIGIT = re.compile(r"(?<!\\)\[\^?0-9\]")
 _TELLS_ALL = re.compile(r"[0-9]-|-[0-9]|\\[0-9xuUN]|\(\?P=")
@@ -124,14 +123,6 @@ def _digits_told(pattern: str) -> frozenset[str]:
     """The digits that a pattern may tell from the others."""
     text = _ANY_DIGIT.sub("", pattern)
     return _DIGITS if _TELLS_ALL.search(text) else _DIGITS.intersection(text)
-
-
-def _alike(digits: frozenset[str]) -> dict[int, str]:
-    """A table for `str.translate` that makes these digits one."""
-    return str.maketrans(dict.fromkeys(digits, min(digits, default="")))
-
-
-_ALL_ALIKE = _alike(_DIGITS)
 
 
 class MatchedRules(NamedTuple):
@@ -156,13 +147,10 @@ class Matcher:
         self._rules = rules
         self._tests = [_test_of(rule.pattern, match, to_end) for rule in rules]
         self._positions = {rule.pattern: at for at, rule in enumerate(rules)}
-        told = [_digits_told(rule.pattern) for rule in rules]
-        self._telling = [at for at in range(len(rules)) if told[at]]
-        self._others = [at for at in range(len(rules)) if not told[at]]
-        self._alike = _alike(_DIGITS.difference(*told))
+        alike = _DIGITS.difference(*(_digits_told(rule.pattern) for rule in rules))
+        self._alike = str.maketrans(dict.fromkeys(alike, min(alike, default="")))
         self._naming: dict[str, set[int]] = {}
-        self._known: dict[tuple[str, ...], MatchedRules] = {}
-        self._known_alike: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._tried: dict[tuple[str, ...], set[int]] = {}
 
     def similar(self, paths: Sequence[str]) -> Sequence[str]:
         """A text for each path, equal for paths that the same rules match."""
@@ -176,47 +164,37 @@ class Matcher:
 
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
         """Positions of the rules that match a path, given in all its forms."""
-        return self.match(tuple(forms)).rules
+        return self.match(forms).rules
 
-    def match(self, forms: tuple[str, ...]) -> MatchedRules:
+    def match(self, forms: Sequence[str]) -> MatchedRules:
         """The rules that match a path, given in all its forms, the longest first.
 
         Of exact keys the longest wins, alone, unless it may be skipped (`rank="skip"`).
         """
-        matched = self._known.get(forms)
-        if matched is None:
-            if len(self._known) >= _MOST_PATHS:
-                self._known.clear()
-                self._known_alike.clear()
-            keys = [self._positions[form] for form in forms if form in self._positions]
-            alone = [at for at in keys if self._rules[at].rank == "error"]
-            if alone:
-                matched = MatchedRules((alone[0],), alone[0])
-            else:
-                key = keys[0] if keys else None
-                matched = MatchedRules(self.matching_patterns(forms), key)
-            self._known[forms] = matched
-        return matched
-
-    def matching_patterns(self, forms: tuple[str, ...]) -> tuple[int, ...]:
-        """Positions of the matching rules, if no exact key hid the others."""
-        alike = tuple([form.translate(_ALL_ALIKE) for form in forms])
-        matched = self._known_alike.get(alike)
-        if matched is None:
-            matched = self._known_alike[alike] = self._try(self._others, alike)
         keys = [self._positions[form] for form in forms if form in self._positions]
-        if not keys and not self._telling:
-            return matched
-        return tuple(sorted({*matched, *self._try(self._telling, forms), *keys}))
+        for at in keys:
+            if self._rules[at].rank == "error":
+                return MatchedRules((at,), at)
+        return MatchedRules(self.matching_patterns(forms), keys[0] if keys else None)
 
-    def _try(self, positions: Sequence[int], forms: tuple[str, ...]) -> tuple[int, ...]:
-        """Those of the rules at these positions whose pattern matches a form."""
+    def matching_patterns(self, forms: Sequence[str]) -> tuple[int, ...]:
+        """Positions of the matching rules, if no exact key hid the others."""
+        alike = tuple([form.translate(self._alike) for form in forms])
+        if alike not in self._tried:
+            if len(self._tried) >= _MOST_PATHS:
+                self._tried.clear()
+            self._tried[alike] = self._try(alike)
+        keys = {self._positions[form] for form in forms if form in self._positions}
+        return tuple(sorted(self._tried[alike] | keys))
+
+    def _try(self, forms: tuple[str, ...]) -> set[int]:
+        """Positions of the rules whose pattern matches a form."""
         tests, path = self._tests, forms[-1]
-        matched = {at for at in positions if tests[at](path)}
+        matched = {at for at, test in enumerate(tests) if test(path)}
         for form in forms[:-1]:
             naming = self._naming_of(form.removesuffix(path))
-            matched |= {at for at in positions if at in naming and tests[at](form)}
-        return tuple(sorted(matched))
+            matched |= {at for at in naming if tests[at](form)}
+        return matched
 
     def _naming_of(self, prefix: str) -> set[int]:
         """Positions of the rules that name the section with this prefix."""
@@ -261,7 +239,7 @@ def _in_text(name: str) -> re.Pattern[str]:
     stem = name.rstrip("0123456789")
     text = "".join(rf"\\?{re.escape(letter)}" for letter in stem)
     if number := name[len(stem) :]:
-        others = r"\\d|[\[(.]" if stem else r"\\d"
+        others = r"\\d|[\[(.]" if stem else r"\\d|\[0-9"
         text += rf"(?:{number}|{others})"
     start = r"(?:(?<!\w)|(?<=\\[AbBdDsSwW]))"
     return re.compile(rf"{start}{text}(?!\w)" if not number else rf"{start}{text}")

@@ -235,7 +235,7 @@ class Argument:
 
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
-        return self.flat.full_paths()[at]
+        return self.flat.records[at].full_path
 
     def label(self, at: int) -> str:
         return f"{self.path(at)} {show_shape(np.shape(self.leaves[at]))}"

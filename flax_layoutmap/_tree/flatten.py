@@ -16,11 +16,7 @@ from flax.core.meta import AxisMetadata
 from flax.nnx import OptState, RngState
 
 from flax_layoutmap._core.errors import StructureError
-from flax_layoutmap._tree.flax_internals import (
-    is_nnx_object,
-    metadata_of,
-    nnx_state,
-)
+from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
 from flax_layoutmap._tree.paths import (
     Flat,
     Leaf,
@@ -83,23 +79,13 @@ def _check_that_paths_differ(paths: Sequence[str]) -> None:
 
 
 # What a node is. Boxes are Variables (`random` for random state, `moment` for that of
-# an optimizer) and Linen's; `state` is a State or a TrainState; a state of optax is a
-# `tuple`.
+# an optimizer) and Linen's; a `model` is an NNX object, a State or a TrainState; a
+# `tuple` may be a state of optax.
 _Kind = Literal[
-    "array",
-    "leaf",
-    "box",
-    "random",
-    "moment",
-    "linen",
-    "object",
-    "state",
-    "tuple",
-    "dict",
-    "node",
+    "leaf", "box", "random", "moment", "linen", "model", "tuple", "dict", "node"
 ]
 _BOXES = ("box", "random", "moment", "linen")
-_WHOLE = ("array", "leaf", *_BOXES)
+_WHOLE = ("leaf", *_BOXES)
 
 
 class _Flattening:
@@ -127,7 +113,7 @@ class _Flattening:
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role = "optimizer" if name == "opt_state" else "parameter"
-                if self.kind(part) not in ("object", "state"):
+                if self.kind(part) != "model":
                     self.unseen.append(f"{name}/")
                 self.section(part, f"{prefix}{name}/", role, is_root=True)
             return
@@ -182,7 +168,7 @@ class _Flattening:
 
     def params(self, tree: Any) -> set[str]:
         """The key of parameters that are not a single array."""
-        return set() if self.kind(tree) in ("array", "leaf") else {"params"}
+        return set() if self.kind(tree) == "leaf" else {"params"}
 
     def below(self, node: Any, start: str, prefix: str, role: Role) -> None:
         """Add the leaves below a node; the hot loop."""
@@ -192,7 +178,7 @@ class _Flattening:
         for key, child in children:
             path = start + (parts.get(key) or self.part(key))
             kind = kinds.get(type(child)) or self.kind(child)
-            if kind == "array":
+            if kind == "leaf":
                 self.records.append(Leaf(path, prefix, role))
                 self.leaves.append(child)
             elif kind == "box":
@@ -207,7 +193,7 @@ class _Flattening:
     def add(self, node: Any, path: str, prefix: str, role: Role) -> None:
         """Add the leaves of a node that has a path."""
         kind, start = self.kind(node), f"{path}/" if path else ""
-        if kind == "array" or kind == "leaf":
+        if kind == "leaf":
             self.records.append(Leaf(path, prefix, role))
             self.leaves.append(node)
         elif kind in _BOXES:
@@ -226,7 +212,7 @@ class _Flattening:
     def is_section(self, node: Any) -> bool:
         """Whether a node among parameters is a section wherever it is."""
         kind = self.kind(node)
-        return kind in ("object", "state") or (kind == "tuple" and is_optax_state(node))
+        return kind == "model" or (kind == "tuple" and is_optax_state(node))
 
     def box(self, box: Any, kind: _Kind, path: str, prefix: str, role: Role) -> None:
         """Add the content of a Variable or a Linen box, under the path of the box."""
@@ -239,7 +225,7 @@ class _Flattening:
         else:
             value, is_annotated = box.value, True
         first, role = len(self.leaves), "optimizer" if kind == "moment" else role
-        if self.kinds.get(type(value)) == "array":
+        if self.kinds.get(type(value)) == "leaf":
             self.records.append(Leaf(path, prefix, role))
             self.leaves.append(value)
         else:
@@ -281,16 +267,14 @@ class _Flattening:
 
 def _kind_of(node: Any) -> _Kind:
     if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        return "array"
+        return "leaf"
     if isinstance(node, nnx.Variable):
         is_moment, is_random = isinstance(node, OptState), isinstance(node, RngState)
         return "moment" if is_moment else "random" if is_random else "box"
     if isinstance(node, AxisMetadata) and hasattr(node, "value"):
         return "linen"
-    if is_nnx_object(node):
-        return "object"
-    if isinstance(node, nnx.State) or is_train_state(node):
-        return "state"
+    if is_nnx_object(node) or isinstance(node, nnx.State) or is_train_state(node):
+        return "model"
     if isinstance(node, tuple):
         return "tuple"
     if type(node) is dict:

@@ -116,16 +116,12 @@ class Flat:
             sections.append(Section(start, start + len([*leaves]), prefix, role))
         return sections
 
-    @functools.cached_property
-    def _full_paths(self) -> list[str]:
+    def full_paths(self) -> list[str]:
+        """Path of each leaf within the whole tree."""
         return [
             prefix + path if path else prefix.removesuffix("/")
             for path, prefix, _, _ in self.records
         ]
-
-    def full_paths(self) -> list[str]:
-        """Path of each leaf within the whole tree."""
-        return self._full_paths
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
         """The forms that rules see of a leaf's path, or of another in its section."""
@@ -228,12 +224,8 @@ def join_keys(entries: Any) -> str:
 
 def is_train_state(node: Any) -> bool:
     """Whether a node has what Flax's TrainStates have: params, opt_state and tx."""
-    return (
-        dataclasses.is_dataclass(node)
-        and hasattr(node, "params")
-        and hasattr(node, "opt_state")
-        and hasattr(node, "tx")
-    )
+    names = ("params", "opt_state", "tx")
+    return dataclasses.is_dataclass(node) and all(hasattr(node, x) for x in names)
 
 
 def is_optimizer(node: Any) -> bool:

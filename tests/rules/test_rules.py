@@ -241,7 +241,8 @@ def test_members_with_numbers() -> None:
     assert matched("^block_1/up", tree) == {"block_1/up/w"}
     assert matched(r"^block_\d+/up", tree) == {f"{name}/up/w" for name in tree}
     assert matched("^block_[01]/up", tree) == {"block_0/up/w", "block_1/up/w"}
-    assert matched(r"^\d/up", [member(), member()]) == {"0/up/w", "1/up/w"}
+    for pattern in (r"^\d/up", "^[0-9]/up"):
+        assert matched(pattern, [member(), member()]) == {"0/up/w", "1/up/w"}
 
 
 def test_numbers_in_patterns_and_paths() -> None:
