@@ -175,18 +175,6 @@ def test_a_model_from_birth_to_a_checkpoint(tmp_path: Path) -> None:
     step(models, optimizer, X)
     assert lies(models) == WANTED
     assert np.any(np.asarray(models[first].up.kernel) != before)
-    # Each member as an argument that has its name.
-    separate: dict[str, Any] = {}
-    exec(
-        f"def step({first}, {second}, optimizer, x):\n"
-        f"    update({first}, {second}, optimizer, x)",
-        {"update": update},
-        separate,
-    )
-    jitted = flm.jit(separate["step"], layout_map=layout_map)
-    jitted(models[first], models[second], optimizer, X)
-    assert lies(models) == WANTED
-
     tree = {"models": models, "optimizer": optimizer}
     report = layout_map.resolve(tree).report()
     assert "unused" not in report and "unmatched" not in report
@@ -208,17 +196,6 @@ def test_a_model_from_birth_to_a_checkpoint(tmp_path: Path) -> None:
         tmp_path / "ours", layout_map=layout_map, include="/up/"
     )
     assert set(lies(within)) == {f"{first}/up/kernel", f"{second}/up/kernel"}
-    dtype = {f"^{first}/up/": "float16", "/up/": "bfloat16"}
-    for target in (None, models):
-        found = flm.checkpoint.restore(
-            tmp_path / "ours", target, layout_map=layout_map, dtype=dtype
-        )
-        kernels = (
-            [found[name]["up"]["kernel"] for name in NAMES]
-            if target is None
-            else [found[name].up.kernel for name in NAMES]
-        )
-        assert [kernel.dtype.name for kernel in kernels] == ["float16", "bfloat16"]
 
 
 def test_leaves_to_ignore_are_named_in_any_form() -> None:
@@ -383,15 +360,6 @@ def test_members_that_a_jitted_function_makes() -> None:
         layout_map=layout_map,
     )()
     assert lies(made) == WANTED
-
-
-def test_the_hint_for_a_layer_with_a_number() -> None:
-    """Of the layers of a list, the one that no rule matches is told of."""
-    layout_map = flm.LayoutMap("data=2,model=4")
-    layout_map["0/up"] = layout_map["down"] = None
-    layout_map["layers/1/up/kernel"] = None
-    found = layout_map.resolve([Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]).remarks()
-    assert found[0].endswith("the closest path ends in '1/up/kernel'")
 
 
 @pytest.mark.parametrize("pattern", ["policy/up", "^policy/up$"])

@@ -475,15 +475,6 @@ def test_indivisible_state() -> None:
     assert leaf.layout.axes == (None, "data") and leaf.fallback
 
 
-def test_problems_of_parameters_that_are_given_beside_their_state() -> None:
-    tree = both((6, 16))
-    layout_map = zero_map()
-    layout_map.replace("kernel", ("model", None))
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        layout_map.resolve(tree["opt_state"], params=tree["params"])
-    assert caught.value.problems[0].startswith("up/kernel (6,16): rule 1 'kernel'")
-
-
 # ------------------------------------------------------------------ the traces
 
 

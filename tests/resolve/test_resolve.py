@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shapes import ABSTRACT, all_axes, mapped, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
 
@@ -120,28 +119,6 @@ def test_a_module_in_a_tree_is_asked_by_its_own_paths() -> None:
     resolution = layout_map.resolve({"model": make_mlp(), "step": 3})
     assert all_axes(resolution)["model/up/kernel"] == (None, "model")
     assert resolution["up/kernel"].path == "model/up/kernel"
-
-
-def test_tied_weights_are_one_leaf() -> None:
-    class Tied(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.embed = nnx.Embed(8, 4, rngs=rngs)
-            self.head = self.embed
-
-    resolution = mapped({"embed": ("model", None)}).resolve(Tied(nnx.Rngs(0)))
-    assert resolution.paths == ("embed/embedding",)
-
-
-def test_a_variable_that_holds_a_dict() -> None:
-    class Holder(nnx.Module):
-        def __init__(self) -> None:
-            self.cache = nnx.Cache({"key": jnp.ones((4, 8)), "value": jnp.ones((4, 8))})
-
-    resolution = mapped({"cache/value": (None, "model")}).resolve(Holder())
-    assert all_axes(resolution) == {
-        "cache/key": (None, None),
-        "cache/value": (None, "model"),
-    }
 
 
 def test_empty_trees_and_empty_maps() -> None:
@@ -357,17 +334,6 @@ def test_digits_in_paths_and_patterns() -> None:
             "scale": ("data",) if number in ("10", "11", "12") else (None,),
         }
         assert axes == expected[name], path
-
-
-def test_leaves_of_one_kind_and_several_shapes() -> None:
-    layout_map = mapped({"w": ("data", ...)})
-    tree = {f"w{number}": struct(*(2,) * number) for number in range(4)}
-    assert all_axes(layout_map.resolve(tree)) == {
-        "w0": (),
-        "w1": ("data",),
-        "w2": ("data", None),
-        "w3": ("data", None, None),
-    }
 
 
 # ------------------------------------------------------ rank, divisibility
@@ -730,20 +696,6 @@ def test_on_a_mesh_of_another_shape() -> None:
         planned.on(None)
 
 
-def test_no_pattern_is_asked_again_on_another_mesh(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planned = mapped(MLP_RULES).resolve(make_mlp)
-
-    def ask(*_: Any) -> Any:
-        raise AssertionError("a pattern was asked")
-
-    monkeypatch.setattr(Matcher, "match", ask)
-    assert all_axes(planned.on("data=4,model=2")) == all_axes(planned)
-    with pytest.raises(AssertionError, match="a pattern was asked"):
-        mapped(MLP_RULES).resolve(make_mlp)
-
-
 def test_optimizer_state_given_with_its_parameters_moves_too(
     mesh: flm.DeviceMesh,
 ) -> None:
@@ -963,41 +915,6 @@ def test_explain_optimizer_state_and_metadata() -> None:
     ]
 
 
-def test_the_report_as_text() -> None:
-    tree = {"emb": struct(512, 8), "mlp": {"up": struct(8, 32)}, "b": struct(3)}
-    resolution = mapped({"emb": ("model", None), "up": (None, "model")}).resolve(tree)
-    assert resolution.report() == "\n".join(
-        [
-            "path    shape    dtype    spec         rule       shard    bytes/device",
-            "──────  ───────  ───────  ───────────  ─────────  ───────  ────────────",
-            "b       (3,)     float32  replicated   - no rule  (3,)             12 B",
-            "emb     (512,8)  float32  P(model)     1 emb      (128,8)       4.0 KiB",
-            "mlp/up  (8,32)   float32  P(-, model)  2 up       (8,8)           256 B",
-            "",
-            "parameters: 3 leaves, 17.0 KiB, 4.3 KiB per device",
-            "mesh data=2,model=4: 4.3 KiB per device of 17.0 KiB; 0.1% of the bytes "
-            "replicated",
-            "unmatched: b (3,) is matched by no rule, so every device holds it in full "
-            "(0.1% of the bytes)",
-        ]
-    )
-
-
-def test_the_report_as_markdown() -> None:
-    lines = (
-        mapped({"a|b": (("data", "model"),)})
-        .resolve({"a": struct(8)})
-        .report("markdown")
-        .splitlines()
-    )
-    assert lines[:3] == [
-        "| path | shape | dtype | spec | rule | shard | bytes/device |",
-        "| :-- | :-- | :-- | :-- | :-- | :-- | --: |",
-        r"| `a` | (8,) | float32 | `P(data+model)` | `1 a\|b` | (1,) | 4 B |",
-    ]
-    assert lines[4] == "    parameters: 1 leaf, 32 B, 4 B per device"
-
-
 def test_the_report_as_json() -> None:
     layout_map = mapped({"w": (("data", "model"), None), "x": None})
     resolution = layout_map.resolve({"w": struct(8, 3), "y": struct(2), "n": "text"})
@@ -1034,17 +951,6 @@ def test_an_unknown_format() -> None:
     form: Any = "html"
     with pytest.raises(flm.LayoutError, match='must be "text", "markdown" or "json"'):
         mapped().resolve({}).report(form)
-
-
-def test_unused_rules_are_listed_with_a_hint() -> None:
-    resolution = mapped({"mlp/upp/kernel": None, "w": None}).resolve(
-        {"mlp": {"up": {"kernel": struct(2)}}, "w": struct(2)}
-    )
-    assert [rule.pattern for rule in resolution.unused_rules] == ["mlp/upp/kernel"]
-    assert resolution.remarks()[0] == (
-        "unused: rule 1 'mlp/upp/kernel' matches no leaf; the closest path ends in "
-        "'mlp/up/kernel'"
-    )
 
 
 def test_the_closest_path_exists_and_is_of_a_parameter() -> None:
@@ -1086,36 +992,10 @@ def test_repr() -> None:
 SILENT = {"used": struct(100, 100), "large": struct(64, 64), "small": struct(2)}
 
 
-def test_consumers_warn_once(mesh: flm.DeviceMesh) -> None:
-    layout_map = mapped({"used": ("data", None), "never": None}, mesh=mesh)
-    with pytest.warns(flm.LayoutWarning) as caught:
-        layout_map.shardings(SILENT)
-    text = str(caught[0].message)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    assert "unused: rule 2 'never' matches no leaf" in text
-    assert "unmatched: large (64,64) is matched by no rule" in text
-    assert "small" not in text  # less than one percent of the bytes
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layout_map.shardings(SILENT)
-        layout_map.abstract(SILENT)
-        layout_map.resolve(SILENT)  # asking is no use
-
-
 def test_resolving_alone_is_quiet() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mapped({"never": None}).resolve(SILENT)
-
-
-def test_a_rule_none_or_strict_false_is_quiet(mesh: flm.DeviceMesh) -> None:
-    for layout_map in (
-        mapped({"used": ("data", None), "large": None}, mesh=mesh),
-        mapped({"used": ("data", None)}, mesh=mesh, strict=False),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            layout_map.shardings(SILENT)
 
 
 def test_strict_makes_it_an_error(mesh: flm.DeviceMesh) -> None:
@@ -1128,20 +1008,6 @@ def test_strict_makes_it_an_error(mesh: flm.DeviceMesh) -> None:
     with pytest.raises(flm.errors.ResolveError, match="strict: 1 finding"):
         quiet.resolve(SILENT, strict=True)
     assert quiet.resolve(SILENT, strict=False).rules.strict is False
-
-
-# --------------------------------------------------------------- checkpoints
-
-
-def test_the_origins_of_a_resolution() -> None:
-    params = {"w": struct(8, 16)}
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
-    tree = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
-    owners = mapped({"w": ("data", "model")}).resolve(tree, tx=tx).owners()
-    assert owners["opt_state/0/v_row/w"] == ("w", (0,))
-    assert owners["opt_state/0/v_col/w"] == ("w", (1,))
-    assert owners["opt_state/0/v/w"] == ("w", (None,))
-    assert "params/w" not in owners
 
 
 def test_keras_spelling_of_an_output_rule_is_no_unused_rule() -> None:
