@@ -224,12 +224,10 @@ def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None
         kind = unfit(leaf)
         if kind is None:
             continue
-        way = "set it after the model is made"
-        if "does not hold" in kind:
-            way = f"jax.config.update('jax_enable_x64', True) keeps 64 bits, or {way}"
         where = f"{path} is" if path else "it is"
         raise StructureError(
-            f"{what} makes arrays of numbers, but {where} {kind}: {way}"
+            f"{what} makes arrays of numbers, but {where} {kind}: set "
+            "it after the model is made"
         )
 
 

@@ -30,13 +30,12 @@ from flax_layoutmap._resolve.resolve import resolve_or_recall, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import Block, using_rules
 from flax_layoutmap._tree.flax_internals import (
+    METACLASS,
     is_nnx_object,
-    metaclass_of_objects,
     nnx_state,
     no_mesh,
     objects_of,
     restore_eager_flag,
-    without_eager_sharding,
 )
 from flax_layoutmap._tree.objects import leaves_in, objects_in
 from flax_layoutmap._tree.shared import names_of_shared
@@ -134,7 +133,7 @@ def _open_scope() -> "_Scope | None":
 def _patched_constructors() -> Iterator[None]:
     """Inside, the open scope of the context makes NNX objects and Linen variables."""
     methods = [
-        (metaclass_of_objects(), "__call__", _scoped_constructor),
+        (METACLASS, "__call__", _scoped_constructor),
         (linen.Module, "__post_init__", _binding_init),
         *((linen.Module, name, _scoped_init) for name in _INITS),
     ]
@@ -230,7 +229,7 @@ def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> No
 def _run(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a constructor as if there were no mesh."""
     eager = nnx.using_eager_sharding()
-    with no_mesh(), without_eager_sharding():
+    with no_mesh(), nnx.use_eager_sharding(False):
         module = make(*args, **kwargs)
     restore_eager_flag(module, eager)
     return module

@@ -91,15 +91,7 @@ class LintReport(Shown, tuple[LintIssue, ...]):
         return [str(issue).replace("\n", "\n  ") for issue in issues]
 
     def raise_if_any(self, level: Severity = "error") -> None:
-        """Raise a LayoutError if an issue counts, before anything is compiled.
-
-        Args:
-            level: the lowest severity that counts.
-
-        Raises:
-            ResolveError: there are issues that count; `.problems` has their texts.
-            RuleError: `level` is not a severity.
-        """
+        """Raise a ResolveError that lists the issues of this severity or higher."""
         texts = self.problems(level)
         if texts:
             count = "1 problem" if len(texts) == 1 else f"{len(texts)} problems"
@@ -114,10 +106,10 @@ def lint(
     `docs/lint.md` describes each code. Nothing is compiled and no device is used.
 
     Args:
-        x: a `Resolution` (`layout_map.resolve(model)`) for all there is to say, also
-            one that does not fit (`ResolveError.resolution`); a `LayoutMap` or
-            `RuleSet`, for its axes alone; or `(pattern, layout)` pairs or a mapping, of
-            which some may be invalid.
+        x: a `Resolution` (`layout_map.resolve(model)`) for all checks, also one that
+            does not fit (`ResolveError.resolution`); a `LayoutMap` or `RuleSet`, for
+            its axes alone; or `(pattern, layout)` pairs or a mapping, some of which may
+            be invalid.
         max_replicated: share (0 to 1) of the bytes that every device may hold in full,
             with a Resolution; 1 for data parallelism. None: any.
         ignore: codes (`"LM104"`), and patterns of paths (searched): findings about
@@ -126,10 +118,6 @@ def lint(
     Returns:
         The findings, errors first. `print` shows them, and
         `.raise_if_any(level="error")` stops a program.
-
-    Raises:
-        RuleError: `x` is something else; `ignore` has an unknown code, or an invalid
-            pattern; `max_replicated` is not a share, or needs a Resolution.
 
     Example:
         >>> import jax, flax_layoutmap as flm

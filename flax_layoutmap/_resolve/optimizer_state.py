@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.jax_internals import is_sharding_type_error
@@ -27,7 +28,6 @@ from flax_layoutmap._tree.flax_internals import (
     is_nnx_object,
     nnx_state,
     no_mesh,
-    without_eager_sharding,
 )
 from flax_layoutmap._tree.paths import (
     Leaf,
@@ -351,7 +351,7 @@ def traced_dims(init: Callable[[Any], Any], params: Any) -> Traced:
         sharding = NamedSharding(mesh, PartitionSpec(*names[: leaf.ndim]))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    with without_eager_sharding():
+    with nnx.use_eager_sharding(False):
         try:
             with no_mesh(), jax.sharding.use_abstract_mesh(mesh):
                 state = jax.eval_shape(init, jax.tree.map(tagged, shapes))

@@ -32,14 +32,14 @@ class Caches:
 
     Attributes:
         matchers: the matcher of each section.
-        announced: what was announced, and of which leaves; shared by the same rules on
+        announced: keys of the remarks that were emitted; shared by the same rules on
             other meshes.
         fired: ids of the activation rules that matched.
         resolved: the last structures of trees and their Resolutions, newest first.
     """
 
     matchers: dict[str, Matcher] = dataclasses.field(default_factory=dict)
-    announced: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
+    announced: set[str] = dataclasses.field(default_factory=set)
     fired: set[int] = dataclasses.field(default_factory=set)
     resolved: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -223,15 +223,10 @@ def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 class Remark(NamedTuple):
-    """A warning to emit once for the same leaves.
-
-    Warnings with the same `about` (a kind, or a rule) are the same. `paths` are within
-    the section, as another function may name the model otherwise.
-    """
+    """A warning, and what it is about: paths within the section, with the reason."""
 
     text: str
-    about: str
-    paths: frozenset[str]
+    keys: frozenset[str]
 
 
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
@@ -258,15 +253,10 @@ def _listed(texts: Sequence[str], limit: int = 50) -> str:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of the remarks that were not made for these leaves, or more of them."""
+    """The texts of the remarks about something that none was about before."""
     announced = rules._caches.announced
-    new = [
-        remark
-        for remark in remarks
-        if not any(remark.paths <= known for known in announced.get(remark.about, ()))
-    ]
-    for remark in new:
-        announced.setdefault(remark.about, []).append(remark.paths)
+    new = [remark for remark in remarks if not remark.keys <= announced]
+    announced.update(*(remark.keys for remark in new))
     return [remark.text for remark in new]
 
 

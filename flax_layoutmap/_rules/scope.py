@@ -2,10 +2,9 @@
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,11 +12,10 @@ from flax_layoutmap._core.errors import MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.rules import RuleSet
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Block:
+class Block(contextlib.ContextDecorator):
     """A context manager that can be entered again, and decorates functions.
 
     A type checker assumes that one made by `contextlib.contextmanager` may suppress
@@ -28,6 +26,9 @@ class Block:
         self._open = open_
         self._managers: list[AbstractContextManager[Any]] = []
 
+    def _recreate_cm(self) -> "Block":  # for each call of a decorated function
+        return Block(self._open)
+
     def __enter__(self) -> Any:
         manager = self._open()
         entered = manager.__enter__()
@@ -36,16 +37,6 @@ class Block:
 
     def __exit__(self, *error: Any) -> None:
         self._managers.pop().__exit__(*error)
-
-    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """The function with a separate block around each call."""
-
-        @functools.wraps(function)
-        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with self._open():
-                return function(*args, **kwargs)
-
-        return inside
 
 
 _CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
@@ -62,11 +53,10 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
     """Set the mesh of layouts without one, in a block or a decorated function.
 
     A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
-    precedence over it, and it over `jax.set_mesh`. Blocks nest. It applies to this
-    library only, in the same thread or task; unlike `jax.set_mesh` it works inside of
-    `jit` and with an abstract mesh. A function under `jax.jit` reads it when it is
-    traced: called with another default mesh, it may reuse what was compiled for the
-    first.
+    precedence over it, and it over `jax.set_mesh`. It applies to this library only, in
+    the same thread or task; unlike `jax.set_mesh` it works inside of `jit` and with an
+    abstract mesh. A function under `jax.jit` reads it when it is traced: called with
+    another default mesh, it may reuse what was compiled for the first.
 
     Args:
         mesh: anything that `DeviceMesh` accepts.
@@ -141,12 +131,6 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
             yield
     finally:
         _CURRENT.reset(token)
-
-
-def call_with_rules(rules: RuleSet | None, call: Callable[[], _T]) -> _T:
-    """Call with a rule set as the ambient one; None leaves it as it is."""
-    with using_rules(rules):
-        return call()
 
 
 # The axes over which the surrounding `flm.accumulate` has split the batch.

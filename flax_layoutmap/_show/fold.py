@@ -72,11 +72,6 @@ def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
     return sorted(folds, key=lambda row: row.members[0])
 
 
-def apart(paths: Sequence[str]) -> list[Fold]:
-    """Every path by itself."""
-    return [Fold(path, (at,)) for at, path in enumerate(paths)]
-
-
 def relation(path: str, other: str) -> Relation:
     """How another path relates to this one: its texts, and which indices are equal.
 

@@ -1,7 +1,6 @@
 """Explain one leaf; remarks about unused rules, unmatched leaves, fallbacks."""
 
 import difflib
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from flax_layoutmap._rules.records import (
 from flax_layoutmap._rules.rules import Remark, RuleSet
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import human_bytes, human_share, path_cell
-from flax_layoutmap._tree.paths import Role
 
 # Unmatched leaves that are alike are worth a warning when they hold this share of the
 # bytes, or that share of what each device holds: the first is small on many devices.
@@ -76,23 +74,12 @@ def _near_miss(path: str, rules: RuleSet) -> str:
     return f"{text}; rule {near[0]} {near[1].pattern!r} is closest"
 
 
-class _Finding(NamedTuple):
-    """An unused rule, or similar leaves that no rule and no metadata fully places."""
-
-    text: str
-    about: str  # equal for the same warnings
-    warning: str  # "" where it is not worth one
-    role: Role
-    paths: list[str] | None  # None: all of the role
-
-
 def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
     """Return unused rules, unmatched leaves and fallbacks, one line each.
 
     If `folded`, leaves that are alike share a line.
     """
-    findings = itertools.chain(_unused(table), _unplaced(table, folded))
-    return [finding.text for finding in findings]
+    return [text for text, _ in (*_unused(table), *_unplaced(table, folded))]
 
 
 def warnings(
@@ -101,21 +88,11 @@ def warnings(
     """The remarks that are worth a warning; leaves that are alike share one.
 
     Left out are fallbacks other than of annotations that name no axis of the mesh, and
-    leaves that are few, of their kind: with less than 1 % of the bytes and 10 % of what
-    a device holds. What the Resolutions `besides`, of the same rules, use is not
-    unused.
+    leaves with less than 1 % of the bytes and 10 % of what a device holds. What the
+    Resolutions `besides`, of the same rules, use is not unused.
     """
-    inner = functools.cache(table.inner_paths)
-    every = functools.cache(lambda role: frozenset(inner(role).values()))
-
-    def paths(finding: _Finding) -> frozenset[str]:
-        role = "optimizer" if finding.role == "optimizer" else "parameter"
-        if finding.paths is None:
-            return every(role)
-        return frozenset(inner(role).get(path, path) for path in finding.paths)
-
-    findings = itertools.chain(_unused(table, besides), _unplaced(table, folded=True))
-    return [Remark(f.warning, f.about, paths(f)) for f in findings if f.warning]
+    every = (*_unused(table, besides), *_unplaced(table, folded=True))
+    return [warning for _, warning in every if warning is not None]
 
 
 def is_large(size: int, total: int, held: int) -> bool:
@@ -126,11 +103,14 @@ def is_large(size: int, total: int, held: int) -> bool:
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
-def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Finding]:
+def _unplaced(
+    table: ResolvedTable, folded: bool
+) -> Iterator[tuple[str, Remark | None]]:
+    """Leaves that no rule and no metadata places in full."""
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     if not leaves.rows:
         return
-    sums = table.totals()
+    sums, inner = table.totals(), table.inner_paths
     for fold in folds_of(leaves, folded):
         at, count, path = fold.members[0], len(fold.members), path_cell(fold)
         row, name = leaves.rows[at], f"{path} {show_shape(leaves.shapes[at])}"
@@ -145,15 +125,15 @@ def _unplaced(table: ResolvedTable, folded: bool) -> Iterator[_Finding]:
             )
             warning = text if large else ""
         elif row.warns and (large or row.reason == "explicit layout"):
-            kind = row.reason if row.reason == "explicit layout" else "annotation"
-            about = f"{kind}: {row.fallback}"
-            warning = f"{kind}: {name}: {row.fallback}"
-            if kind == "annotation":
+            is_explicit = row.reason == "explicit layout"
+            about = f"{row.reason if is_explicit else 'annotation'}: {row.fallback}"
+            warning = about.replace(": ", f": {name}: ", 1)
+            if not is_explicit:
                 warning += (
                     "; map the names by Flax's logical_axis_rules, or add a rule for it"
                 )
-        paths = [leaves.paths[member] for member in fold.members]
-        yield _Finding(text, about, warning, leaves.roles[at], paths)
+        keys = (f"{about}: {inner[leaves.paths[member]]}" for member in fold.members)
+        yield text, Remark(warning, frozenset(keys)) if warning else None
 
 
 def _shares(size: int, sums: Totals) -> str:
@@ -167,17 +147,17 @@ def _shares(size: int, sums: Totals) -> str:
 
 def _unused(
     table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
-) -> Iterator[_Finding]:
+) -> Iterator[tuple[str, Remark]]:
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
     others = [set(map(id, other.unused_rules)) for other in besides]
     rules = [r for r in table.unused_rules if all(id(r) in other for other in others)]
     for at, rule in enumerate(rules):
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
-        about = f"unused: {name} {rule.pattern!r} matches no leaf"
-        near = nearest(rule.pattern, table.parameter_paths) if at < _HINTS else None
-        text = about + (near.hint if near else "")
-        yield _Finding(text, about, text, "parameter" if number else "optimizer", None)
+        text = about = f"unused: {name} {rule.pattern!r} matches no leaf"
+        if at < _HINTS and (near := nearest(rule.pattern, table.parameter_paths)):
+            text += near.hint
+        yield text, Remark(text, frozenset([about]))
 
 
 class Near(NamedTuple):
@@ -204,8 +184,8 @@ def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
         ending = "/".join(path.split("/")[-parts:])
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
-    for some in (free, endings):
-        for ending in difflib.get_close_matches(pattern, some, 1):
+    for candidates in (free, endings):
+        for ending in difflib.get_close_matches(pattern, candidates, 1):
             likeness = difflib.SequenceMatcher(None, ending, pattern).ratio()
             return Near(ending, likeness, endings[ending])
     return None

@@ -22,7 +22,7 @@ from flax_layoutmap._rules.records import (
     section_of,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.fold import Fold, apart, fold, relation
+from flax_layoutmap._show.fold import Fold, fold, relation
 from flax_layoutmap._tree.paths import Flat, Leaf, Role
 
 # Random state, strings, and whole numbers (a `step`) are not parameters.
@@ -128,6 +128,11 @@ class ResolvedTable:
             if roles[at] == wanted
         ]
 
+    @functools.cached_property
+    def inner_paths(self) -> dict[str, str]:
+        """Path in the whole tree → path within its section."""
+        return dict(zip(self.paths, self._flat.paths, strict=True))
+
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""
         return {
@@ -135,21 +140,6 @@ class ResolvedTable:
             for path, row, role in zip(self.paths, self._rows, self._roles, strict=True)
             if role == "optimizer"
         }
-
-    def inner_paths(self, role: Role) -> dict[str, str]:
-        """Path in the whole tree → path within its section, for leaves of a role.
-
-        Without scalars, such as a metric beside a model, of which no rule is asked. A
-        path that several sections have ends in a number: `kernel`, `kernel #2`.
-        """
-        inner, counts = dict[str, str](), Counter[str]()
-        columns = self._flat.paths, self.paths, self._roles, self.shapes
-        for path, full_path, of, shape in zip(*columns, strict=True):
-            if of == role and shape:
-                counts[path] += 1
-                more = f" #{counts[path]}" if counts[path] > 1 else ""
-                inner[full_path] = path + more
-        return inner
 
     # --------------------------------------------------------------- questions
 
@@ -226,7 +216,7 @@ class ResolvedTable:
 def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
     """Leaves as rows: those that are alike in all but the indices in their paths."""
     if not folded:
-        return apart(leaves.paths)
+        return fold(leaves.paths, range(len(leaves.paths)))
     numbers: dict[Hashable, int] = {}  # a number for each kind of decision
     known: dict[int, int] = {}  # many leaves share one decision
     keys: list[Hashable] = []

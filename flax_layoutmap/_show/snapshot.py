@@ -37,11 +37,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot_of(data: Any) -> Snapshot:
-    """Read what `Resolution.to_json` or `golden_text` wrote.
-
-    Raises:
-        LayoutError: it is of another schema, or damaged.
-    """
+    """Read what `Resolution.to_json` or `golden_text` wrote."""
     schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
     if schema != 1:
         raise LayoutError(

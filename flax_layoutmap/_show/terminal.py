@@ -1,6 +1,5 @@
 """Print grids and lines of text in the colours of a terminal: the mixin of reports."""
 
-import io
 import itertools
 import json
 import os
@@ -37,7 +36,6 @@ _PHRASES = {
     r"^  \+ .*": "green",
 }
 _NARROWEST = 20
-NOTEBOOK_WIDTH = 110  # a cell's output is about as wide
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
@@ -109,44 +107,23 @@ def show(
     processes process 0 prints, unless there is a `file`.
     """
     import jax
-    from rich.console import Console
+    from rich.console import Console, Group
 
     if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
         return
     console = Console(file=file, force_jupyter=None if file is None else False)
-    if console.is_jupyter:
-        from IPython.display import HTML, display
-
-        display(HTML(as_html(lines(NOTEBOOK_WIDTH))))
-    elif console.is_terminal:
-        for line in lines(console.width):
-            console.print(line, soft_wrap=True)
+    if console.is_terminal or console.is_jupyter:
+        console.print(Group(*lines(console.width)), soft_wrap=True)
     else:
         width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
         print(text(width), file=console.file)
 
 
-def as_html(lines: "Iterable[RenderableType]") -> str:
-    """What rich prints, for a cell of a notebook."""
-    from rich.console import Console
-    from rich.terminal_theme import DIMMED_MONOKAI  # legible on light and dark pages
-
-    console = Console(
-        file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, force_jupyter=False
-    )
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    frame = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
-    return console.export_html(
-        theme=DIMMED_MONOKAI, code_format=frame, inline_styles=True
-    )
-
-
 class Shown:
-    """Printing of a report, from its lines alone.
+    """Prints a report.
 
-    A subclass gives `_lines(width)`: the lines in colour, for a width in characters,
-    or for None (as long as they get); and `to_json()`.
+    A subclass has `_lines(width)`, the lines in colour for a width in characters, None
+    for any; and `to_json()`.
     """
 
     _formats = '"text" or "json"'
@@ -165,11 +142,8 @@ class Shown:
 
         Args:
             format: `"text"` or `"json"`.
-            width: wrap at that many characters, and cut cells of tables as far as that
-                goes; None: lines as long as they get.
-
-        Raises:
-            LayoutError: there is no such format.
+            width: wrap text at that many characters, and cut cells of tables; None:
+                lines of any length.
         """
         if format == "text":
             return "\n".join(line.plain for line in self._lines(width))
@@ -188,6 +162,3 @@ class Shown:
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[RenderableType]":
         yield from self._lines(options.max_width)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._lines(NOTEBOOK_WIDTH))

@@ -24,8 +24,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.flax_internals import is_object
 from flax_layoutmap._tree.graph import Graph
-from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_state
 
 # Kinds of parameters.

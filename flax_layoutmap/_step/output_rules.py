@@ -121,7 +121,6 @@ class OutputRules:
         )
         if rules.strict and all(self.is_called.values()):
             raise RuleError(f"strict: {text}")
-        about = f"no output: {' '.join(unused)}"
-        remark = Remark(text, about, frozenset(path[-1] for path in paths))
-        for new in news(rules, [remark]):
+        keys = frozenset(f"no output: {' '.join(unused)}: {path[-1]}" for path in paths)
+        for new in news(rules, [Remark(text, keys)]):
             report(new)

@@ -32,7 +32,7 @@ from flax_layoutmap._step.arguments import (
     spans,
     take_apart,
 )
-from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.flax_internals import is_object
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
 
 # Of one leaf of the result: whether it is state, and its sharding.

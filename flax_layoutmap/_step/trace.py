@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import call_with_rules, trace_key
+from flax_layoutmap._rules.scope import trace_key, using_rules
 from flax_layoutmap._step.activations import activated, forget_path
 from flax_layoutmap._step.arguments import Slot, call_with
 from flax_layoutmap._tree.flax_internals import is_nnx_object
@@ -107,14 +107,11 @@ def call_job(
 
     roots = [root for _, value in given for root in roots_of(value)]
 
-    def call() -> Any:
-        with activated(rules, roots, parameters, report):
-            result = call_with(job.fun, given)
-            for _, node in roots_of(result):
-                forget_path(node)
-            return result
-
-    return call_with_rules(rules, call)
+    with using_rules(rules), activated(rules, roots, parameters, report):
+        result = call_with(job.fun, given)
+        for _, node in roots_of(result):
+            forget_path(node)
+        return result
 
 
 def roots_of(value: Any) -> list[tuple[str, Any]]:

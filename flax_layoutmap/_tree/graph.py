@@ -77,14 +77,14 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, slots=True)
-class Own:
+class ObjectNumber:
     """Stands for an NNX object or a Variable, by its number, in a function's result."""
 
-    at: int
+    number: int
 
 
 def without_objects(tree: Any, nodes: Iterable[Any]) -> tuple[Any, bool]:
-    """A result with `Own` for each of these nodes, and whether there is one.
+    """A result with `ObjectNumber` for each of these nodes, and whether there is one.
 
     An `nnx.State` has none: it holds values.
     """
@@ -95,7 +95,7 @@ def without_objects(tree: Any, nodes: Iterable[Any]) -> tuple[Any, bool]:
         if id(node) not in number:
             return node
         replaced.append(number[id(node)])
-        return Own(replaced[-1])
+        return ObjectNumber(replaced[-1])
 
     def stops(node: Any) -> bool:
         return id(node) in number or isinstance(node, nnx.State)
@@ -106,7 +106,7 @@ def without_objects(tree: Any, nodes: Iterable[Any]) -> tuple[Any, bool]:
 def with_objects(tree: Any, nodes: Sequence[Any]) -> Any:
     """The result again; the inverse of `without_objects`."""
     return jax.tree.map(
-        lambda node: nodes[node.at] if isinstance(node, Own) else node,
+        lambda node: nodes[node.number] if isinstance(node, ObjectNumber) else node,
         tree,
-        is_leaf=lambda node: isinstance(node, Own),
+        is_leaf=lambda node: isinstance(node, ObjectNumber),
     )

@@ -1,18 +1,14 @@
 """Find NNX objects in arguments, and move them out of the trace that made them.
 
-What comes out of a trace is a copy. But an `__init__` may have kept `self`: in a
-registry, in a method that is bound to it, in a closure; or a Variable in an object of
-its own. So the objects themselves get what the copies hold, and are the result.
+What comes out of a trace is a copy. But an `__init__` may have kept `self`, in a
+registry or a method that is bound to it, or a Variable in a plain object. So the
+objects themselves get what the copies hold, and are the result.
 
 A value of the trace in a static attribute cannot leave it. Flax decides what is data
-when an attribute is set, and a traced array is no `jax.Array` for some versions of it
-(0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)` becomes static.
+when an attribute is set, and a traced array is not a `jax.Array` for some versions of
+it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)` becomes static.
 """
 
-import collections
-import functools
-import gc
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +21,7 @@ from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._tree.flax_internals import (
     constants_of,
     is_nnx_object,
+    is_object,
     is_plain_variable,
     metadata_of,
     objects_of,
@@ -37,20 +34,9 @@ from flax_layoutmap._tree.flax_internals import (
 NO_NUMBERS = "OSUMm"
 
 
-def is_object(node: Any) -> bool:
-    """Whether a node is an NNX object or a Variable."""
-    return is_nnx_object(node) or isinstance(node, nnx.Variable)
-
-
 def has_mixed_keys(node: Any) -> bool:
-    """Whether a node is a dict that JAX cannot flatten, as its keys have no order."""
-    if type(node) not in (dict, collections.defaultdict):
-        return False
-    try:
-        sorted(node)
-    except TypeError:
-        return True
-    return False
+    """Whether a node is a dict with keys that JAX cannot sort, to flatten it."""
+    return isinstance(node, dict) and len(set(map(type, node))) > 1
 
 
 def leaves_in(tree: Any) -> list[Any]:
@@ -66,28 +52,19 @@ def objects_in(tree: Any) -> list[Any]:
 
 def _flat(tree: Any) -> list[Any]:
     """NNX objects, Variables and leaves of a tree."""
-    return jax.tree.leaves(
-        tree, is_leaf=lambda node: is_object(node) or has_mixed_keys(node)
-    )
+    return jax.tree.leaves(tree, is_leaf=lambda x: is_object(x) or has_mixed_keys(x))
 
 
 def unfit(leaf: Any) -> str | None:
-    """Describe a leaf that JAX cannot hold, or only with other numbers; else None."""
-    if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
+    """Describe a NumPy array that JAX cannot hold, or only with other numbers."""
+    if not isinstance(leaf, np.ndarray | np.generic):
         return None
-    if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in NO_NUMBERS or leaf.dtype.names:
-            return f"a NumPy array of {leaf.dtype}"
-        if leaf.dtype.kind not in "iu" or not leaf.size:
-            return None
-    lowest, highest = int(np.min(leaf)), int(np.max(leaf))
-    dtype = getattr(leaf, "dtype", np.int64)
-    held = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
-    if held.min <= lowest and highest <= held.max:
-        return None
-    number = lowest if lowest < held.min else highest
-    where = "" if isinstance(leaf, int) else f"a NumPy array of {leaf.dtype} with "
-    return f"{where}the number {number}, which {held.dtype} does not hold"
+    if leaf.dtype.kind in NO_NUMBERS or leaf.dtype.names:
+        return f"a NumPy array of {leaf.dtype}"
+    held = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype.kind in "iu" and np.any(leaf.astype(held) != leaf):
+        return f"a NumPy array of {leaf.dtype} with numbers that {held} does not hold"
+    return None
 
 
 # ------------------------------------------------ objects that a trace has made
@@ -101,20 +78,20 @@ def originals_of(node: Any) -> list[Any]:
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
     """Give the content of a copied graph to the originals, and return their graph."""
     copies = objects_of(copy)
-    own = {
+    kept = {
         id(new): old
         for old, new in zip(originals, copies, strict=True)
         if old is not None
     }
 
     def ours(value: Any) -> Any:
-        return own.get(id(value), value)
+        return kept.get(id(value), value)
 
     def content(value: Any) -> Any:
         if is_object(value):
             return ours(value)
         parts = jax.tree.leaves(value, is_leaf=is_object)
-        if not any(id(part) in own for part in parts):
+        if not any(id(part) in kept for part in parts):
             return value
         return jax.tree.map(ours, value, is_leaf=is_object)
 
@@ -142,18 +119,14 @@ def arrays_as_data(node: Any, kind: type) -> None:
 
 
 def refuse_traced(node: Any) -> None:
-    """Raise where an NNX object holds a value of the trace that no array replaces.
-
-    That is one in a static attribute, or in a Variable that is a reference.
-    """
+    """Raise where an NNX object holds a value of the trace that no array replaces."""
     refuse_references(node)
     # Those that were made here become the result themselves.
     objects = objects_of(node)
     made = {id(part) for part in objects if was_made_here(part)}
     for owner in filter(is_nnx_object, objects):
         for name, value in constants_of(owner).items():
-            parts = _flat([value, *map(_held_by, _flat(value))])
-            held = [part for part in parts if id(part) not in made]
+            held = [part for part in _flat(value) if id(part) not in made]
             if not any(isinstance(leaf, Tracer) for leaf in leaves_in(held)):
                 continue
             fix = (
@@ -165,15 +138,6 @@ def refuse_traced(node: Any) -> None:
                 f"{type(owner).__name__}.{name} is a static {type(value).__name__} "
                 f"with an array in it: {fix} of the module"
             )
-
-
-def _held_by(value: Any) -> list[Any]:
-    """What a function has as defaults or in its closure, and a partial as arguments."""
-    if not isinstance(value, functools.partial | types.FunctionType):
-        return []
-    names = ("args", "keywords", "__defaults__")
-    cells = getattr(value, "__closure__", None) or ()
-    return [*(getattr(value, name, ()) for name in names), *gc.get_referents(*cells)]
 
 
 def refuse_references(node: Any) -> None:

@@ -21,22 +21,20 @@ from jax.extend.core import ClosedJaxpr
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.jax_internals import tracers_without_sharding
 from flax_layoutmap._tree.flax_internals import (
-    forget_eager_flag,
     is_nnx_object,
+    is_object,
     nnx_split,
     nnx_state,
     no_mesh,
     objects_of,
     restore_eager_flag,
     variables_of,
-    was_made_elsewhere,
-    without_eager_sharding,
+    was_made_here,
 )
 from flax_layoutmap._tree.objects import (
     adopt,
     arrays_as_data,
     has_mixed_keys,
-    is_object,
     originals_of,
     reference_error,
     refuse_references,
@@ -66,14 +64,10 @@ def is_tracing_constructor() -> bool:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    """The contexts that a constructor is traced in.
-
-    `jax.disable_jit` and leak checks are off: the objects that a constructor makes keep
-    traced values until they get arrays.
-    """
+    # Leak checks are off: the objects keep traced values until they get arrays.
     token = _TRACING.set(True)
     try:
-        with no_mesh(), without_eager_sharding(), tracers_without_sharding():
+        with no_mesh(), nnx.use_eager_sharding(False), tracers_without_sharding():
             with jax.disable_jit(False), jax.check_tracer_leaks(False):
                 yield
     finally:
@@ -121,8 +115,8 @@ class Traced:
         states = self._after.unflatten(values)
         for node, state in zip(self._input_nodes, states, strict=True):
             # Values only: the metadata of the trace must not reach the caller.
-            own = jax.tree.structure(nnx_state(node))
-            nnx.update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
+            structure = jax.tree.structure(nnx_state(node))
+            nnx.update(node, jax.tree.unflatten(structure, jax.tree.leaves(state)))
 
 
 def trace(
@@ -136,12 +130,8 @@ def trace(
     """Trace `make(*args, **kwargs)` once, abstractly.
 
     Arrays among the arguments (`jax.ShapeDtypeStruct` too) and NNX objects are inputs;
-    everything else is static. With `own_objects`, a result must not hold an object that
-    is neither made by `make` nor an argument; otherwise it gets a copy of it.
-
-    Raises StructureError if objects share a Variable, if `make` changes an object that
-    is not an argument or the structure of one that is, or if a static attribute of the
-    result keeps a value of the trace.
+    everything else is static. With `own_objects`, the result must not hold an object
+    from outside that is not an argument; otherwise it gets a copy of it.
     """
     nodes, inputs, rebuild = _taken_apart((tuple(args), dict(kwargs or {})))
     for node in nodes:
@@ -155,7 +145,7 @@ def trace(
         (new_args, new_kwargs), merged = rebuild(values)
         kept = merged if keep_inputs else []
         for node in merged:
-            forget_eager_flag(node)
+            restore_eager_flag(node, False)
         before = [nnx_split(node)[0] for node in kept]
         result = make(*new_args, **new_kwargs)
         made = [x for x in jax.tree.leaves(result, is_leaf=is_object) if is_object(x)]
@@ -211,10 +201,9 @@ def trace(
 
 
 def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., Any]]:
-    """The NNX objects in arguments, each once, and their arrays with all others.
+    """The NNX objects in arguments, each once; all arrays; and a function of arrays.
 
-    Also a function of other arrays that gives the arguments with these, and the copies
-    of the objects that they have then.
+    It returns the arguments with these arrays, and the copies of the objects in them.
     """
     slots, treedef = jax.tree.flatten(
         arguments, is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node)
@@ -251,9 +240,9 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
 
 
 def _refuse_others(nodes: Sequence[Any]) -> None:
-    """Raise where a result holds what was there before; in the trace."""
+    """Raise where a result holds an object from outside; called in the trace."""
     for part in (part for node in nodes for part in objects_of(node)):
-        if was_made_elsewhere(part):
+        if not was_made_here(part):
             raise StructureError(
                 f"the constructor keeps a {type(part).__name__} that was there before: "
                 "pass it as an argument, or make the whole model with flm.create(make, "
@@ -322,8 +311,7 @@ def _is_array(value: Any) -> bool:
 def _is_value(leaf: Any) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return False  # the function has traced something itself
-    is_number = isinstance(leaf, bool | int | float | complex) and not unfit(leaf)
-    return is_number or _is_array(leaf)
+    return isinstance(leaf, bool | int | float | complex) or _is_array(leaf)
 
 
 def _shape_of(value: Any) -> Any:

@@ -217,10 +217,6 @@ HTML: dict[str, Callable[[str], str]] = {
     "array": lambda name: drawn(name).html(),
     "array in a notebook": lambda name: drawn(name)._repr_html_(),
     "mesh": lambda name: flm.draw.mesh(resolved(name).mesh).html(),
-    "lint in a notebook": lambda name: flm.lint(resolved(name))._repr_html_(),
-    "diff in a notebook": lambda name: compared(name)._repr_html_(),
-    "plan in a notebook": lambda name: planned(name)._repr_html_(),
-    "suggestion in a notebook": lambda name: suggested(name)._repr_html_(),
 }
 
 

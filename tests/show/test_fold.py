@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_layoutmap._show.fold import apart, fold, natural_key, relation, spell_indices
+from flax_layoutmap._show.fold import fold, natural_key, relation, spell_indices
 
 
 def texts(paths: list[str], alike: list[int] | None = None) -> list[str]:
@@ -109,7 +109,7 @@ def test_an_owner_is_spelled_with_the_same_indices() -> None:
 
 
 def test_apart() -> None:
-    rows = apart(["layers/0/w", "layers/1/w", "b"])
+    rows = fold(["layers/0/w", "layers/1/w", "b"], range(3))
     assert [row.text for row in rows] == ["layers/0/w", "layers/1/w", "b"]
     assert [row.members for row in rows] == [(0,), (1,), (2,)]
     assert [row.text[: row.head] for row in rows] == ["layers/0/", "layers/1/", ""]

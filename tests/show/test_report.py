@@ -290,19 +290,3 @@ def test_each_mesh_axis_has_its_colour_and_warnings_are_red() -> None:
     assert {code for word, code in pieces if word == "model"} == {"35", "1;35"}
     assert {("unused", "1;31"), ("unmatched", "1;31")} <= pieces
     assert any("- no rule" in word and code == "31" for word, code in pieces)
-
-
-# ------------------------------------------------------------------ in a notebook
-
-
-def test_a_notebook_shows_the_words_of_the_report() -> None:
-    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), strict=False)
-    layout_map["kernel"] = (None, "model")
-    tree = {"a<b>&'": {"kernel": struct(8, 16)}}
-    before = layout_map.resolve(tree)
-    layout_map.replace("kernel", ("model", None))
-    page = before.diff(layout_map.resolve(tree))._repr_html_()
-    text = html.unescape(re.sub(r"<[^>]*>", "", page))
-    for words in ("a<b>&'/kernel", "1 moved"):
-        assert words in re.sub(r"\s+", " ", text)
-    assert set(re.findall(r"</?(\w+)", page)) == {"pre", "span"}
