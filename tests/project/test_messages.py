@@ -1,6 +1,5 @@
 """The texts of errors: in full where they have several parts, else how they begin."""
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -610,7 +609,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
             lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))
         ),
         "Keeps.kept is a static tuple with an array in it": lambda: trace(
-            lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))
+            lambda: Keeps((jnp.ones(2), 1))
         ),
     },
     flm.errors.ResolveError: {
