@@ -68,11 +68,7 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
         rows[at] = lay_adapter(made, at, kernels, match)
     lay_scales(made)
     for at, layout in leaves.layouts.items():
-        dims, mesh = layout.dims(len(shapes[at])), layout.device_mesh
-        kind = layout.memory_kind
-        rows[at] = Decision(
-            dims, normal_spec(dims), mesh, None, "own layout", memory_kind=kind
-        )
+        rows[at] = _given(layout, shapes[at])
     for at, origin in enumerate(origins.state or ()):
         if origin is not None:
             rows[at] = _state(made, matches, origin, at)
@@ -83,6 +79,12 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
             if reason := _not_sharded(dtype, at in leaves.flat.fixed):
                 rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
     return rows
+
+
+def _given(layout: TensorLayout, shape: Shape) -> Decision:
+    """The decision for a parameter that has its layout already."""
+    dims, mesh, kind = layout.dims(len(shape)), layout.device_mesh, layout.memory_kind
+    return Decision(dims, normal_spec(dims), mesh, None, "own layout", memory_kind=kind)
 
 
 def _not_sharded(dtype: Any, is_fixed: bool) -> Reason | None:
@@ -171,7 +173,7 @@ def _state(made: Decisions, matches: Matches, origin: Origin, at: int) -> Decisi
     """The decision for a leaf of optimizer state, after those for the parameters."""
     shape, owners = made.leaves.shapes[at], matches.origins.owners
     if not shape:
-        return made.by_match(MatchedRules(), shape)
+        return made.replicated("scalar", shape)
     key, why, live = None, _NO_PARAMETERS, _live_layout(made, at)
     if owners or origin.owner is not None:
         key, why = _owner(made, owners, origin, live)

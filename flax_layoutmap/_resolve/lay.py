@@ -52,9 +52,6 @@ class Decisions:
 
     def by_match(self, match: MatchedRules, shape: Shape) -> Decision:
         """The decision of the parameter rules that match a leaf."""
-        return self.once((match, shape), lambda: self._by_match(match, shape))
-
-    def _by_match(self, match: MatchedRules, shape: Shape) -> Decision:
         rules, matched = self.rules.rules, match.rules
         if match.key is not None and fits(rules[match.key].layout, len(shape)):
             matched = (match.key,)

@@ -132,40 +132,40 @@ def born(how: str, make: Callable[[], Any], layout_map: flm.LayoutMap) -> Any:
     if how == "scope":
         with flm.layout_map_scope(layout_map):
             return make()
-    if how == "jit":
-        return flm.jit(make, layout_map=layout_map)()
     with nnx.use_eager_sharding(False):
         model = make()
-    for _, variable in nnx.to_flat_state(nnx.state(model)):
-        variable.set_metadata("eager_sharding", True)
+    if isinstance(model, nnx.Module):
+        for _, variable in nnx.to_flat_state(nnx.state(model)):
+            variable.set_metadata("eager_sharding", True)
     return layout_map.place(model)
+
+
+def mapped(mesh: flm.DeviceMesh, rule: Any, **options: Any) -> flm.LayoutMap:
+    """The map with this rule for kernels, or none."""
+    layout_map = flm.LayoutMap(mesh, **options)
+    if rule is not None:
+        layout_map["kernel"] = rule
+    return layout_map
 
 
 # ------------------------------------------------------------------------- NNX
 
 
 @pytest.mark.parametrize("rule", [None, (None, "data")])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("how", "spelling"),
+    [
+        *(("create", spelling) for spelling in SPELLINGS),
+        ("scope", "with_partitioning"),
+        ("place", "with_partitioning"),
+    ],
+)
 def test_spellings(
-    spelling: str, rule: Any, mesh: flm.DeviceMesh, quiet_flax: Any
+    how: str, spelling: str, rule: Any, mesh: flm.DeviceMesh, quiet_flax: Any
 ) -> None:
-    layout_map = flm.LayoutMap(mesh, unmatched="error")
-    if rule is not None:
-        layout_map["kernel"] = rule
-    model = flm.create(spelled(spelling), layout_map)
-    check_nnx(model, RULED if rule else ANNOTATED, mesh)
-
-
-@pytest.mark.parametrize("rule", [None, (None, "data")])
-@pytest.mark.parametrize("how", ["create", "scope", "place"])
-def test_ways_of_birth(
-    how: str, rule: Any, mesh: flm.DeviceMesh, quiet_flax: Any
-) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    if rule is not None:
-        layout_map["kernel"] = rule
-    model = born(how, spelled("with_partitioning"), layout_map)
-    check_nnx(model, RULED if rule else ANNOTATED, mesh, in_jit=True)
+    layout_map = mapped(mesh, rule, unmatched="error")
+    model = born(how, spelled(spelling), layout_map)
+    check_nnx(model, RULED if rule else ANNOTATED, mesh, in_jit=how != "create")
 
 
 def test_metadata_that_is_right_is_left_alone(
@@ -176,32 +176,22 @@ def test_metadata_that_is_right_is_left_alone(
     layout_map = flm.LayoutMap(mesh)
     shardings = layout_map.shardings(make)
     state = nnx.state(flm.create(make, layout_map))
-    assert jax.tree.structure(shardings) == jax.tree.structure(state)
     jax.jit(lambda s: s, in_shardings=(shardings,))(state)
 
 
-def test_logical_names_with_rules_in_context(
-    mesh: flm.DeviceMesh, quiet_flax: Any
+@pytest.mark.parametrize("rule", [None, (None, "data")])
+def test_what_the_metadata_needs_from_elsewhere(
+    rule: Any, mesh: flm.DeviceMesh, quiet_flax: Any
 ) -> None:
-    make = param(out_sharding=("embed", "mlp"))
-    with nnx.logical_axis_rules(LOGICAL):
-        check_nnx(flm.create(make, flm.LayoutMap(mesh)), ANNOTATED, mesh)
-        ruled = flm.LayoutMap(mesh)
-        ruled["kernel"] = (None, "data")
-        model = flm.create(make, ruled)
-        check_nnx(model, RULED, mesh)
-    check_nnx(model, RULED, mesh)  # without them too
-
-
-def test_another_mesh_in_the_metadata_is_replaced(
-    mesh: flm.DeviceMesh, quiet_flax: Any
-) -> None:
+    """Logical rules in context; and another mesh, which is replaced."""
+    layout_map = mapped(mesh, rule)
     other = flm.DeviceMesh((4, 2), ("data", "model"))
-    make = param(out_sharding=("data", "model"), mesh=bare(other))
-    check_nnx(flm.create(make, flm.LayoutMap(mesh)), ANNOTATED, mesh)
-    ruled = flm.LayoutMap(mesh)
-    ruled["kernel"] = (None, "data")
-    check_nnx(flm.create(make, ruled), RULED, mesh)
+    elsewhere = param(out_sharding=NAMES, mesh=bare(other))
+    dims = RULED if rule else ANNOTATED
+    check_nnx(flm.create(elsewhere, layout_map), dims, mesh)
+    with nnx.logical_axis_rules(LOGICAL):
+        model = flm.create(param(out_sharding=("embed", "mlp")), layout_map)
+        check_nnx(model, dims, mesh)
 
 
 def test_names_of_another_mesh_are_told_and_mended(mesh: flm.DeviceMesh) -> None:
@@ -216,14 +206,9 @@ def test_names_of_another_mesh_are_told_and_mended(mesh: flm.DeviceMesh) -> None
     check_nnx(model, (("data",), ()), mesh)
     with pytest.raises(flm.errors.ResolveError, match="no mesh axis for 'heads'"):
         flm.create(make, flm.LayoutMap(mesh, strict=True))
-    # The fixes that the warning names:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", flm.LayoutWarning)
-        with nnx.logical_axis_rules([("heads", "model")]):
-            check_nnx(flm.create(make, flm.LayoutMap(mesh)), ANNOTATED, mesh)
-        ruled = flm.LayoutMap(mesh)
-        ruled["kernel"] = (None, "data")
-        check_nnx(flm.create(make, ruled), RULED, mesh)
+    with warnings.catch_warnings(), nnx.logical_axis_rules([("heads", "model")]):
+        warnings.simplefilter("error", flm.LayoutWarning)  # as the warning says
+        check_nnx(flm.create(make, flm.LayoutMap(mesh)), ANNOTATED, mesh)
 
 
 @pytest.mark.parametrize("moments", [None, ("model", None)])
@@ -231,8 +216,7 @@ def test_the_metadata_of_moments_follows(
     moments: Any, mesh: flm.DeviceMesh, quiet_flax: Any
 ) -> None:
     """Where an optimizer is placed together with its model."""
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["kernel"] = (None, "data")
+    layout_map = mapped(mesh, (None, "data"))
     if moments is not None:
         layout_map.optimizer["kernel"] = moments
     make = spelled("with_partitioning")
@@ -248,33 +232,6 @@ def test_the_metadata_of_moments_follows(
     with jax.set_mesh(bare(mesh)):
         gradients = nnx.grad(lambda m: (m(X) ** 2).sum())(model)
         optimizer.update(model, gradients)
-
-
-@pytest.mark.parametrize(
-    ("names", "shape", "text"),
-    [
-        (("data", "model", None), (8, 16), "names 3 dims, the leaf has 2"),
-        (
-            ("data", None),
-            (7, 16),
-            "dim 0 of size 7 does not divide by mesh axis 'data'",
-        ),
-        (("data", "data"), (8, 16), "uses the mesh axis 'data' twice"),
-    ],
-)
-def test_metadata_that_does_not_fit_is_an_error(
-    names: Any, shape: Any, text: str, mesh: flm.DeviceMesh
-) -> None:
-    def make() -> nnx.Module:
-        return Layer(nnx.Param(jnp.ones(shape), out_sharding=names))
-
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        flm.create(make, flm.LayoutMap(mesh))
-    assert "kernel (" in str(caught.value) and text in str(caught.value)
-    assert f"Flax metadata {names}" in str(caught.value)
-    ruled = flm.LayoutMap(mesh)
-    ruled["kernel"] = (None, "model")  # a rule wins over it
-    check_nnx(flm.create(make, ruled), ((), ("model",)), mesh)
 
 
 def stacked(partition: Any, layers: int = 4) -> Callable[[], nnx.Module]:
@@ -307,9 +264,7 @@ def stacked(partition: Any, layers: int = 4) -> Callable[[], nnx.Module]:
 @pytest.mark.parametrize("rule", [None, (None, "data", None)])
 @pytest.mark.parametrize("partition", [None, "layers"])
 def test_stacked_layers(partition: Any, rule: Any, mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    if rule is not None:
-        layout_map["kernel"] = rule
+    layout_map = mapped(mesh, rule, strict=False)
     model: Any = flm.create(stacked(partition), layout_map)
     check_nnx(model, ((), *(RULED[::-1] if rule else ANNOTATED)), mesh)
     assert model(jnp.ones((2, 8))).shape == (2, 8)
@@ -327,8 +282,7 @@ def test_stacked_layers_whose_metadata_does_not_know(mesh: flm.DeviceMesh) -> No
         flm.create(make, flm.LayoutMap(mesh))
     resolution = flm.LayoutMap(mesh).resolve(stacked("none given"))
     assert "names 2 of 3 dims, the first ones" in resolution.explain("layers/kernel")
-    ruled = flm.LayoutMap(mesh)
-    ruled["kernel"] = (None, "data", None)
+    ruled = mapped(mesh, (None, "data", None))
     check_nnx(flm.create(make, ruled), ((), ("data",), ()), mesh)
 
 
@@ -338,9 +292,7 @@ def test_saved_and_restored(mesh: flm.DeviceMesh, tmp_path: Any) -> None:
     flm.checkpoint.save(path, flm.create(make, flm.LayoutMap(mesh)))
     other = flm.DeviceMesh((4, 2), ("data", "model"))
     for rule, dims in ((None, ANNOTATED), ((None, "data"), RULED)):
-        layout_map = flm.LayoutMap(other)
-        if rule is not None:
-            layout_map["kernel"] = rule
+        layout_map = mapped(other, rule)
         with nnx.use_eager_sharding(False):
             target = nnx.eval_shape(make)
         restored: Any = flm.checkpoint.restore(path, target, layout_map=layout_map)
@@ -440,32 +392,23 @@ def check_linen(net: Any, variables: Any, dims: Dims, mesh: flm.DeviceMesh) -> N
 
 
 @pytest.mark.parametrize("rule", [None, (..., "data")])
-@pytest.mark.parametrize("name", NETS)
-def test_linen_spellings(name: str, rule: Any, mesh: flm.DeviceMesh) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *(("create", name) for name in NETS),
+        ("scope", "Partitioned"),
+        ("place", "Partitioned"),
+    ],
+)
+def test_linen_spellings(how: str, name: str, rule: Any, mesh: flm.DeviceMesh) -> None:
     make, dims = NETS[name]
     net = make(bare(mesh))
-    layout_map = flm.LayoutMap(mesh, strict=name != "scan, layers")
+    layout_map = mapped(mesh, rule, strict=name != "scan, layers")
     if rule is not None:
-        layout_map["kernel"] = rule
         dims = (*((),) * (len(dims) - 1), ("data",))
     with nn.logical_axis_rules(LOGICAL):
-        variables = flm.create(net.init, layout_map, jax.random.key(0), X)
+        variables = born(how, lambda: net.init(jax.random.key(0), X), layout_map)
         check_linen(net, variables, dims, mesh)
-
-
-@pytest.mark.parametrize("how", ["scope", "place"])
-def test_linen_ways_of_birth(how: str, mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=True)
-    layout_map["kernel"] = (None, "data")
-    key = jax.random.key(0)
-    if how == "scope":
-        with flm.layout_map_scope(layout_map):
-            net = Net(boxed(INIT))
-            variables = net.init(key, X)
-    else:
-        net = Net(boxed(INIT))
-        variables = layout_map.place(net.init(key, X))
-    check_linen(net, variables, RULED, mesh)
 
 
 def test_a_train_state_of_boxes(mesh: flm.DeviceMesh) -> None:
@@ -475,9 +418,7 @@ def test_a_train_state_of_boxes(mesh: flm.DeviceMesh) -> None:
         params = net.init(key, X)["params"]
         return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
 
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["kernel"] = (None, "data")
-    state = flm.create(make, layout_map, jax.random.key(0))
+    state = flm.create(make, mapped(mesh, (None, "data")), jax.random.key(0))
     with jax.set_mesh(bare(mesh)):
         gradients = jax.tree.map(jnp.ones_like, state.params)
         state = state.apply_gradients(grads=gradients)

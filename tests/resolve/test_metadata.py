@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.linen import spmd
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 
 P = PartitionSpec
 
 
 def variable(**metadata: Any) -> nnx.Variable[Any]:
     with nnx.use_eager_sharding(False):
-        return nnx.Param(jnp.zeros((2, 2)), **metadata)
+        return nnx.Param(jnp.zeros((8, 8)), **metadata)
 
 
 @pytest.mark.parametrize("value", [(), [], P()])
@@ -81,49 +83,55 @@ def test_empty_names_are_metadata(abstract_mesh: flm.DeviceMesh) -> None:
     assert resolution["a"].layout.is_replicated and resolution.unmatched == ("b",)
 
 
-def test_other_things_may_be_called_layout() -> None:
-    for value in ("NCHW", 3, None, object()):
-        mark = mark_of(variable(layout=value))
-        assert (mark.layout, mark.problem) == (None, None)
+def test_other_things_may_be_called_layout(abstract_mesh: flm.DeviceMesh) -> None:
+    tree = {str(x): variable(layout=x) for x in ("NCHW", 3, None, object())}
+    resolution = flm.LayoutMap(abstract_mesh, strict=False).resolve(tree)
+    assert len(resolution.unmatched) == len(tree)
 
 
-def test_nnx_rules_rename() -> None:
-    mark = mark_of(
-        variable(out_sharding=("a", "b"), sharding_rules=[("a", "data"), ["b", None]])
+NAMES = st.permutations([None, "x", "y", "data", "model"]).map(lambda x: x[:2])
+RULES = st.lists(
+    st.tuples(st.sampled_from(["x", "y"]), st.sampled_from([None, "data", "model"])),
+    max_size=3,
+)
+
+
+@given(NAMES, RULES, st.sampled_from(["context", "box"]))
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_names_become_the_axes_that_flax_gives(
+    kind: str, names: list[str | None], rules: Any, where: str
+) -> None:
+    """Of those on the mesh; Linen's rules go by priority, and use an axis once."""
+    mesh = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    box: Any = {}
+    if kind == "nnx":
+        box = {"sharding_rules": rules} if where == "box" else {}
+        leaf: Any = variable(out_sharding=tuple(names), **box)
+    else:
+        box = rules if where == "box" else None
+        leaf = nn.LogicallyPartitioned(jnp.zeros((8, 8)), tuple(names), rules=box)
+    with nn.logical_axis_rules(rules if where == "context" else []):
+        if kind == "nnx":
+            renamed = dict(rules)  # the last rule counts
+            spec = [renamed.get(name, name) for name in names]
+        else:
+            spec = list(spmd.logical_to_mesh(P(*names), rules))
+        kept = [axis if axis in mesh.axis_names else None for axis in spec]
+        assume(len(set(kept) - {None}) == len([axis for axis in kept if axis]))
+        resolution = flm.LayoutMap(mesh).resolve({"w": leaf})
+    assert resolution["w"].layout == flm.TensorLayout(
+        tuple(kept) if any(kept) else (), mesh
     )
-    assert mesh_axes(mark) == ((("data",), ()), ())
-    plain = mark_of(variable(out_sharding=("a", "model")))
-    assert mesh_axes(plain) == ((("a",), ("model",)), ())
-    with nnx.logical_axis_rules([("a", ("data", "model"))]):
-        assert mesh_axes(plain)[0] == (("data", "model"), ("model",))
-        assert mesh_axes(mark)[0] == (("data",), ())  # its own rules come first
+    assert resolution["w"].reason == "flax metadata"
 
 
-def test_linen_boxes() -> None:
-    box: Any = nn.Partitioned(jnp.zeros((2, 2)), names=("data", None))  # type: ignore[arg-type]
-    mark = mark_of(box)
-    assert (mark.kind, mark.names) == ("mesh", (("data",), ()))
+def test_linen_boxes_without_rules_name_mesh_axes(
+    abstract_mesh: flm.DeviceMesh,
+) -> None:
+    box = nn.Partitioned(jnp.zeros((8, 8)), names=("data", None))  # type: ignore[arg-type]
     with nn.logical_axis_rules([("data", "model")]):
-        assert mesh_axes(mark) == ((("data",), ()), ())  # a mesh axis already
-
-
-def test_linen_rules_go_by_priority_and_axes_are_used_once() -> None:
-    box: Any = nn.LogicallyPartitioned(jnp.zeros((2, 2)), names=("x", "y"))  # type: ignore[arg-type]
-    mark = mark_of(box)
-    assert mark.kind == "linen"
-    assert mesh_axes(mark) == (((), ()), ("x", "y"))
-    with nn.logical_axis_rules([("y", "data"), ("x", "data"), ("x", "model")]):
-        assert mesh_axes(mark) == ((("model",), ("data",)), ())
-    with nn.logical_axis_rules([("y", None)]):
-        assert mesh_axes(mark) == (((), ()), ("x",))
-
-
-def test_something_else_with_names() -> None:
-    class Record:
-        names = ("a", None)
-        rules = (("a", "data"),)
-
-    assert mesh_axes(mark_of(Record())) == ((("data",), ()), ())
+        leaf = flm.LayoutMap(abstract_mesh).resolve({"w": box})["w"]
+    assert leaf.layout.axes == ("data", None)
 
 
 def test_place_leaves_the_boxes_that_it_was_given() -> None:
