@@ -41,59 +41,39 @@ class _Section(MutableMapping[str, TensorLayout]):
         return self.get(path)
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the layout for a path: exact key, then patterns, else `default`.
-
-        Raises:
-            RuleError: rules with different layouts match it, and `overlap="error"`.
-        """
-        if path in self._rules:
-            return self._rules[path].layout
-        frozen = self._owner.freeze()
-        rules = getattr(frozen, self._name)
-        matched = frozen.matcher_of(self._name).matching(path)
-        if not matched:
-            return default
-        at = frozen.winner(rules, matched)
-        if at is None:
-            listed = ", ".join(repr(rules[at].pattern) for at in matched)
-            raise RuleError(
-                f"{path!r} is matched by rules with different layouts: {listed}; make "
-                'one narrower, or use overlap="first" or "last"'
-            )
-        return rules[at].layout
+        """Return the layout for a path: exact key, then patterns, else `default`."""
+        layout = self._owner.freeze().layout_in(self._name, path)
+        return default if layout is None else layout
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.add(_rule(key, value))
 
     def add(self, rule: Rule) -> None:
-        """Add a rule with its own options (`rank="skip"`).
-
-        Raises:
-            RuleError: the key is taken, or the mesh lacks an axis.
-        """
+        """Add a rule with its own options (`rank="skip"`)."""
         if rule.pattern in self._rules:
             raise RuleError(
                 f"the key {rule.pattern!r} is already set to "
                 f"{self._rules[rule.pattern].layout}; to change it use "
                 f".replace({rule.pattern!r}, …), or del it first"
             )
-        self._rules[rule.pattern] = self._owner._bind(rule)
-        self._owner._changed()
+        self._set(rule)
 
     def replace(self, key: str, value: Any) -> None:
-        """Change the layout of an existing key, at the same position.
-
-        Raises:
-            KeyError: there is no such key.
-        """
+        """Change the layout of an existing key, at the same position."""
         self._need(key)
-        self._rules[key] = self._owner._bind(_rule(key, value))
-        self._owner._changed()
+        self._set(_rule(key, value))
+
+    def _set(self, rule: Rule) -> None:
+        mesh = self._owner._mesh
+        if mesh is not None and rule.layout.device_mesh is None:
+            rule = rule.on(mesh)  # the caller's own layout stays as it is
+        self._rules[rule.pattern] = rule
+        self._owner._frozen = None
 
     def __delitem__(self, key: str) -> None:
         self._need(key)
         del self._rules[key]
-        self._owner._changed()
+        self._owner._frozen = None
 
     def _need(self, key: str) -> None:
         if key not in self._rules:
@@ -159,9 +139,7 @@ class _Section(MutableMapping[str, TensorLayout]):
 class LayoutMap(_Section):
     """Regex rules over leaf paths → layouts.
 
-    Keras's `LayoutMap` for JAX and Flax. Write rules once; the map gives shardings for
-    `jit`, makes the model in its shards, places optimizer state, and restores
-    checkpoints.
+    Keras's `LayoutMap` for JAX and Flax.
 
     Values: a tuple or list with one entry per dim (`None`, an axis name, a tuple of
     names, or once `...` for any number of dims), a `PartitionSpec`, a `NamedSharding`,
@@ -174,13 +152,8 @@ class LayoutMap(_Section):
 
     A pattern sees the path of a parameter within its model, `up/kernel`, also where the
     model is in a dict, `{"policy": model}`, or in Linen's `params`. A pattern whose
-    text names the member (`^policy/`, `params/up`) also sees the whole path,
-    `policy/up/kernel`. Of exact keys the longest wins.
-
-    A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
-    dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
-    that matches both is about the kernel. What `nnx.LoRA` was put around keeps its
-    rules: `up/base_module/kernel` is matched as `up/kernel`.
+    text names the member (`^policy/`, `params/up`) also sees the whole path. A LoRA
+    matrix follows its kernel, unless a rule matches it and not the kernel.
 
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
@@ -243,12 +216,9 @@ class LayoutMap(_Section):
     ) -> "LayoutMap":
         """Make a map from an ordered list, as in EasyLM, big_vision and T5X.
 
-        Args:
-            rules: `(pattern, layout)` pairs or `flm.Rule` objects, or a mapping of
-                pattern to layout; the first that matches wins.
-            device_mesh: as for `LayoutMap`.
-            overlap: as for `LayoutMap`, but `"first"` unless said otherwise.
-            **options: the other options of `LayoutMap`.
+        `rules` are `(pattern, layout)` pairs or `flm.Rule` objects, or a mapping of
+        pattern to layout; the first that matches wins. The options are those of
+        `LayoutMap`.
         """
         layout_map = cls(device_mesh, overlap=overlap, **options)
         if isinstance(rules, _Section):
@@ -284,10 +254,8 @@ class LayoutMap(_Section):
         """Layouts of the outputs of layers, by the paths of their modules.
 
         Applied inside of `flm.jit(layout_map=…)` and `flm.activation_scope`. A pattern
-        must match up to the end of the path, so that a rule for `mlp` is none for
-        `mlp/up`. Of a layer with several outputs `mlp/0`, or `mlp/name` for a dict,
-        names one. Keras's spelling is a key of the map itself that ends in `/output`
-        (or `.output`, or `.*output`).
+        must match up to the end of the path; `mlp/0` or `mlp/name` is one of several
+        outputs. Keras's spelling is a key of the map itself that ends in `/output`.
         """
         return self._sections["activations"]
 
@@ -298,10 +266,7 @@ class LayoutMap(_Section):
 
     @property
     def optimizer(self) -> _Section:
-        """Rules for optimizer state by the path of its parameter (ZeRO-1).
-
-        They win over the parameter's own layout.
-        """
+        """Rules for optimizer state by the paths of parameters (ZeRO-1); they win."""
         return self._sections["optimizer"]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -333,11 +298,7 @@ class LayoutMap(_Section):
         return self._frozen
 
     def on(self, mesh: Any) -> "LayoutMap":
-        """Return the same rules on another mesh.
-
-        Raises:
-            RuleError: a rule names an axis that the mesh does not have.
-        """
+        """Return the same rules on another mesh."""
         return LayoutMap.from_rule_set(self.freeze().on(mesh))
 
     def copy(self) -> "LayoutMap":
@@ -365,30 +326,18 @@ class LayoutMap(_Section):
 
         Usable as `jax.jit(in_shardings=…, out_shardings=…)`. For a module it has the
         structure of `nnx.state(module)`. Emits each warning once.
-
-        Raises:
-            ResolveError: leaves do not fit the rules.
         """
         return self._announced(tree, params, tx).shardings
 
     def abstract(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """Return a tree of `jax.ShapeDtypeStruct` with shardings: a restore target.
-
-        Raises:
-            ResolveError: leaves do not fit the rules.
-        """
+        """Return a tree of `jax.ShapeDtypeStruct` with shardings: a restore target."""
         return self._announced(tree, params, tx).abstract()
 
     def place(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """Move existing arrays to their layouts.
+        """Move existing arrays to their layouts: all, or on an error none.
 
-        Args:
-            tree: a module (updated in place and returned), or any tree of arrays.
-            params: as for `flm.resolve`.
-            tx: as for `flm.resolve`.
-
-        Raises:
-            ResolveError: leaves do not fit the rules; nothing was moved.
+        `tree` is a module (updated in place and returned), or any tree of arrays;
+        `params` and `tx` are as for `flm.resolve`.
         """
         resolution = self._announced(tree, params, tx)
         return settle_metadata(place(tree, resolution), resolution)
@@ -409,28 +358,14 @@ class LayoutMap(_Section):
 
     @classmethod
     def from_json(cls, data: dict[str, Any], *, mesh: Any = None) -> "LayoutMap":
-        """Read the values that `to_json` returned.
-
-        Args:
-            data: the JSON values.
-            mesh: the mesh to put the rules on; None takes the recorded one, abstract.
-
-        Raises:
-            RuleError: unknown schema, unknown keys, or values that are no rules.
-        """
+        """Read the values that `to_json` returned; `mesh` as for `from_file`."""
         return cls.from_rule_set(rules_from_json(data, mesh=mesh))
 
     @classmethod
     def from_file(cls, path: Any, *, mesh: Any = None) -> "LayoutMap":
         """Read rules from a TOML or JSON file; `docs/rule_files.md` has the format.
 
-        Args:
-            path: the file; `.toml`, or `.json` (what `to_json` returned, too).
-            mesh: the mesh to put the rules on; None takes that of the file, abstract.
-
-        Raises:
-            RuleError: the file cannot be read, or has unknown keys or invalid values;
-                the message names the file and the keys.
+        `mesh` is the mesh to put the rules on; None takes that of the file, abstract.
 
         Example:
             >>> import flax_layoutmap as flm, pathlib, tempfile
@@ -449,26 +384,8 @@ class LayoutMap(_Section):
         return cls.from_rule_set(read_rules(path, mesh=mesh))
 
     def to_file(self, path: Any) -> None:
-        """Write the rules and options to a TOML or JSON file, which is replaced.
-
-        The devices of the mesh are not written.
-
-        Args:
-            path: the file; `.toml` or `.json`.
-
-        Raises:
-            RuleError: the file cannot be written.
-        """
+        """Write rules, options and mesh, without its devices, as TOML or JSON."""
         write_rules(self.freeze(), path)
-
-    def _bind(self, rule: Rule) -> Rule:
-        """Fill the map's mesh into a layout without one; the caller's own stays."""
-        if self._mesh is None or rule.layout.device_mesh is not None:
-            return rule
-        return rule.on(self._mesh)
-
-    def _changed(self) -> None:
-        self._frozen = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayoutMap) and self.freeze() == other.freeze()

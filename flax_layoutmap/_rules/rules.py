@@ -15,6 +15,7 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
     warn,
 )
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.matching import Matcher, MatchMode, Rule
 
@@ -118,8 +119,25 @@ class RuleSet:
         """The matcher of a section, made on first use."""
         matchers = self._caches.matchers
         if section not in matchers:
-            matchers[section] = Matcher(getattr(self, section), self.match)
+            mode = "fullmatch" if section == "names" else self.match
+            matchers[section] = Matcher(getattr(self, section), mode)
         return matchers[section]
+
+    def layout_in(self, section: str, path: str) -> TensorLayout | None:
+        """Look up a path in a section: exact key, then patterns; None for a miss."""
+        rules, matched = getattr(self, section), self.matcher_of(section).match((path,))
+        if matched.key is not None:
+            return rules[matched.key].layout
+        if not matched.rules:
+            return None
+        winner = self.winner(rules, matched.rules)
+        if winner is None:
+            listed = ", ".join(repr(rules[at].pattern) for at in matched.rules)
+            raise RuleError(
+                f"{path!r} is matched by rules with different layouts: {listed}; make "
+                'one narrower, or use overlap="first" or "last"'
+            )
+        return rules[winner].layout
 
     def winner(self, section: Sequence[Rule], matched: Sequence[int]) -> int | None:
         """Pick the winner of the rules that match, in order; None: they conflict."""

@@ -163,16 +163,17 @@ def test_rules_with_options(layout_map: flm.LayoutMap) -> None:
 def test_sections_have_the_same_behaviour(layout_map: flm.LayoutMap) -> None:
     for name in ("activations", "names", "optimizer"):
         section = getattr(layout_map, name)
-        section["mlp"] = ("data", ..., None)
+        section[".*mlp"] = ("data", ..., None)
         wanted = flm.TensorLayout(("data", ..., None), ABSTRACT)
         assert section["decoder/mlp"] == wanted and section["norm"] is None
-        assert list(section) == ["mlp"] and "decoder/mlp" not in section
+        assert (section["decoder/mlp/up"] is None) == (name == "names")
+        assert list(section) == [".*mlp"] and "decoder/mlp" not in section
         with pytest.raises(flm.errors.RuleError, match="already set"):
-            section["mlp"] = None
-        section.replace("mlp", None)
+            section[".*mlp"] = None
+        section.replace(".*mlp", None)
         section["x"] = None
         assert section.pop("x").is_replicated
-        del section["mlp"]
+        del section[".*mlp"]
         assert len(section) == 0
     assert list(layout_map) == ["up/kernel", "down/.*"]
 
