@@ -1,5 +1,6 @@
 """Compare rules, settings and values across processes before a collective."""
 
+import contextlib
 import hashlib
 import json
 import zlib
@@ -33,9 +34,9 @@ class Agreement:
     """A block after which all processes of a job compare parts (name → text or lines).
 
     They exchange digests of the parts, of the mesh and of the settings of JAX that
-    change values. If some differ, or if the block raised in one process, all of them
-    raise. All processes must enter it, as every collective; nothing is exchanged inside
-    a trace, or for a mesh without devices of every process.
+    change values. If some differ, or if the block or a part raised in one process, all
+    of them raise. All processes must enter it, as every collective; nothing is
+    exchanged inside a trace, or for a mesh without devices of every process.
 
     `step` names in messages what comes next: `"creating the model"`.
 
@@ -61,28 +62,40 @@ class Agreement:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        mesh, step = self._mesh, self._step
+        mesh = self._mesh
         if mesh is None or not _spans_the_job(mesh) or not is_eager():
             return
-        if not isinstance(error, Exception | None):
-            return  # an interrupt ends this process at once
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        here = f"process {jax.process_index()}"
-        if text:
-            warn(f"{here} failed before {step} and waits to tell the others: {text}")
-        digests = {} if text else self._digests(mesh)
+        if isinstance(error, Exception):
+            self._tell(error)
+        elif error is None:  # an interrupt ends this process at once
+            try:
+                digests = self._digests(mesh)
+            except Exception as failure:  # of any kind: the others wait
+                self._tell(failure)
+                raise
+            self._compare(digests)
+
+    def _tell(self, error: Exception) -> None:
+        """Send an error, which is raised afterwards, to the other processes."""
+        here, text = (
+            f"process {jax.process_index()}",
+            f"{type(error).__name__}: {error}",
+        )
+        waits = f"failed before {self._step} and waits to tell the others"
+        warn(f"{here} {waits}: {text}")
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _exchange(self._step, {}, text)
+
+    def _compare(self, digests: dict[str, str]) -> None:
         try:
-            rows = _exchange(step, digests, text)
+            rows = _exchange(self._step, digests, "")
         except jax.errors.JaxRuntimeError as cause:
-            if text:
-                return  # the error of the block is raised
             raise ProcessError(
-                f"{here} could not reach the other processes before {step}: one of "
-                "them has ended (see the last output of each), or the network between "
-                f"them fails: {cause}"
+                f"process {jax.process_index()} could not reach the other processes "
+                f"before {self._step}: one of them has ended (see the last output of "
+                f"each), or the network between them fails: {cause}"
             ) from cause
-        if not text:
-            _raise_if_different(rows, step)
+        _raise_if_different(rows, self._step)
 
     def _digests(self, mesh: DeviceMesh) -> dict[str, str]:
         parts: dict[str, Any] = {"mesh": ""}  # listed first
@@ -111,7 +124,7 @@ def tell_of_others(
 
 
 def digest_of_values(leaves: Iterable[Any]) -> str:
-    """A checksum of shapes, dtypes and values on the host; skips everything else."""
+    """The checksums of the leaves that have one."""
     return repr([text for leaf in leaves if (text := digest_of_value(leaf))])
 
 

@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 import flax_layoutmap as flm
+from flax_layoutmap._core.processes import Agreement
 from multiprocess import launch
 
 if __name__ == "__main__":
@@ -50,6 +51,14 @@ def a_constructor_that_raises() -> None:
         return linear()()
 
     flm.create(make, rules())
+
+
+def a_part_that_raises() -> None:
+    def parts() -> dict[str, str]:
+        return {"file": of("", "x") and Path("/nothing here").read_text()}
+
+    with Agreement("a step", flm.DeviceMesh(MESH)) as agreement:
+        agreement.add(parts)
 
 
 def optimizer_of(tx: Any) -> None:
@@ -197,6 +206,7 @@ FAILING: dict[str, tuple[Callable[[], Any], str]] = {
         a_constructor_that_raises,
         "FileNotFoundError: no vocabulary here",
     ),
+    "a part": (a_part_that_raises, "FileNotFoundError: .*nothing here"),
     "no checkpoint": (
         lambda: restore(of("saved", "nothing")),
         "CheckpointError: .*{folder}/nothing",
