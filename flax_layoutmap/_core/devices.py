@@ -1,5 +1,6 @@
 """Devices by name: Keras's `cpu:0` and DTensor's long names."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,10 +17,8 @@ Key = tuple[str, int]
 def list_devices(device_type: str | None = None) -> list[str]:
     """Return the devices of all processes, as `"platform:id"`: Keras's `list_devices`.
 
+    `device_type` is `"cpu"`, `"gpu"`, `"tpu"`, or None for what JAX uses by default.
     `flm.DeviceMesh(..., devices=)` takes these names.
-
-    Args:
-        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -39,15 +38,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Return the number of devices of all processes: Keras's `get_device_count`.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.keras.get_device_count() == len(flm.keras.list_devices())
-        True
-
-    Plain JAX: `jax.device_count(device_type)`.
-    """
+    """Return the number of devices of all processes: Keras's `get_device_count`."""
     return len(list_devices(device_type))
 
 
@@ -76,33 +67,29 @@ def long_name(device: Any) -> str:
     )
 
 
-def devices_here(keys: Sequence[Key]) -> list[Any | None]:
-    """The devices with these platforms and ids; None where there is no such device."""
-    known = {
-        (platform, device.id): device
-        for platform in {platform for platform, _ in keys}
-        for device in _on_platform(platform)
-    }
-    return [known.get(key) for key in keys]
+def devices_here(given: Sequence[Any]) -> list[Any | None]:
+    """The devices, given as such or by name; None where there is no such device."""
+    keys = [key_of(device) for device in given]
+    if len(set(keys)) != len(keys):
+        raise MeshError(f"devices holds one device twice: {list(given)}")
+    known = {}
+    for platform in {key_of(name)[0] for name in given if isinstance(name, str)}:
+        with contextlib.suppress(RuntimeError):  # it is unknown, or without devices
+            known |= {(platform, d.id): d for d in jax.devices(platform)}
+    pairs = zip(keys, given, strict=True)
+    return [known.get(key) if isinstance(d, str) else d for key, d in pairs]
 
 
-def require_here(keys: Sequence[Key]) -> list[Any]:
-    """The devices with these platforms and ids; raises if some are missing."""
-    devices = devices_here(keys)
-    missing = [key for key, device in zip(keys, devices, strict=True) if device is None]
-    if missing:
+def require_here(given: Sequence[Any]) -> list[Any]:
+    """The same devices; raises if some are missing."""
+    devices = devices_here(given)
+    pairs = zip(given, devices, strict=True)
+    if missing := [key_of(name) for name, device in pairs if device is None]:
         raise MeshError(
             f"there are no devices {_listed(missing)}; this job has "
             f"{_listed(map(key_of, jax.devices()))}"
         )
     return devices
-
-
-def _on_platform(platform: str) -> list[Any]:
-    try:
-        return jax.devices(platform)
-    except RuntimeError:  # an unknown platform, or one without devices
-        return []
 
 
 def _listed(keys: Iterable[Key]) -> str:

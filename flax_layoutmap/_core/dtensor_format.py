@@ -7,6 +7,7 @@ extension: a dim on several mesh axes is written `x+y`.
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,13 +195,10 @@ def mesh_text(mesh: Any) -> str:
                 f"DTensor's text cannot hold the name {name!r} (one of '|', ',', '=' "
                 "or a space is in it); use as_proto()"
             )
-    lists: list[Any] = [mesh.global_device_ids, mesh.local_device_ids]
-    lists += [
-        mesh.local_devices,
-        *([mesh.global_devices] if mesh.global_devices else []),
-    ]
-    parts = [mesh.name, _grid(mesh), *(",".join(map(str, some)) for some in lists)]
-    return "|".join([*parts, *([_XLA] if mesh.use_xla_spmd else [])])
+    lists = [mesh.global_device_ids, mesh.local_device_ids, mesh.local_devices]
+    lists += [mesh.global_devices] if mesh.global_devices else []
+    parts = [mesh.name, _grid(mesh), *(",".join(map(str, values)) for values in lists)]
+    return "|".join(parts + ([_XLA] if mesh.use_xla_spmd else []))
 
 
 def _grid(mesh: Any) -> str:
@@ -262,21 +260,20 @@ def layout_text(layout: Any) -> str:
 
 def read_layout_text(text: str) -> Any:
     """Read what `layout_text` wrote, as a `LayoutProto`."""
-    head, _, tail = text.partition(" ")
-    named = head.startswith("sharding_specs:") and tail.startswith("mesh:")
-    words = head.removeprefix("sharding_specs:")
-    if not named or " " in tail:
-        problem = (
-            'it must be "sharding_specs:x,unsharded, mesh:" and the text of a mesh'
+    parts = re.fullmatch(r"sharding_specs:([^ ]*) mesh:([^ ]*)", text)
+    if parts is None:
+        raise LayoutError(
+            f'cannot read the layout {text!r}; it must be "sharding_specs:x,unsharded, '
+            'mesh:" and the text of a mesh'
         )
-        raise LayoutError(f"cannot read the layout {text!r}; {problem}")
+    words, mesh = parts.groups()
     *listed, last = words.split(",")
+    problem = ""
     if last:
-        problem = (
-            f"there is no comma after its last dim, {last!r}; write {words + ','!r}"
-        )
+        fix = f"write {words + ','!r}"
+        problem = f"there is no comma after its last dim, {last!r}; {fix}"
     elif "" in listed:
         problem = f"the word of dim {listed.index('')} is empty; write {UNSHARDED!r}"
-    else:
-        return layout_proto(listed, read_mesh_text(tail.removeprefix("mesh:")))
-    raise LayoutError(f"cannot read the layout {text!r}: {problem}")
+    if problem:
+        raise LayoutError(f"cannot read the layout {text!r}: {problem}")
+    return layout_proto(listed, read_mesh_text(mesh))

@@ -23,10 +23,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
 
     None for a Python number or None. A value that is not on a mesh raises, and so does
     one of `jit` on Auto axes, whose layout is not known (JAX shows it as replicated).
-
-    Args:
-        x: an array; an `nnx.Variable` or a Linen box, which hold one; a traced value on
-            Explicit axes; a `jax.ShapeDtypeStruct` with a sharding.
+    An `nnx.Variable` or a Linen box stands for what it holds.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -36,8 +33,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
         >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data', None), DeviceMesh('data=2,model=4'))
 
-    Plain JAX: `x.sharding` of an array; `jax.typeof(x).sharding` of a value on Explicit
-    axes.
+    Plain JAX: `x.sharding`; `jax.typeof(x).sharding` of a value on Explicit axes.
     """
     x = unboxed(x)
     if x is None or isinstance(x, _NUMBERS):
@@ -62,7 +58,7 @@ def is_distributed(x: Any) -> bool:
     """
     x = unboxed(x)
     layout = known_layout(x)
-    if layout is None and isinstance(x, Tracer) and concrete(x) is None:
+    if layout is None and is_traced(x):
         raise LayoutError(f"is_distributed of {_unknown(x)}")
     return layout is not None
 
@@ -70,10 +66,8 @@ def is_distributed(x: Any) -> bool:
 def check_layout(x: Any, layout: Any) -> None:
     """Raise LayoutError if an array does not have this layout.
 
-    Args:
-        x: what `fetch_layout` takes.
-        layout: anything that `TensorLayout` takes. Without a mesh, only the dims are
-            compared; with an abstract one, all but the devices.
+    Of a layout without a mesh only the dims are compared; of one on an abstract mesh,
+    all but the devices.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -110,14 +104,13 @@ def known_layout(x: Any) -> TensorLayout | None:
     It is known for arrays, for traced values on Explicit axes, and for values that are
     differentiated outside of `jit`, whose tracer holds the array.
     """
-    value = concrete(x)
-    sharding = getattr(x if value is None else value, "sharding", None)
-    if isinstance(x, Tracer) and value is None:
+    if is_traced(x):
         sharding = jax.typeof(x).sharding
-        kinds = sharding.mesh.axis_types
         # On a mesh of both types, JAX shows the Explicit axes only.
-        if not kinds or any(kind is not AxisType.Explicit for kind in kinds):
+        if {*sharding.mesh.axis_types} != {AxisType.Explicit}:
             return None
+    else:
+        sharding = getattr(concrete(x), "sharding", getattr(x, "sharding", None))
     if not isinstance(sharding, NamedSharding):
         return None
     layout = TensorLayout(sharding)
@@ -132,7 +125,7 @@ def own_mesh(x: Any) -> DeviceMesh | None:
     known = known_layout(x)
     if known is not None:
         return known.device_mesh
-    if isinstance(x, Tracer) and concrete(x) is None:
+    if is_traced(x):
         mesh = jax.typeof(x).sharding.mesh
         return DeviceMesh(mesh) if mesh.axis_names else None
     return None
@@ -158,6 +151,11 @@ def concrete(x: Any) -> Any:
     if isinstance(x, Tracer):
         return concrete_value(x)
     return x if isinstance(x, jax.Array) else None
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a value is traced and holds no array, so that its devices are unknown."""
+    return isinstance(x, Tracer) and concrete(x) is None
 
 
 def is_eager() -> bool:
@@ -186,7 +184,7 @@ def is_box(x: Any) -> bool:
 
 def _unknown(x: Any) -> str:
     """Why this has no known layout, and what to do."""
-    if isinstance(x, Tracer) and concrete(x) is None:
+    if is_traced(x):
         return (
             f"a traced value {x.shape}: on Auto axes the compiler chooses its layout "
             "later; fix it, x = flm.relayout(x, layout), and use that layout; or read "

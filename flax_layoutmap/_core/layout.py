@@ -27,22 +27,18 @@ from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same
 class TensorLayout:
     """How the dims of an array are sharded over the axes of a mesh.
 
-    Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with two
-    additions: a dim may be sharded over several axes, `(("data", "model"), None)`, and
-    one `...` stands for any number of unsharded dims, `(..., None, "model")`.
-
-    It also has the members of DTensor's `Layout`. Those that need the rank raise
-    LayoutError for a layout with `...`, and for `()`, which is replicated at any rank
-    (`TensorLayout.replicated(mesh, 0)` has rank 0); those that count shards raise
-    MeshError without a mesh.
+    Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with the members
+    of DTensor's `Layout`. Those that need the rank raise LayoutError for a layout with
+    `...`, and for `()`, which is replicated at any rank
+    (`TensorLayout.replicated(mesh, 0)` has rank 0).
 
     Args:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
-            names; at most one `...`. `None`, `()` and `(..., None)` mean the same:
-            replicated, at any rank. A `PartitionSpec` keeps JAX's meaning: missing
-            trailing dims are not sharded. A `NamedSharding` sets mesh and memory kind
-            too. `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps the
-            axes of an array's dim (for `relayout` and `distribute_tensor` only).
+            names; one `...` stands for any number of unsharded dims. `None`, `()` and
+            `(..., None)` mean the same: replicated, at any rank. A `PartitionSpec`
+            keeps JAX's meaning: missing trailing dims are not sharded. A
+            `NamedSharding` sets mesh and memory kind too. `TensorLayout.MATCH` keeps
+            the axes of an array's dim (for `relayout` and `distribute_tensor` only).
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope set it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
@@ -162,10 +158,7 @@ class TensorLayout:
         return self._exactly(self.axes, mesh, self.memory_kind)
 
     def on_host(self) -> Self:
-        """Return the same layout in host memory, `memory_kind="pinned_host"`.
-
-        Plain JAX: `sharding.with_memory_kind("pinned_host")`.
-        """
+        """Return the same layout in host memory, `memory_kind="pinned_host"`."""
         return self._exactly(self.axes, self.device_mesh, "pinned_host")
 
     def matched(self, dims: Sequence[Sequence[str]]) -> Self:
@@ -249,10 +242,7 @@ class TensorLayout:
         An abstract mesh and a concrete one are alike if axis names and sizes are.
         """
         mine, yours = self.device_mesh, other.device_mesh
-        if mine is None or yours is None:
-            same_mesh = mine is yours
-        else:
-            same_mesh = same_grid(mine, yours)
+        same_mesh = mine is yours or bool(mine and yours and same_grid(mine, yours))
         same_memory = self.memory_kind == other.memory_kind
         return same_mesh and same_memory and self.spec(ndim) == other.spec(ndim)
 
@@ -288,10 +278,7 @@ class TensorLayout:
         return bool(first) and not any(rest)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """Return the shard index of each device of the mesh, in row-major order.
-
-        Plain JAX: `sharding.devices_indices_map(shape)`, in elements.
-        """
+        """Return the shard index of each device of the mesh, in row-major order."""
         dims, mesh = self._every_dim_axes(), self._some_mesh()
         numbers = [[mesh.axis_names.index(name) for name in names] for names in dims]
         return [tuple(offset) for offset in shard_offsets(mesh.shape, numbers).tolist()]
@@ -375,12 +362,10 @@ class TensorLayout:
 
     @classmethod
     def _from_proto(cls, proto: Any, strict: bool) -> Self:
-        mesh = mesh_from_proto(proto.mesh_config)
-        dims = tuple(
-            dtensor_format.dim_of(word, strict)
-            for word in dtensor_format.words_in(proto)
+        words, mesh = dtensor_format.words_in(proto), mesh_from_proto(proto.mesh_config)
+        return cls._exactly(
+            tuple(dtensor_format.dim_of(word, strict) for word in words), mesh
         )
-        return cls._exactly(dims, mesh)
 
     def mesh_proto(self) -> Any:
         """Return the mesh as a `MeshProto`."""

@@ -9,20 +9,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core import dtensor_format
-from flax_layoutmap._core.devices import (
-    Key,
-    devices_here,
-    key_of,
-    long_name,
-    require_here,
-)
+from flax_layoutmap._core.devices import devices_here, long_name, require_here
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._core.grid import whole
 from flax_layoutmap._core.mesh_shape import (
     Shape,
     axis_types_of,
-    check_count,
-    fill,
+    grid_shape,
     hybrid_grid,
     one_slice_grid,
     sizes_and_names,
@@ -32,25 +25,20 @@ from flax_layoutmap._core.mesh_shape import (
 class DeviceMesh:
     """A named grid of devices.
 
-    An extension of Keras's `DeviceMesh`: the shape may have one `-1`, be one line
-    (`"data=2,model=-1"`) or a dict, or be an existing mesh. Values are immutable,
-    hashable, and equal when shape, axis names, axis types and devices are. A mesh with
-    devices can be unpickled where there are devices of the same platform and ids.
-
+    Keras's `DeviceMesh`, also from one line, a dict or an existing mesh. Values are
+    immutable, hashable, and equal when shape, axis names, axis types and devices are.
     The members of DTensor's `Mesh` number the devices by their place in the mesh,
     row-major, which need not be `jax.Device.id`.
 
     Args:
-        shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
-            mapping, `{"data": 2, "model": -1}`; or a `jax.sharding.Mesh`,
-            `AbstractMesh` or `DeviceMesh`.
+        shape: sizes of the axes, of which one may be -1, `(2, 4)`; or one line,
+            `"data=2,model=-1"`; or a mapping, `{"data": 2, "model": -1}`; or a
+            `jax.sharding.Mesh`, `AbstractMesh` or `DeviceMesh`.
         axis_names: one name per axis, unless `shape` has the names.
-        devices: the devices to use, in the order of the grid (row-major), or their
-            names, `"cpu:0"`. None takes all devices of all processes, in the order of
-            `jax.make_mesh`. To use only some, pass `devices=jax.devices()[:4]`.
-        axis_types: `"auto"` (the default: the compiler decides what no layout sets),
-            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. An
-            existing mesh keeps its own.
+        devices: the devices in the order of the grid (row-major), or their names,
+            `"cpu:0"`; None takes all of all processes, in the order of `jax.make_mesh`.
+        axis_types: `"auto"` (the compiler decides what no layout sets), `"explicit"`,
+            or one of these (or a `jax.sharding.AxisType`) per axis.
         allow_split_physical_axes: allow a mesh axis to use part of a physical TPU axis
             (`jax.experimental.mesh_utils`); not for explicit `devices`.
 
@@ -59,8 +47,7 @@ class DeviceMesh:
         >>> flm.DeviceMesh.abstract("data=2,model=4")
         DeviceMesh('data=2,model=4', abstract)
 
-    Plain JAX: `jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * n)`; without
-    `axis_types`, `jax.make_mesh` makes Explicit axes.
+    Plain JAX: `jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * n)`.
     """
 
     __module__ = "flax_layoutmap"
@@ -83,19 +70,15 @@ class DeviceMesh:
                     "axis_names, devices and axis_types"
                 )
             mesh = shape._mesh if isinstance(shape, DeviceMesh) else shape
-            object.__setattr__(self, "_mesh", mesh)
-            return
-        sizes, names = sizes_and_names(shape, axis_names)
-        given = None if devices is None else _checked_devices(devices)
-        available = jax.devices() if given is None else given
-        sizes = fill(sizes, names, len(available))
-        check_count(sizes, names, len(available))
-        types = axis_types_of(axis_types, len(sizes))
-        if given is None:
-            grid = one_slice_grid(sizes, names, available, allow_split_physical_axes)
         else:
-            grid = np.array(given, dtype=object).reshape(sizes)
-        mesh = Mesh(grid, names, axis_types=types)
+            chosen = jax.devices() if devices is None else _checked_devices(devices)
+            sizes, names = grid_shape(shape, axis_names, len(chosen))
+            types = axis_types_of(axis_types, len(sizes))
+            if devices is None:
+                grid = one_slice_grid(sizes, names, chosen, allow_split_physical_axes)
+            else:
+                grid = np.array(chosen, dtype=object).reshape(sizes)
+            mesh = Mesh(grid, names, axis_types=types)
         object.__setattr__(self, "_mesh", mesh)
 
     @classmethod
@@ -230,7 +213,7 @@ class DeviceMesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """The devices, as an array in the shape of the mesh; see `is_abstract`."""
+        """The devices, as an array in the shape of the mesh."""
         if not isinstance(self._mesh, Mesh):
             raise MeshError(
                 f"{self!r} has no devices; use a concrete mesh, "
@@ -267,10 +250,7 @@ class DeviceMesh:
         return [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
     def coords(self, device_id: int) -> tuple[int, ...]:
-        """Return the coordinates of the device with this place in the mesh, from 0.
-
-        (DTensor starts again at 0 after the last one; here that is an error.)
-        """
+        """Return the coordinates of the device with this place in the mesh, from 0."""
         place = whole(device_id)
         if place is None or not 0 <= place < self.size:
             raise MeshError(
@@ -374,8 +354,8 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         types = tuple(kind.name for kind in self.axis_types)
-        keys = None if self.is_abstract else tuple(map(key_of, self._flat))
-        return _rebuild, (self.shape, self.axis_names, types, keys)
+        devices = [f"{d.platform}:{d.id}" for d in self._flat]
+        return _rebuild, (self.shape, self.axis_names, types, devices)
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
@@ -433,7 +413,7 @@ def mesh_from_proto(proto: Any, axis_types: Any = "auto") -> DeviceMesh:
     local = dict(zip(proto.local_device_ids, proto.local_devices, strict=True))
     devices = proto.global_devices or [local.get(n) for n in proto.global_device_ids]
     if not all(devices):
-        names, sizes = [name for name, _ in dims], [size for _, size in dims]
+        names, sizes = zip(*dims, strict=True) if dims else ((), ())
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
     return _of_devices(devices, dims, axis_types)
 
@@ -445,11 +425,8 @@ def _of_devices(
 ) -> DeviceMesh:
     """A mesh of devices by name; an abstract one if some of them do not exist here."""
     pairs = list(dims.items() if isinstance(dims, Mapping) else dims)
-    sizes, names = sizes_and_names([n for _, n in pairs], [name for name, _ in pairs])
-    keys = _keys_of(devices)
-    sizes = fill(sizes, names, len(keys))
-    check_count(sizes, names, len(keys))
-    here = devices_here(keys)
+    here = devices_here(devices)
+    sizes, names = grid_shape([n for _, n in pairs], [n for n, _ in pairs], len(here))
     if None in here:
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
     return DeviceMesh(sizes, names, here, axis_types=axis_types)
@@ -459,27 +436,17 @@ def _rebuild(
     shape: tuple[int, ...],
     names: tuple[str, ...],
     types: tuple[str, ...],
-    keys: tuple[tuple[str, int], ...] | None = None,
+    devices: Sequence[str],
 ) -> DeviceMesh:
     kinds = tuple(AxisType[kind] for kind in types)
-    if keys is None:
+    if not devices:
         return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
-    grid = np.array(require_here(keys), dtype=object).reshape(shape)
+    grid = np.array(require_here(devices), dtype=object).reshape(shape)
     return DeviceMesh(Mesh(grid, names, axis_types=kinds))
-
-
-def _keys_of(devices: Sequence[Any]) -> list[Key]:
-    """Platform and id of each of these devices or names; each may be there once."""
-    keys = [key_of(device) for device in devices]
-    if len(set(keys)) != len(keys):
-        raise MeshError(f"devices holds one device twice: {list(devices)}")
-    return keys
 
 
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
     devices = list(np.asarray(given, dtype=object).ravel())
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
-    pairs = list(zip(_keys_of(devices), devices, strict=True))
-    named = iter(require_here([key for key, d in pairs if isinstance(d, str)]))
-    return [next(named) if isinstance(device, str) else device for device in devices]
+    return require_here(devices)

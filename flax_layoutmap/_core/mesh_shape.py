@@ -33,7 +33,8 @@ def sizes_and_names(
             f"shape={shape!r} and axis_names={names!r}; for example ((2, 4), "
             "('data', 'model')), or the one line \"data=2,model=4\""
         )
-    for size, name in zip(sizes, names, strict=True):
+    numbers: list[Any] = list(sizes)
+    for size, name in zip(numbers, names, strict=True):
         if not isinstance(name, str) or name in ("", UNSHARDED, MATCH):
             raise MeshError(
                 "an axis name must be a non-empty string, and not a word of DTensor, "
@@ -47,9 +48,9 @@ def sizes_and_names(
             )
     if len(set(names)) != len(names):
         raise MeshError(f"axis names must differ, got {tuple(names)}")
-    if list(sizes).count(-1) > 1:
+    if numbers.count(-1) > 1:
         raise MeshError(f"only one axis may have size -1, got {tuple(sizes)}")
-    return tuple(map(int, sizes)), tuple(names)
+    return tuple(map(int, numbers)), tuple(names)
 
 
 def _pairs(line: str) -> list[tuple[str, int]]:
@@ -77,11 +78,15 @@ def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[in
     return tuple(count // known if size == -1 else size for size in sizes)
 
 
-def check_count(sizes: Sequence[int], names: Sequence[str], count: int) -> None:
-    """Raise unless these are as many devices as the mesh has places."""
+def grid_shape(
+    shape: Shape, names: Sequence[str] | None, count: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes and names of the axes of a mesh of this many devices."""
+    sizes, names = sizes_and_names(shape, names)
+    sizes = fill(sizes, names, count)
     need = math.prod(sizes)
     if need == count:
-        return
+        return sizes, names
     advice = f"to use only some, pass devices=jax.devices()[:{need}]"
     if need > count:
         advice = (
@@ -89,9 +94,9 @@ def check_count(sizes: Sequence[int], names: Sequence[str], count: int) -> None:
             f'devices call jax.config.update("jax_num_cpu_devices", {need}) before any '
             "other use of JAX"
         )
-    grid = _line(sizes, names)
     raise MeshError(
-        f"the mesh {grid} needs {need} devices, but there are {count}; {advice}"
+        f"the mesh {_line(sizes, names)} needs {need} devices, but there are {count}; "
+        f"{advice}"
     )
 
 
@@ -100,14 +105,11 @@ def _line(sizes: Sequence[int], names: Sequence[str]) -> str:
 
 
 def axis_types_of(kinds: Any, count: int) -> tuple[AxisType, ...]:
-    if isinstance(kinds, str | AxisType):
-        kinds = (kinds,) * count
-    given = tuple(kinds) if isinstance(kinds, Sequence) else (kinds,) * count
+    is_list = isinstance(kinds, Sequence) and not isinstance(kinds, str)
+    given = tuple(kinds) if is_list else (kinds,) * count
     if len(given) != count:
         raise MeshError(f"{len(given)} axis types for {count} axes: {given}")
-    types: list[Any] = [
-        _AXIS_TYPES.get(k, k) if isinstance(k, str) else k for k in given
-    ]
+    types: list[Any] = [_AXIS_TYPES.get(kind, kind) for kind in given]
     for kind in types:
         if kind not in _AXIS_TYPES.values():
             raise MeshError(
