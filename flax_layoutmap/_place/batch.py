@@ -32,7 +32,7 @@ from flax_layoutmap._tree.paths import join_keys
 Rows = Literal["local", "global"]
 Fill = Literal["repeat", "zeros"]
 
-_NUMBERS = bool | int | float | complex
+_DATA = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 # Path and leaf: an array of NumPy or JAX, or a Python number.
 _Leaves = list[tuple[str, Any]]
@@ -48,42 +48,38 @@ class _Share(NamedTuple):
         """Rows of the global array of which the process passes a leaf."""
         return len(leaf) if _is_spread(leaf) else len(leaf) * self.parts // self.own
 
+    def global_array(self, leaf: Any, sharding: NamedSharding) -> jax.Array:
+        """The array of which the process passes its rows."""
+        host = np.asarray(leaf)
+        shape = (self.total(host), *host.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, host, shape)
+
 
 def distribute_batch(
     batch: Any, layout_map: Any, *, rows: Rows = "local", check: bool = True
 ) -> Any:
     """Make global arrays from a host batch, sharded over the `batch` axes.
 
-    Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
-    also a sequence, are not. Scalars and PRNG keys are replicated (also old-style keys,
-    JAX arrays of `jax.random.PRNGKey`). Arrays that are there already are returned as
-    they are; nothing is donated. As with `jax.device_put`, do not write into a NumPy
-    array afterwards: on CPU its memory may be shared.
+    Dim 0 of every array, its rows, is split over the map's `batch` axes. Scalars and
+    PRNG keys are replicated. Arrays that are there already are returned as they are. As
+    with `jax.device_put`, do not write into a NumPy array afterwards: on CPU its memory
+    may be shared.
 
     Args:
         batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
             `__array__`; all with the same number of rows. None stays None.
         layout_map: the rules, on a mesh of devices; only their `batch` axes matter.
-        rows: which rows a process passes; in a single process, always all of them.
-
-            - `"local"`: those of its own devices. A process with one half of the batch
-              axes passes that half of the global batch. Processes with the same part,
-              as replicas along other axes, pass the same rows, which is not checked.
-            - `"global"`: all rows, the same in every process, as `flm.jit` takes a
-              batch on the host.
-
+        rows: which rows a process passes: `"local"`, those of its own devices
+            (processes with the same part, as replicas along other axes, pass the same
+            rows, which is not checked); or `"global"`, all rows, the same in every
+            process, as `flm.jit` takes a batch on the host.
         check: with several processes, whether to compare structures, shapes and the
             values of scalars and keys first, so that a difference is an error in every
             process. It is a collective, and waits for the devices: pass False in a loop
-            whose batches all have one shape (`flm.pad_batch`), and in threads that
-            prefetch.
+            whose batches all have one shape, and in threads that prefetch.
 
     Returns:
         The same tree of global `jax.Array`s, in JAX's dtypes.
-
-    Raises:
-        LayoutError: leaves that are not arrays, differ in their rows, or do not divide.
-        ProcessError: the processes disagree; raised in every process.
 
     Example:
         >>> import numpy as np, flax_layoutmap as flm
@@ -104,10 +100,7 @@ def distribute_batch(
         leaves, structure = _flatten(batch, "distribute_batch")
         _check_same_rows(leaves, share)
         _check_divides(leaves, rules, rows, share)
-        if check and jax.process_count() > 1:
-            # Compute here, not when called, so that other processes learn of an error.
-            compared = _compared(leaves, structure, rules, rows, share)
-            agreement.add(lambda: compared)
+        agreement.add(lambda: _compared(leaves, structure, rules, rows, share))
     arrays = [leaf for _, leaf in leaves]
     shardings = [
         rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
@@ -118,7 +111,7 @@ def distribute_batch(
         placed = jax.device_put(arrays, shardings)
     else:
         placed = [
-            _from_own_rows(leaf, sharding, share)
+            share.global_array(leaf, sharding)
             if share.own < share.parts and has_rows(leaf) and not _is_spread(leaf)
             else put(leaf, sharding)
             for leaf, sharding in zip(arrays, shardings, strict=True)
@@ -141,37 +134,25 @@ def pad_batch(
     inside a model, as in BatchNorm, include the added rows).
 
     Args:
-        batch: a tree of arrays, all with the same number of rows (dim 0). Scalars and
-            PRNG keys stay as they are.
+        batch: as for `flm.distribute_batch`; scalars and PRNG keys stay as they are.
         multiple: the number of rows becomes a multiple of this: a number, or a map, for
-            the product of its `batch` axes' sizes (with several processes, the part of
-            it that this process fills).
+            the parts along its `batch` axes that this process fills.
         size: the number of rows to reach; None: the next multiple.
-        fill: the rows to add: `"repeat"` repeats the last row, so that values are
-            valid; `"zeros"` works for a batch without rows too.
+        fill: the rows to add: `"repeat"` repeats the last row; `"zeros"` works for a
+            batch without rows too.
         rows: as for `flm.distribute_batch`, if `multiple` is a map.
 
     Returns:
         The batch, in NumPy arrays where rows were added, else as it was; and a mask,
         a bool array of shape (rows,), True for the rows of `batch`.
 
-    Raises:
-        LayoutError: leaves that are not arrays or differ in their rows, or a number of
-            rows that cannot be reached.
-
     Example:
-        >>> import jax, numpy as np, flax_layoutmap as flm
+        >>> import numpy as np, flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap(flm.DeviceMesh("data=4,model=2"))
         >>> last = {"x": np.ones((6, 3), np.float32), "y": np.zeros(6, np.float32)}
         >>> batch, mask = flm.pad_batch(last, layout_map)
         >>> batch["x"].shape, mask.tolist()
         ((8, 3), [True, True, True, True, True, True, False, False])
-        >>> def loss_of(weights, batch, mask):
-        ...     errors = (batch["x"] @ weights - batch["y"]) ** 2
-        ...     return errors.mean(where=mask)
-        >>> batch, mask = flm.distribute_batch((batch, mask), layout_map)
-        >>> float(jax.jit(loss_of)(np.ones(3, np.float32), batch, mask))
-        9.0
     """
     _check_choice("fill", fill, get_args(Fill))
     _check_choice("rows", rows, get_args(Rows))
@@ -199,11 +180,17 @@ def pad_batch(
             "pad_batch has no last row to repeat, as the batch has 0 rows; use "
             'fill="zeros"'
         )
-    padded = [
-        _padded(leaf, wanted - count, fill) if has_rows(leaf) else leaf
-        for _, leaf in leaves
-    ]
-    return jax.tree.unflatten(structure, padded), mask
+
+    def padded(leaf: Any) -> Any:
+        if not has_rows(leaf):
+            return leaf
+        host = np.asarray(leaf)
+        added = np.zeros((wanted - count, *host.shape[1:]), host.dtype)
+        if fill == "repeat":
+            added[:] = host[-1]
+        return np.concatenate([host, added])
+
+    return jax.tree.unflatten(structure, [padded(leaf) for _, leaf in leaves]), mask
 
 
 def _multiple_of(multiple: Any, rows: Rows) -> int:
@@ -216,14 +203,6 @@ def _multiple_of(multiple: Any, rows: Rows) -> int:
     if rules.mesh is None:
         need_devices(rules, "pad_batch")
     return _share_on(rules, rows).own
-
-
-def _padded(leaf: Any, missing: int, fill: Fill) -> np.ndarray:
-    host = np.asarray(leaf)
-    added = np.zeros((missing, *host.shape[1:]), host.dtype)
-    if fill == "repeat":
-        added[:] = host[-1]
-    return np.concatenate([host, added])
 
 
 # ------------------------------------------------------------- leaves and rows
@@ -253,12 +232,15 @@ def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=is_nnx_object
     )
-    leaves = [(join_keys(keys) or "the batch", _as_array(leaf)) for keys, leaf in pairs]
-    problems = [
-        f"{path}: {problem}"
-        for path, leaf in leaves
-        if (problem := _why_not_data(leaf, what))
-    ]
+    leaves, problems = [], []
+    for keys, leaf in pairs:
+        path = join_keys(keys) or "the batch"
+        if not isinstance(leaf, _DATA) and not is_nnx_object(leaf):
+            # Of another library, such as a data loader's.
+            leaf = np.asarray(leaf) if hasattr(type(leaf), "__array__") else leaf
+        if problem := _why_not_data(leaf, what):
+            problems.append(f"{path}: {problem}")
+        leaves.append((path, leaf))
     if problems:
         raise LayoutError(
             f"{what} takes arrays and numbers on the host, but got\n"
@@ -268,16 +250,8 @@ def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
     return leaves, structure
 
 
-def _as_array(leaf: Any) -> Any:
-    """Arrays of other libraries, such as a data loader's, as NumPy arrays."""
-    known = isinstance(leaf, jax.Array | np.ndarray | np.generic | _NUMBERS)
-    if known or is_nnx_object(leaf) or not hasattr(type(leaf), "__array__"):
-        return leaf
-    return np.asarray(leaf)
-
-
 def _why_not_data(leaf: Any, what: str) -> str:
-    """Describe a leaf that cannot be part of a batch; empty if it can."""
+    """Why a leaf cannot be part of a batch; empty if it can."""
     if isinstance(leaf, Tracer):
         return f"a traced value {show_shape(leaf.shape)}"
     if isinstance(leaf, np.ma.MaskedArray):
@@ -286,9 +260,7 @@ def _why_not_data(leaf: Any, what: str) -> str:
         return f"a NumPy array of {leaf.dtype}"
     if what == "pad_batch" and _is_spread(leaf):
         return f"a global array {show_shape(leaf.shape)}; pad first, distribute then"
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | _NUMBERS):
-        return ""
-    return f"a {type(leaf).__name__}"
+    return "" if isinstance(leaf, _DATA) else f"a {type(leaf).__name__}"
 
 
 def _is_spread(leaf: Any) -> bool:
@@ -338,13 +310,6 @@ def _share_in_processes(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) ->
                     'another order of devices, or rows="global"'
                 )
     return _Share(len(held[process]), parts)
-
-
-def _from_own_rows(leaf: Any, sharding: NamedSharding, share: _Share) -> jax.Array:
-    """A global array of which each process has some rows."""
-    host = np.asarray(leaf)
-    shape = (share.total(host), *host.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
 # ------------------------------------------------------------------- checks

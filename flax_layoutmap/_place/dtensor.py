@@ -15,6 +15,7 @@ from flax_layoutmap._core.axes import normal_spec
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.fetch import is_eager, unboxed
 from flax_layoutmap._core.layout import TensorLayout, named_sharding
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._place.place import (
     as_array,
     distribute,
@@ -29,19 +30,11 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
     Args:
         components: one array per device of this process, in the order of the mesh
-            (row-major); all of one shape and dtype. `nnx.Variable`s and Linen boxes
-            stand for what they hold. Parts that are on their devices already are not
-            copied.
+            (row-major); all of one shape and dtype. Parts that are on their devices
+            already are not copied.
         layout: as for `flm.distribute_tensor`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
             copies all of them to the host, without other processes.
-
-    Returns:
-        The array: per dim, its size is that of a part times the number of parts.
-
-    Raises:
-        LayoutError: parts that do not fit the layout, or each other.
-        MeshError: no mesh of devices.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -50,13 +43,10 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
         >>> x.shape, int(x[5])
         ((16,), 2)
 
-    Plain JAX: `jax.make_array_from_single_device_arrays(shape, sharding, parts)`, which
-    checks no replicas.
+    Plain JAX: `jax.make_array_from_single_device_arrays(shape, sharding, parts)`.
     """
     layout = wanted_layout(layout)
-    mesh = mesh_of(layout)
-    if mesh.is_abstract:
-        raise MeshError(f"pack needs devices, {mesh!r} has none; use a concrete mesh")
+    mesh = _mesh_of_devices(layout, "pack")
     devices = _local_devices(mesh.jax_mesh)
     parts = _checked_parts(components, layout, len(devices))
     try:
@@ -78,16 +68,9 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
 
 def unpack(x: Any) -> list[jax.Array]:
-    """Return the parts of an array on the devices of this process, without a copy.
+    """Return the part of an array on each device of this process, without a copy.
 
-    Args:
-        x: an array on a mesh; an `nnx.Variable` or a Linen box too.
-
-    Returns:
-        One array per device, on that device, in the order of the mesh.
-
-    Raises:
-        LayoutError: anything but an array on a mesh.
+    They are in the order of the mesh.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -99,16 +82,22 @@ def unpack(x: Any) -> list[jax.Array]:
     Plain JAX: `[shard.data for shard in x.addressable_shards]`, in no set order.
     """
     x = unboxed(x)
-    is_traced = isinstance(x, Tracer)
-    sharding = None if is_traced else getattr(x, "sharding", None)
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if not isinstance(x, jax.Array) or not isinstance(sharding, NamedSharding):
-        what = "a traced value" if is_traced else f"a {type(x).__name__}"
+        what = "traced value" if isinstance(x, Tracer) else type(x).__name__
         raise LayoutError(
-            f"unpack takes an array on a mesh, outside of jit, got {what}; "
+            f"unpack takes an array on a mesh, outside of jit, got a {what}; "
             "flm.relayout(x, layout) puts an array on a mesh"
         )
     held = {shard.device: shard.data for shard in x.addressable_shards}
     return [held[device] for device in _local_devices(sharding.mesh)]
+
+
+def _mesh_of_devices(layout: TensorLayout, what: str) -> DeviceMesh:
+    mesh = mesh_of(layout)
+    if mesh.is_abstract:
+        raise MeshError(f"{what} needs devices, {mesh!r} has none; use a concrete mesh")
+    return mesh
 
 
 def _local_devices(mesh: Any) -> list[Any]:
@@ -129,13 +118,11 @@ def _checked_parts(
             f"pack takes one part per device of {mesh_of(layout)!r} in this process, "
             f"{count}, got {len(parts)}"
         )
-    kinds = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
-    for at, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise LayoutError(
-                f"pack takes parts of one shape and dtype: part 0 is {kinds[0]}, part "
-                f"{at} is {kind}"
-            )
+    kinds = {f"{part.dtype} {tuple(part.shape)}": None for part in parts}
+    if len(kinds) > 1:
+        raise LayoutError(
+            f"pack takes parts of one shape and dtype, got {', '.join(kinds)}"
+        )
     return parts
 
 
@@ -165,20 +152,15 @@ def call_with_layout(
 ) -> Any:
     """Call a function so that its results are computed in this layout.
 
-    The function is compiled at every call, so that on Auto axes no device holds more of
-    a result than its part; on Explicit axes results are moved. It is for what is made
-    once, `jnp.zeros` or an initialiser; in a loop, use `jax.jit`. Inside of `jit`, the
-    function is called as it is, and its results are given the layout.
+    It is for what is made once, `jnp.zeros` or an initialiser: the function is compiled
+    at every call, so that on Auto axes no device holds more of a result than its part.
+    Inside of `jit` it is called as it is, and its results are given the layout.
 
     Args:
         fn: the function.
-        layout: as for `flm.distribute_tensor`, for every result; None calls `fn` and
-            does nothing else.
+        layout: as for `flm.distribute_tensor`, for every result; None calls `fn` alone.
         args: for the function. Arrays are traced; anything else is a constant.
         kwargs: for the function, too.
-
-    Returns:
-        What the function returns.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -192,7 +174,6 @@ def call_with_layout(
     if layout is None:
         return fn(*args, **kwargs)
     layout, what = wanted_layout(layout), "call_with_layout"
-    mesh: Any = mesh_of(layout)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
@@ -202,15 +183,14 @@ def call_with_layout(
         filled = [next(traced) if given else leaf for leaf, given in pairs]
         own_args, own_kwargs = treedef.unflatten(filled)
         return jax.tree.map(
-            lambda x: distribute(as_array(x, (), what), layout, what=what),
+            lambda x: distribute(as_array(x, (), what), layout, what),
             fn(*own_args, **own_kwargs),
         )
 
     arrays = list(itertools.compress(leaves, is_array))
     if not is_eager():
         return call(arrays)
-    if mesh.is_abstract:
-        raise MeshError(f"{what} needs devices, {mesh!r} has none")
+    mesh: Any = _mesh_of_devices(layout, what)
     # Constants on Explicit axes ask for a mesh in the context.
     explicit = bool(explicit_axes(mesh))
     with jax.set_mesh(mesh.jax_mesh) if explicit else contextlib.nullcontext():

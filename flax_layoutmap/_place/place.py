@@ -5,7 +5,6 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 """
 
 import contextlib
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,13 +21,18 @@ from flax_layoutmap._core.errors import (
     StructureError,
     did_you_mean,
 )
-from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mesh
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.fetch import (
+    concrete,
+    is_eager,
+    is_traced,
+    known_layout,
+    own_mesh,
+)
+from flax_layoutmap._core.layout import TensorLayout, named_sharding
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
 from flax_layoutmap._resolve.lay import unknown_memory
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import current_rules, get_default_mesh, split_axes
 from flax_layoutmap._tree.flatten import flatten, plain_tree
@@ -44,12 +48,9 @@ _FREE = PartitionSpec.UNCONSTRAINED
 def distribute_tensor(x: Any, layout: Any) -> Any:
     """Give an array a layout, eagerly or inside a traced function.
 
-    Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
-    constraint on Auto axes, by a reshard on Explicit axes. Rank and divisibility are
-    always checked: JAX alone silently drops an indivisible constraint under `jit`.
-
-    Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
-    devices there are, not which: with as many others, the error is JAX's own.
+    Outside of `jit` the array is moved, also to other devices; inside, its layout is
+    fixed. Rank and divisibility are always checked: JAX alone silently drops an
+    indivisible constraint under `jit`.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
@@ -60,11 +61,6 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
 
     Returns:
         The array (or tree) with that layout; the same object where it has it already.
-
-    Raises:
-        LayoutError: another rank, a dim that does not divide, or not an array.
-        RuleError: no such name or axis.
-        MeshError: no mesh, or one that the array cannot go to.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -77,14 +73,14 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
     `jax.sharding.reshard(x, s)`.
     """
-    wanted = wanted_layout(layout)
-    name = layout if isinstance(layout, str) else None
+    wanted, is_named = wanted_layout(layout), isinstance(layout, str)
+    what = f"distribute_tensor(x, {layout!r})" if is_named else "distribute_tensor"
 
     def move(keys: Any, leaf: Any) -> Any:
-        return distribute(as_array(leaf, keys), wanted, name=name)
+        return distribute(as_array(leaf, keys), wanted, what, is_named=is_named)
 
     # The name is shown in programs and profiles.
-    with jax.named_scope(f"names[{name}]") if name else contextlib.nullcontext():
+    with jax.named_scope(f"names[{layout}]") if is_named else contextlib.nullcontext():
         return jax.tree_util.tree_map_with_path(move, x, is_leaf=is_nnx_object)
 
 
@@ -113,12 +109,12 @@ def check_movable(what: str, leaves: list[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         if problem := _why_unmovable(leaf):
-            raise LayoutError(_refusal(what, path, problem))
+            raise _refusal(what, path, problem)
 
 
-def _refusal(what: str, path: str, problem: str) -> str:
+def _refusal(what: str, path: str, problem: str) -> LayoutError:
     leaf = f"but {path} is" if path else "got"
-    return f"{what} takes arrays and numbers, {leaf} {problem}"
+    return LayoutError(f"{what} takes arrays and numbers, {leaf} {problem}")
 
 
 def _why_unmovable(x: Any) -> str | None:
@@ -130,14 +126,13 @@ def _why_unmovable(x: Any) -> str | None:
         )
     if isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS:
         return f"a NumPy array of {x.dtype}"
-    if isinstance(x, jax.Array) and x.dtype != _dtype_in_programs(x):
+    dtype_in_programs = jax.dtypes.canonicalize_dtype
+    if isinstance(x, jax.Array) and x.dtype != dtype_in_programs(
+        x.dtype, allow_extended_dtype=True
+    ):
         # jax.device_put would cut its values to 32 bits without an error.
         return f"{x.dtype}, which JAX moves in a block of jax.enable_x64(True) alone"
     return None
-
-
-def _dtype_in_programs(x: jax.Array) -> Any:
-    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def with_leaves(tree: Any, leaves: list[Any]) -> Any:
@@ -166,14 +161,9 @@ def need_devices(rules: RuleSet | Resolution, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Move one concrete value to a sharding; no copy where it has it already.
-
-    A value that is not an array or a number (a string, a function) is returned as it
-    is.
-    """
-    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-        return x
-    if is_placed(x, sharding):
+    """Move one array or number, without a copy where it lies there; else return it."""
+    is_number = isinstance(x, bool | int | float | complex)
+    if is_placed(x, sharding) or not (is_number or hasattr(x, "dtype")):
         return x
     if jax.process_count() > 1:
         return _put_across_processes(x, sharding)
@@ -205,10 +195,7 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
 
 
 def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
-    """An array, traced or on the host; raises for anything else.
-
-    For messages: `keys`, the key path of the array, and `what`, the calling function.
-    """
+    """An array, traced or on the host; messages show its key path and the function."""
     if is_nnx_object(x):
         raise StructureError(
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
@@ -218,7 +205,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
     array = x if is_array else np.asarray(x)
     if problem := _why_unmovable(array):
         problem = problem if is_array else f"the {type(x).__name__} {x!r}"
-        raise LayoutError(_refusal(what, join_keys(keys), problem))
+        raise _refusal(what, join_keys(keys), problem)
     return array
 
 
@@ -231,7 +218,13 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
     Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
     """
     layout = TensorLayout(_named(layout) if isinstance(layout, str) else layout)
-    layout = _without(layout, split_axes())
+    split = set(split_axes())
+    if split.intersection(layout.axis_names):
+        dims = [
+            dim if dim is ... else tuple(a for a in dim_axes(dim) if a not in split)
+            for dim in layout.axes
+        ]
+        layout = TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
     mesh = layout.device_mesh or _ambient_mesh() or otherwise
     if mesh is None:
         raise MeshError(
@@ -254,32 +247,14 @@ def _named(name: str) -> TensorLayout:
             f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) "
             f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
         )
-    matched = Matcher(rules.names, "fullmatch").matching(name)
-    if not matched:
+    layout = rules.layout_in("names", name)
+    if layout is None:
         names = [rule.pattern for rule in rules.names]
         raise RuleError(
             f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
             f"{names}"
         )
-    winner = rules.winner(rules.names, matched)
-    if winner is None:
-        listed = ", ".join(repr(rules.names[at].pattern) for at in matched)
-        raise RuleError(
-            f"several names with different layouts match {name!r}: {listed}; make one "
-            'narrower, or use overlap="first" or "last"'
-        )
-    return rules.names[winner].layout
-
-
-def _without(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
-    """The layout without these axes."""
-    if not set(axes).intersection(layout.axis_names):
-        return layout
-    dims = [
-        dim if dim is ... else tuple(axis for axis in dim_axes(dim) if axis not in axes)
-        for dim in layout.axes
-    ]
-    return TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
+    return layout
 
 
 def _ambient_mesh() -> DeviceMesh | None:
@@ -320,11 +295,6 @@ def mesh_of(layout: TensorLayout) -> DeviceMesh:
     return layout.device_mesh
 
 
-def _is_unknown(x: Any) -> bool:
-    """Whether a value is traced, so that its devices are not known."""
-    return isinstance(x, Tracer) and concrete(x) is None
-
-
 def explicit_axes(mesh: Any) -> set[str]:
     """The names of the Explicit axes of a mesh of ours or of JAX."""
     return _axes_of_type(mesh, AxisType.Explicit)
@@ -344,19 +314,12 @@ def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
 
 
 def distribute(
-    x: Any,
-    layout: TensorLayout,
-    *,
-    what: str = "distribute_tensor",
-    name: str | None = None,
+    x: Any, layout: TensorLayout, what: str, *, is_named: bool = False
 ) -> Any:
     """Give one array a layout on a mesh, as `distribute_tensor` does.
 
-    For messages: `what`, the calling function. `name` is that of the layout, if the
-    user gave one.
+    `what` shows the call in messages; `is_named`: the user gave the layout's name.
     """
-    if name is not None:
-        what = f"{what}(x, {name!r})"
     mesh = mesh_of(layout)
     # Before rank and divisibility, which inside shard_map are those of a part.
     manual = manual_axes(jax.sharding.get_abstract_mesh())
@@ -367,13 +330,18 @@ def distribute(
                 "shard_map each device already holds its part, so drop the call or "
                 "name other axes only"
             )
-    dims = checked_dims(layout, x, what, is_named=name is not None)
+    dims = checked_dims(layout, x, what, is_named=is_named)
     if manual.issuperset(mesh.axis_names):
         return x  # no axis is left that could be constrained
-    if is_eager() and (not isinstance(x, Tracer) or _is_elsewhere(x, mesh)):
-        return move(x, layout, dims)
-    _check_same_devices(x, mesh, what)
-    return _constrain(x, layout, dims, bool(manual), what)
+    if not is_eager() or (isinstance(x, Tracer) and not _is_elsewhere(x, mesh)):
+        _check_same_devices(x, mesh, what)
+        return _constrain(x, layout, dims, bool(manual), what)
+    if mesh.is_abstract:
+        raise MeshError(
+            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
+        )
+    sharding = named_sharding(mesh, normal_spec(dims), layout.memory_kind)
+    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
 
 
 def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
@@ -382,65 +350,38 @@ def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
     return is_committed and not mesh.is_abstract and own_mesh(x) != mesh
 
 
-def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Move an array to a mesh of devices, eagerly; also one that `grad` traces."""
-    mesh = mesh_of(layout)
-    if mesh.is_abstract:
-        raise MeshError(
-            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
-        )
-    spec = normal_spec(dims)
-    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
-    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
-
-
 def _constrain(
     x: Any, layout: TensorLayout, dims: _Dims, inside_manual: bool, what: str
 ) -> Any:
-    mesh = mesh_of(layout)
-    explicit = explicit_axes(mesh)
-    if _FREE in dims and (explicit or layout.memory_kind is not None):
+    mesh, kind = mesh_of(layout), layout.memory_kind
+    is_explicit = bool(explicit_axes(mesh))
+    if _FREE in dims and (is_explicit or kind is not None):
         raise LayoutError(
             f"{what} of a traced array {tuple(x.shape)} to {layout}: it is unknown "
             "what a MATCH dim has here; name its axes"
         )
-    for axes in dims if explicit else ():
-        if len({axis in explicit for axis in axes}) > 1:
-            raise LayoutError(
-                f"{what} of a traced array {tuple(x.shape)} to {layout}: for each dim, "
-                f"name axes of one type; the mesh {mesh!r} has Explicit and Auto ones"
-            )
-    jax_mesh: Any = mesh.jax_mesh
+    spec = PartitionSpec(*dims) if _FREE in dims else normal_spec(dims)
+    lies_on, jax_mesh = own_mesh(x), mesh.jax_mesh
     if inside_manual:
         # Inside shard_map only the mesh of the context has its manual axes.
-        jax_mesh = jax.sharding.get_abstract_mesh()
-    lies_on = None if inside_manual else own_mesh(x)
-    if explicit or (lies_on is not None and explicit_axes(lies_on)):
+        lies_on, jax_mesh = None, jax.sharding.get_abstract_mesh()
+    to_explicit = NamedSharding(jax_mesh, spec if is_explicit else PartitionSpec())
+    if is_explicit or (lies_on is not None and explicit_axes(lies_on)):
         # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
         # that of the gradient, which then does not fit.
-        spec = normal_spec([tuple(a for a in axes if a in explicit) for axes in dims])
-        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, spec))
-    if len(explicit) < len(mesh.axis_names):
-        auto = [
-            axes if axes is _FREE else tuple(a for a in axes if a not in explicit)
-            for axes in dims
-        ]
-        spec = PartitionSpec(*auto) if _FREE in auto else normal_spec(auto)
+        x = jax.sharding.reshard(x, to_explicit)
+    if not is_explicit:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(jax_mesh, spec))
-    if layout.memory_kind is not None:
+    if kind is not None:
         # Neither of the two applies a memory kind.
-        spec, kind = normal_spec(dims), layout.memory_kind
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
 
 
 def _check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raise MeshError where a traced value would move to other devices.
-
-    A trace shows how many devices there are, not which.
-    """
+    """Raise MeshError where a traced value would move to more or fewer devices."""
     context = None if is_eager() else jax.sharding.get_abstract_mesh()
-    for known in (own_mesh(x) if _is_unknown(x) else None, context):
+    for known in (own_mesh(x) if is_traced(x) else None, context):
         if known is not None and known.axis_names and known.size != mesh.size:
             raise MeshError(
                 f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: inside jit "
@@ -454,8 +395,8 @@ def checked_dims(
 ) -> _Dims:
     """The mesh axes of each dim of this array; raises where the layout does not fit.
 
-    JAX checks less of it, or nothing. Under the `indivisible="replicate"` of the rules
-    that have its name, dims that do not divide are replicated.
+    JAX checks less of it, or nothing. Dims that do not divide are replicated where the
+    layout has a name, in rules of `indivisible="replicate"`.
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
     known = known_layout(x) if layout.has_match else None
@@ -474,11 +415,11 @@ def checked_dims(
         raise LayoutError(
             f"{what} of an array {shape} to {layout}: {'; '.join(clashes)}"
         )
-    if layout.has_match and known is None and _is_unknown(x):
+    if layout.has_match and known is None and is_traced(x):
         axes = list(layout.axes)
         if ... in axes:
-            at = axes.index(...)
-            axes[at : at + 1] = [None] * (ndim - len(axes) + 1)
+            start = axes.index(...)
+            axes[start : start + 1] = [None] * (ndim - len(axes) + 1)
         return tuple(
             _FREE if axis == TensorLayout.MATCH else names
             for axis, names in zip(axes, kept, strict=True)

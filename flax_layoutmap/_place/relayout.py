@@ -1,6 +1,5 @@
 """DTensor's `relayout`, `relayout_like` and `copy_to_mesh`."""
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -13,7 +12,14 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.fetch import concrete, is_box, known_layout, own_mesh, unboxed
+from flax_layoutmap._core.fetch import (
+    concrete,
+    is_box,
+    is_traced,
+    known_layout,
+    own_mesh,
+    unboxed,
+)
 from flax_layoutmap._core.jax_internals import is_in_a_loop
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -37,25 +43,21 @@ def relayout(
     at every order of differentiation. Under `jit` on Auto axes a value has no layout to
     read; there, `gradient` chooses:
 
-    - `"input"`: the cotangent gets the sharding that the compiler gives `x`. It is
-      exact where the layout of `x` is fixed (an argument of `jit`, the result of
-      another relayout), and any elsewhere, as in the body of `scan` and
-      `jax.checkpoint`. `x` is kept until the backward pass, where every device gathers
-      the whole cotangent.
-    - a layout: that of `x`, which is fixed too. It is exact, `x` is not kept, and
-      nothing is gathered: use it for large activations.
+    - `"input"`: the sharding that the compiler gives `x`. It is exact where the layout
+      of `x` is fixed (an argument of `jit`, the result of another relayout), and any
+      elsewhere. `x` is kept until the backward pass, where every device gathers the
+      whole cotangent.
+    - a layout: that of `x`, which is fixed too. It is exact, and nothing is kept or
+      gathered: use it for large activations.
     - `"output"`: the layout of the result, as JAX's own constraint does.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: as for `distribute_tensor`; the last choice for the mesh is that of `x`.
-            `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims, and
-            moves them to that mesh; an array on no mesh is replicated there.
+            A mesh keeps the dims, and moves them to that mesh; an array on no mesh is
+            replicated there.
         gradient: `"input"`, `"output"`, or the layout that `x` has.
         name: shown in profiles, as by `jax.named_scope`.
-
-    Returns:
-        The array (or tree) with that layout; the same object where it has it already.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -66,8 +68,7 @@ def relayout(
         >>> tuple(x.sharding.spec)
         ('data', 'model')
 
-    Plain JAX: `jax.device_put(x, s)`, `jax.sharding.reshard(x, s)`, or
-    `jax.lax.with_sharding_constraint(x, s)`, twice to fix the input's layout too.
+    Plain JAX: as of `flm.distribute_tensor`; twice, to fix the input's layout too.
     """
     if not isinstance(gradient, str):
         gradient = TensorLayout(gradient)
@@ -77,7 +78,8 @@ def relayout(
             "array has"
         )
     is_mesh = isinstance(layout, DeviceMesh | Mesh | AbstractMesh)
-    layout_name = layout if isinstance(layout, str) else None
+    is_named = isinstance(layout, str)
+    what = f"relayout(x, {layout!r})" if is_named else "relayout"
 
     def move(keys: Any, leaf: Any) -> Any:
         leaf = as_array(leaf, keys, "relayout")
@@ -85,30 +87,26 @@ def relayout(
             wanted = _kept_dims(leaf, DeviceMesh(layout))
         else:
             wanted = wanted_layout(layout, own_mesh(leaf))
-        return _relayout(leaf, wanted, gradient, layout_name=layout_name)
+        return _relayout(leaf, wanted, gradient, what, is_named=is_named)
 
-    with _scope(name):
+    with jax.named_scope(name or "relayout"):
         return jax.tree_util.tree_map_with_path(move, x, is_leaf=is_nnx_object)
 
 
 def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     """Give an array the mesh and layout of another; gradients keep its own.
 
-    Where the layout of `like` is known (an array, a value on Explicit axes), `like` may
-    have any shape of the same rank and any dtype; if it is on no mesh, `x` is
-    replicated on its own. Under `jit` on Auto axes a traced `like` has no layout to
-    read, so both are constrained alike: they have one shape, each device gathers `x`,
-    and both are kept until the backward pass. That is exact where their layouts are
-    fixed, as those of arguments are; elsewhere the compiler may choose any. It raises
-    in the body of a loop, where the layout of the carry would be mixed in.
+    `like` may have any shape of the same rank; if it is on no mesh, `x` is replicated
+    on its own. Under `jit` on Auto axes a traced `like` has no layout to read, so both
+    are constrained alike: they have one shape, each device gathers `x`, and both are
+    kept until the backward pass. That is exact where their layouts are fixed, as those
+    of arguments are. It raises in the body of a loop, where the layout of the carry
+    would be mixed in.
 
     Args:
         x: an array or a traced value; an `nnx.Variable` or a Linen box too.
         like: the array to follow, or a Variable or box. It gets no gradient.
         name: shown in profiles, as by `jax.named_scope`.
-
-    Returns:
-        The array with that layout; of a Variable or box, a new one that holds it.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -133,9 +131,11 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
             f"{what}: neither is on a mesh; pass a layout, "
             "flm.relayout(x, flm.TensorLayout(axes, mesh))"
         )
-    with _scope(name):
+    with jax.named_scope(name or "relayout_like"):
         if layout is not None or not _is_unknown(like):
-            return _relayout(x, layout or TensorLayout((), mesh), what="relayout_like")
+            return _relayout(
+                x, layout or TensorLayout((), mesh), "input", "relayout_like"
+            )
         if why := _why_not_alike(x, like, mesh):
             raise LayoutError(
                 f"{what}, which is traced on Auto axes, {why}; pass its layout, "
@@ -157,13 +157,9 @@ def copy_to_mesh(x: Any, layout: Any) -> Any:
     return relayout(x, layout)
 
 
-def _scope(name: str | None) -> Any:
-    return contextlib.nullcontext() if name is None else jax.named_scope(name)
-
-
 def _is_unknown(x: Any) -> bool:
     """Whether the compiler will choose the layout of a value."""
-    return isinstance(x, Tracer) and concrete(x) is None and known_layout(x) is None
+    return is_traced(x) and known_layout(x) is None
 
 
 def _kept_dims(x: Any, mesh: DeviceMesh) -> TensorLayout:
@@ -180,13 +176,14 @@ def _kept_dims(x: Any, mesh: DeviceMesh) -> TensorLayout:
 def _relayout(
     x: Any,
     layout: TensorLayout,
-    gradient: Any = "input",
-    what: str = "relayout",
-    layout_name: str | None = None,
+    gradient: Any,
+    what: str,
+    *,
+    is_named: bool = False,
 ) -> Any:
     if isinstance(gradient, TensorLayout):
         gradient = wanted_layout(gradient, layout.device_mesh)
-        checked_dims(gradient, x, f"gradient= of {what}")
+        checked_dims(gradient, x, "gradient= of relayout")
         before = gradient if isinstance(x, Tracer) else None
     elif gradient == "input" and _is_unknown(x) and not _inside_shard_map():
         mesh: Any = layout.device_mesh
@@ -197,8 +194,8 @@ def _relayout(
         before = known_layout(concrete(x)) if is_traced else None
     if before is not None:
         # The cotangent passes the two constraints in the other order.
-        x = distribute(x, before, what=what)
-    return distribute(x, layout, what=what, name=layout_name)
+        x = distribute(x, before, what)
+    return distribute(x, layout, what, is_named=is_named)
 
 
 def _inside_shard_map() -> bool:

@@ -41,19 +41,15 @@ def reshard(
 ) -> Any:
     """Move a whole tree to other layouts or another mesh, in chunks.
 
-    For a model that is trained in one layout and serves in another. A device holds at
-    most its shards before and after, and the temporaries of one chunk. What moves is
-    in `flm.resolve(tree, before).diff(flm.resolve(tree, after))`.
-
-    With several processes, all call it, and both meshes have the same devices.
+    A device holds at most its shards before and after, and the temporaries of one
+    chunk. With several processes, all call it, and both meshes have the same devices.
 
     Args:
         tree: a module (updated in place and returned), or any tree of arrays.
         to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
             this tree on one.
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
-            of the slices of a larger leaf, along its longest dim. What is on the host
-            or on one device moves whole.
+            of the slices of a larger leaf.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
             its part. An interrupt leaves the moved leaves of a module in the new
             layout; of any other tree they are lost.
@@ -63,10 +59,6 @@ def reshard(
         The tree with its leaves in the new layouts; those that have it already are
         the same arrays. What stays on its device may share memory with `tree`, as in
         `jax.device_put`: a step that donates the one deletes it from the other, too.
-
-    Raises:
-        ResolveError: leaves do not fit the rules.
-        LayoutError: a leaf cannot be moved, or not donated. Nothing was moved.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -87,19 +79,19 @@ def reshard(
     _check(moves, leaves, resolution, donate)
     with Agreement("moving a tree", resolution.mesh) as agreement:
         agreement.add(resolution.fingerprint_lines)
-        agreement.add(lambda: {"moved leaves": [move.path for move in moves]})
-        agreement.add(lambda: {"options": f"max_bytes={max_bytes}"})
+        paths = [move.path for move in moves]
+        agreement.add(lambda: {"moved leaves": paths, "options": f"{max_bytes=}"})
     new, done = list(leaves), [0]
     total = sum(move.bytes for move in moves)
     try:
         with shown_progress("moving", total, progress, lambda: sum(done)):
             for chunk in _chunks(moves, max_bytes):
-                kept = [_move(move, max_bytes, new) for move in chunk]
+                gone = [move.value for move in chunk if not _move(move, max_bytes, new)]
                 jax.block_until_ready([new[move.places[0]] for move in chunk])
                 done.extend(move.bytes for move in chunk)
-                for move, is_kept in zip(chunk, kept, strict=True):
-                    if donate and not is_kept and isinstance(move.value, jax.Array):
-                        move.value.delete()
+                for value in gone if donate else ():
+                    if isinstance(value, jax.Array):
+                        value.delete()
     except BaseException:  # an interrupt too leaves a module whole
         if donate:
             with_leaves(tree, new)
@@ -141,12 +133,10 @@ def _resolved(tree: Any, to: Any) -> Resolution:
 def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
     """One move for each array and sharding, in the order of the leaves."""
     moves: dict[tuple[int, NamedSharding], _Move] = {}
-    shardings = resolution.sharding_list()
-    for at, (path, leaf, sharding) in enumerate(
-        zip(resolution.paths, leaves, shardings, strict=True)
-    ):
-        move = moves.setdefault((id(leaf), sharding), _Move(path, [], leaf, sharding))
-        move.places.append(at)
+    for at, sharding in enumerate(resolution.sharding_list()):
+        leaf = leaves[at]
+        first = _Move(resolution.paths[at], [], leaf, sharding)
+        moves.setdefault((id(leaf), sharding), first).places.append(at)
     return [
         move
         for move in moves.values()
