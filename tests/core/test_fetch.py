@@ -38,20 +38,6 @@ def test_every_dim_has_an_entry(mesh: flm.DeviceMesh) -> None:
     assert scalar == flm.TensorLayout.replicated(mesh, 0)
 
 
-def test_of_a_model(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    layout_map.place(model)
-    found = flm.dtensor.fetch_layout(model.kernel)
-    assert found == flm.TensorLayout((None, "model"), mesh)
-
-
-def test_memory_kinds(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_host")
-    assert flm.dtensor.fetch_layout(flm.relayout(X[0], layout)) == layout
-
-
 def test_plain_values() -> None:
     for value in (None, 1, 2.5, True, 1j):
         assert flm.dtensor.fetch_layout(value) is None

@@ -63,9 +63,3 @@ def test_it_is_what_is_not_there_yet(data: st.DataObject, rank: int) -> None:
         for wanted, at in zip(new, where, strict=True)
     ]
     assert received(shape, before, after, same).tolist() == expected
-
-
-def test_a_device_that_is_new_lacks_everything() -> None:
-    one, two = Placement((1,), ((),)), Placement((2,), ((),))
-    assert received((6,), one, two).tolist() == [0, 6]
-    assert received((6,), two, one).tolist() == [0]

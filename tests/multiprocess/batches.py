@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
 
 import flax_layoutmap as flm
+from multiprocess import launch
 
 PROCESS = jax.process_index()
 PROCESSES = jax.process_count()
@@ -59,21 +59,9 @@ def rows_of(array: np.ndarray, layout_map: flm.LayoutMap, rows: str) -> np.ndarr
 
 def holds(array: Any, whole: np.ndarray, layout_map: flm.LayoutMap) -> bool:
     """Whether each shard here is the right part of the whole, and no more."""
-    sharding = flm.TensorLayout(
-        (layout_map.freeze().batch, ...), layout_map.device_mesh
-    ).sharding(whole.ndim)
-    where = sharding.addressable_devices_indices_map(whole.shape)
-    shards = {shard.device: shard for shard in array.addressable_shards}
-    return (
-        array.sharding == sharding
-        and array.shape == whole.shape
-        and array.dtype == jnp.asarray(whole).dtype
-        and set(shards) == set(where)
-        and all(
-            np.array_equal(np.asarray(shards[device].data), whole[index])
-            for device, index in where.items()
-        )
-    )
+    axes = (layout_map.freeze().batch, ...)
+    layout = flm.TensorLayout(axes, layout_map.device_mesh)
+    return launch.holds(array, whole, layout)
 
 
 def grids() -> Iterator[tuple[str, flm.LayoutMap]]:

@@ -264,6 +264,26 @@ def join(shutdown: int = 20) -> int:
     return number
 
 
+def holds(array: Any, host: Any, layout: Any) -> bool:
+    """Whether an array has a layout, and each shard here the right part of `host`."""
+    import jax
+    import numpy as np
+
+    sharding = layout.sharding(array.ndim)
+    where = sharding.addressable_devices_indices_map(host.shape)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return (
+        array.sharding == sharding
+        and array.shape == host.shape
+        and array.dtype == jax.dtypes.canonicalize_dtype(host.dtype)
+        and set(shards) == set(where)
+        and all(
+            np.array_equal(np.asarray(shards[device]), host[index])
+            for device, index in where.items()
+        )
+    )
+
+
 def answer(value: Any) -> None:
     """Gives a JSON value to the test that started this process."""
     # Not printed: the transport writes to standard output as it likes.

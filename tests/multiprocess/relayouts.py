@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_layoutmap as flm
+from multiprocess import launch
 
 PROCESS = jax.process_index()
 OWN = jax.local_device_count()
@@ -26,14 +27,7 @@ def lay(axes: Any) -> flm.TensorLayout:
 
 
 def holds(array: Any, axes: Any, host: np.ndarray = HOST) -> bool:
-    """Whether an array has a layout, and each shard here the right part of `host`."""
-    where = lay(axes).sharding(array.ndim).addressable_devices_indices_map(host.shape)
-    shards = {
-        shard.device: np.asarray(shard.data) for shard in array.addressable_shards
-    }
-    return set(shards) == set(where) and all(
-        np.array_equal(shards[device], host[index]) for device, index in where.items()
-    )
+    return launch.holds(array, host, lay(axes))
 
 
 def moved() -> dict[str, bool]:

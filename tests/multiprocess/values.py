@@ -16,29 +16,13 @@ import numpy as np
 from flax import nnx
 
 import flax_layoutmap as flm
+from multiprocess.launch import holds
 
 MESH = flm.DeviceMesh("data=2,model=4")
 EXPLICIT = flm.DeviceMesh("data=2,model=4", axis_types="explicit")
 OTHER = flm.DeviceMesh("data=4,model=2")
 REVERSED = flm.DeviceMesh((2, 4), ("data", "model"), devices=jax.devices()[::-1])
 HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
-
-
-def holds(array: Any, host: np.ndarray, layout: flm.TensorLayout) -> bool:
-    """Whether an array has a layout, and each shard here the right part of `host`."""
-    sharding = layout.sharding(array.ndim)
-    where = sharding.addressable_devices_indices_map(array.shape)
-    shards = {shard.device: shard for shard in array.addressable_shards}
-    return (
-        array.sharding == sharding
-        and not array.is_fully_addressable
-        and array.dtype == host.dtype
-        and set(shards) == set(where)
-        and all(
-            np.array_equal(np.asarray(shards[device].data), host[index])
-            for device, index in where.items()
-        )
-    )
 
 
 def key_holds(array: Any, keys: jax.Array, layout: flm.TensorLayout) -> bool:
@@ -183,26 +167,6 @@ def resharded() -> dict[str, bool]:
     return checks
 
 
-def created() -> dict[str, bool]:
-    """`create` with an `nnx.Rngs` as its argument, inside and outside of contexts."""
-    rngs, eager = nnx.Rngs(0), nnx.Rngs(0)
-    checks = {}
-    for number, mesh in enumerate((MESH, EXPLICIT)):
-        model = flm.create(Noisy, rules(mesh), rngs)
-        expected = np.asarray(Noisy(eager).linear.kernel[...])
-        kernel = model.linear.kernel[...]
-        close = all(
-            np.allclose(np.asarray(shard.data), expected[shard.index], atol=1e-6)
-            for shard in kernel.addressable_shards
-        )
-        wanted = flm.TensorLayout(("data", "model"), mesh).sharding()
-        checks[f"call {number}"] = close and kernel.sharding == wanted
-    assert isinstance(EXPLICIT.jax_mesh, jax.sharding.Mesh)
-    with jax.set_mesh(EXPLICIT.jax_mesh):
-        flm.create(Noisy, rules(EXPLICIT), nnx.Rngs(0))
-    return checks
-
-
 def scoped() -> dict[str, bool]:
     """A model made in a `layout_map_scope`, whose layers have activation rules."""
     layout_map = rules(MESH)
@@ -288,7 +252,7 @@ def reported() -> dict[str, bool]:
 
 def main(folder: Path) -> dict[str, dict[str, bool]]:
     """Group → its checks; files are written into the folder."""
-    checks = (distributed, keys, placed, resharded, created, scoped, alone, refused)
+    checks = (distributed, keys, placed, resharded, scoped, alone, refused)
     groups = {f.__name__: f() for f in (*checks, hybrid, reported)}
     rules(MESH).to_file(folder / "rules.toml")  # by all processes at the same path
     return groups

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -50,31 +49,6 @@ def test_rows_are_split_and_all_else_is_whole(
     assert_lies(made[0], (("model", "data"), ()), mesh, x)
     no_axis = flm.LayoutMap(mesh, batch=())
     assert_lies(flm.distribute_batch(x[:5], no_axis), ((), ()), mesh, x[:5])
-
-
-@pytest.mark.parametrize("rows", ["local", "global"])
-@pytest.mark.parametrize("check", [True, False])
-def test_in_one_process_the_options_make_no_difference(
-    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap, rows: Any, check: bool
-) -> None:
-    host = np.arange(4, dtype=np.int32)
-    made = flm.distribute_batch(host, layout_map, rows=rows, check=check)
-    assert_lies(made, (("data",),), mesh, host)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64"]
-)
-@pytest.mark.parametrize("x64", [False, True])
-def test_dtypes_are_what_jax_makes_of_them(
-    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap, dtype: str, x64: bool
-) -> None:
-    host = np.arange(4).astype(dtype)
-    with jax.enable_x64(x64):
-        expected = jax.device_put(host)
-        made = flm.distribute_batch(host, layout_map)
-        assert made.dtype == expected.dtype
-        assert_lies(made, (("data",),), mesh, np.asarray(expected))
 
 
 def test_keys_are_replicated(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> None:
@@ -215,14 +189,6 @@ def test_what_divides_is_not_copied(layout_map: flm.LayoutMap) -> None:
     assert padded is batch
     assert mask.tolist() == [True] * 4
     assert flm.pad_batch(batch, 4, size=4)[0] is batch
-
-
-def test_arrays_on_devices_come_to_the_host(layout_map: flm.LayoutMap) -> None:
-    batch = {"x": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(0)}
-    padded, _ = flm.pad_batch(batch, layout_map)
-    assert type(padded["x"]) is np.ndarray
-    assert padded["x"].dtype == ml_dtypes.bfloat16
-    assert padded["key"] is batch["key"]
 
 
 def test_what_is_refused(layout_map: flm.LayoutMap) -> None:

@@ -81,7 +81,7 @@ def test_host_values_become_global_arrays(job_part: launch.Part) -> None:
             if not holds
         ]
         assert not wrong, f"process {process}\n{one}"
-    assert sum(len(checks) for checks in ended[0].answer.values()) == 52
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 50
     # Nothing that was written beside the file is left.
     assert [path.name for path in job_part.folder.iterdir()] == ["rules.toml"]
 

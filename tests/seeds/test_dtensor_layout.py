@@ -28,12 +28,6 @@ def test_unsharded_is_none(mesh: flm.DeviceMesh) -> None:
     assert flm.TensorLayout([UNSHARDED]) == flm.TensorLayout([None])
 
 
-def test_the_words_name_no_axis() -> None:
-    for name in (UNSHARDED, MATCH):
-        with pytest.raises(flm.errors.MeshError, match=f"got '{name}'"):
-            flm.DeviceMesh.abstract({name: 2})
-
-
 def test_match_is_no_axis(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout((MATCH, "model", MATCH), mesh)
     assert layout.axes == ("match", "model", "match")
@@ -59,16 +53,6 @@ def test_matched(axes: Any, dims: Any, expected: Any, mesh: flm.DeviceMesh) -> N
     matched = layout.matched(dims)
     assert matched == flm.TensorLayout(expected, mesh, memory_kind="pinned_host")
     assert matched.matched([]) is matched  # Nothing is left to match.
-
-
-def test_matched_needs_the_rank_and_the_axes(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout((MATCH, "model"), mesh)
-    with pytest.raises(flm.LayoutError, match="2 dims, the array has 1"):
-        layout.matched([()])
-    with pytest.raises(flm.LayoutError, match="names the axis 'x'"):
-        layout.matched([("x",), ()])
-    with pytest.raises(flm.LayoutError, match="'model' twice"):
-        layout.matched([("model",), ()])
 
 
 def test_match_is_known_to_an_array_only(mesh: flm.DeviceMesh) -> None:
@@ -384,17 +368,6 @@ def test_what_needs_no_rank() -> None:
     assert layout.mesh_proto() == SIX.as_proto()
 
 
-def test_host_memory() -> None:
-    layout = ROWS.on_host()
-    assert layout == flm.TensorLayout(("x", None), SIX, memory_kind="pinned_host")
-    array = jax.device_put(np.arange(6).reshape(3, 2), layout.sharding())
-    assert array.sharding.memory_kind == "pinned_host"
-    assert {shard.device for shard in array.addressable_shards} == set(SIX.devices.flat)
-    assert layout.on_host() == layout != ROWS
-    with pytest.raises(flm.LayoutError, match="no word for the memory kind"):
-        layout.to_string()
-
-
 # ------------------------------------------------------- several axes on one dim
 
 
@@ -537,8 +510,3 @@ MEMBERS_OF_OURS = """
 def test_golden_list_of_members() -> None:
     public = {name for name in dir(flm.TensorLayout) if not name.startswith("_")}
     assert public == {*MEMBERS_OF_DTENSOR.split(), *MEMBERS_OF_OURS.split()}
-
-
-def test_the_keyword_of_dtensor() -> None:
-    layout = flm.TensorLayout(["x", "unsharded"], mesh=SIX)
-    assert layout == flm.TensorLayout(["x", "unsharded"], SIX)

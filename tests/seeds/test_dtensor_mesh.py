@@ -14,7 +14,6 @@ from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
 
 import flax_layoutmap as flm
-from flax_layoutmap._core import mesh as _mesh
 from flax_layoutmap._core.devices import key_of, long_name
 from flax_layoutmap._core.dtensor_format import (
     mesh_text,
@@ -259,38 +258,7 @@ def test_members_of_an_abstract_mesh() -> None:
         mesh.device_type()
 
 
-def test_names_and_sizes() -> None:
-    assert "x" in SIX and "z" not in SIX and 3 not in SIX
-    assert SIX.dim_size("y") == 2
-    with pytest.raises(
-        flm.errors.MeshError, match="no axis 'modle'; did you mean 'model'"
-    ):
-        flm.DeviceMesh.abstract("data=2,model=4").dim_size("modle")
-    np.testing.assert_array_equal(SIX.global_device_ids(), [[0, 1], [2, 3], [4, 5]])
-
-
 # ------------------------------------------------------------------------- processes
-
-
-def test_a_mesh_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mesh.jax, "process_index", lambda: 1)
-    # All eight devices say that they belong to process 0, so that none is local.
-    mesh = flm.DeviceMesh.from_dtensor(CPUS, [("x", 8)])
-    assert mesh.local_device_ids() == []
-    name, _, ids, local_ids, local, every = mesh.to_string().split("|")
-    assert (name, ids, local_ids, local) == ("", "0,1,2,3,4,5,6,7", "", "")
-    assert every.split(",") == [long_name(device) for device in jax.devices()]
-    assert flm.DeviceMesh.from_string(mesh.to_string()) == mesh
-
-
-def test_a_text_that_lists_its_local_devices_only() -> None:
-    text = "|x=2|0,1|1|/job:localhost/replica:0/task:0/device:CPU:1"
-    assert flm.DeviceMesh.from_string(text) == flm.DeviceMesh.abstract("x=2")
-
-
-def test_local_devices_in_any_order() -> None:
-    mesh = flm.DeviceMesh.from_string("|x=2|4,5|5,4|cpu:7,cpu:6")
-    assert [device.id for device in mesh.devices.flat] == [6, 7]
 
 
 @pytest.mark.multiprocess
@@ -383,16 +351,6 @@ def test_damaged_protos() -> None:
         flm.DeviceMesh.from_proto(single)
 
 
-def test_equality_and_hash_go_by_content() -> None:
-    again = flm.DeviceMesh.from_dtensor(CPUS[:6], [("x", 3), ("y", 2)])
-    assert again == SIX and hash(again) == hash(SIX)
-    assert SIX != "x=3,y=2" and SIX != SIX.jax_mesh
-    for other in ("y=3,x=2", "x=2,y=3", "x=6"):
-        assert SIX != flm.DeviceMesh(other, devices=jax.devices()[:6])
-    assert len({SIX, again}) == 1
-    assert pickle.loads(pickle.dumps(SIX)) == SIX
-
-
 MEMBERS_OF_DTENSOR = """
     as_proto contains_dim coords device_type dim_names dim_size from_proto from_string
     global_device_ids local_device_ids local_device_locations local_devices
@@ -427,9 +385,3 @@ def test_device_ids_are_whole_numbers_of_the_mesh(wrong: Any) -> None:
     text = f"the device ids 0 to 5, got {wrong!r}"
     with pytest.raises(flm.errors.MeshError, match=text):
         SIX.coords(wrong)
-
-
-@pytest.mark.parametrize("wrong", [3, None, ("x",), 1.5], ids=str)
-def test_axes_have_names(wrong: Any) -> None:
-    with pytest.raises(flm.errors.MeshError, match="has no axis"):
-        SIX.dim_size(wrong)

@@ -6,7 +6,6 @@ is deliberate, and one of the tables here has the reason.
 
 import functools
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,17 +381,6 @@ def test_insertions(mesh: flm.DeviceMesh) -> None:
     check(vectors, itself, {"outcome": insertion(mesh)}, INSERTION_DIFFERENCES)
 
 
-def test_one_layout_in_two_maps(mesh: flm.DeviceMesh) -> None:
-    """Keras would keep the mesh of the first map, in both."""
-    other = flm.DeviceMesh((4, 2), ("data", "model"))
-    layout = flm.TensorLayout((None, "model"))
-    first, second = flm.LayoutMap(mesh), flm.LayoutMap(other)
-    first["a"] = second["a"] = layout
-    assert layout.device_mesh is None
-    assert first["a"].device_mesh == mesh  # type: ignore[union-attr]
-    assert second["a"].device_mesh == other  # type: ignore[union-attr]
-
-
 def test_bad_patterns_are_refused_at_once() -> None:
     """Keras stores them, and then raises `re.error` at every lookup."""
     vectors = load("bad_keys")
@@ -408,13 +396,6 @@ def test_bad_patterns_are_refused_at_once() -> None:
         else:
             layout_map[vector["key"]] = ("model",)
         assert layout_map["other"] is None
-
-
-@pytest.mark.parametrize("key", [3, None, b"a", ("a",), re.compile("a")])
-def test_keys_are_text(key: Any) -> None:
-    """Keras takes any, and then raises TypeError at every lookup."""
-    with pytest.raises(flm.errors.RuleError, match="must be a string"):
-        flm.LayoutMap()[key] = ("model",)
 
 
 # ------------------------------------------------------- DeviceMesh and TensorLayout
@@ -729,24 +710,6 @@ def test_values(mesh: flm.DeviceMesh) -> None:
     check(load("values"), itself, members, VALUE_DIFFERENCES)
 
 
-def test_bare_axes_where_there_is_a_mesh(mesh: flm.DeviceMesh) -> None:
-    """Keras refuses them everywhere; here a mesh in context will do."""
-    ones = np.ones((4, 4), np.float32)
-    with flm.dtensor.default_mesh(mesh):
-        placed = flm.distribute_tensor(ones, ("data", "model"))
-    wanted = next(v for v in load("values") if v["kind"] == "numpy")["eager"]
-    assert [indices(placed)] == wanted
-
-
-def test_a_constant_inside_of_jit(mesh: flm.DeviceMesh) -> None:
-    """Keras would take it for an eager value, and lay out nothing."""
-    layout = flm.TensorLayout(("data", "model"), mesh)
-    placed = jax.jit(lambda: flm.distribute_tensor(np.ones((4, 4)), layout))()
-    assert placed.sharding.is_equivalent_to(layout.backend_layout, 2)
-    control = jax.jit(lambda: jax.device_put(np.ones((4, 4)), layout.backend_layout))()
-    assert not control.sharding.is_equivalent_to(layout.backend_layout, 2)
-
-
 # ---------------------------------------------------------------------------- models
 
 
@@ -852,23 +815,6 @@ def test_slots_follow_their_variables(name: str) -> None:
                 assert [d[0] if d else None for d in dims] == axes, (path, axes)
                 compared += any(axes)
     assert compared > 50
-
-
-def test_statistics_of_adafactor() -> None:
-    """Keras lays its rows out by the rule of the kernel, and fails to build."""
-    failed = [v for v in built_vectors() if v["slots"]["adafactor"] is None]
-    assert len(failed) >= 4
-    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
-    for vector in failed:
-        if with_prefix_rules(vector):
-            continue
-        tree = trained_tree(vector)
-        layout_map = filled(vector["rules"], mesh_in(vector), strict=False)
-        state = jax.eval_shape(tx.init, tree)
-        found = layout_map.resolve(state, params=tree, tx=tx)
-        assert any(leaf.layout.axis_names for leaf in found)
-        for leaf in found:
-            leaf.layout.shard_shape(leaf.shape)  # raises where it does not fit
 
 
 # ------------------------------------------------------------------------------ data
@@ -989,17 +935,6 @@ def test_spellings_of_output(key: str, mesh: flm.DeviceMesh) -> None:
     assert indices(out)[1] == [[0, 8], [2, 4]]
 
 
-def test_a_weight_rule_is_none_for_outputs(mesh: flm.DeviceMesh) -> None:
-    """In Keras `.*d1.*` is for the bias and for the output, of another rank."""
-    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
-    layout_map[".*d1/(bias|output)"] = ("model",)
-    model = layout_map.place(Two(nnx.Rngs(0)))
-    with flm.activation_scope(layout_map, model):
-        out = model.d1(np.ones((8, 8), np.float32))
-    assert indices(model.d1.bias[...])[1] == [[4, 8]]
-    assert indices(out)[1] == [[0, 8], [4, 8]]
-
-
 # --------------------------------------------------------------------------- devices
 
 
@@ -1031,66 +966,6 @@ def test_data_parallel(mesh: flm.DeviceMesh) -> None:
         ways = grid.shape[0]
         assert len({str(part) for part in indices(rows)}) == ways
         assert indices(rows)[0] == [[0, 8 // ways], [0, 2]]
-
-
-def test_unknown_options_are_no_options() -> None:
-    """Keras's ModelParallel takes any keyword, and drops it."""
-    with pytest.raises(TypeError, match="batch_dim_name"):
-        flm.LayoutMap("data=8", batch_dim_name="data")  # type: ignore[call-arg]
-
-
-def test_metrics_are_replicated(mesh: flm.DeviceMesh) -> None:
-    """All of Flax's, beside rules that would match anything with dims."""
-    metrics = nnx.MultiMetric(
-        loss=nnx.metrics.Average("loss"),
-        accuracy=nnx.metrics.Accuracy(),
-        spread=nnx.metrics.Welford("spread"),
-    )
-    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
-    layout_map[".*"] = ("model",)
-    layout_map.place(metrics)
-    leaves = jax.tree.leaves(nnx.state(metrics))
-    assert len(leaves) >= 6
-    assert all(indices(leaf) == [[]] * 8 for leaf in leaves)
-
-
-def test_a_last_batch_that_does_not_divide_loses_nothing(
-    mesh: flm.DeviceMesh,
-) -> None:
-    """In Keras every weight is None after it."""
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-    model = layout_map.place(Two(nnx.Rngs(0)))
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-
-    @flm.jit(layout_map=layout_map, donate_argnames="model")
-    def step(model: Two, x: Any) -> Any:
-        model.d1.kernel[...] += 1.0
-        return model.d1(x)
-
-    with pytest.raises(flm.LayoutError, match=r"dim 0 of size 7 does not divide"):
-        step(model, np.ones((7, 8), np.float32))
-    after = nnx.to_pure_dict(nnx.state(model))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-def test_saved_by_one_map_restored_by_another(
-    mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
-    """Other rules on another mesh: the same weights, elsewhere."""
-    first = filled([("d1/kernel", [None, "model"])], mesh, strict=False)
-    other = flm.DeviceMesh((4, 2), ("data", "model"))
-    second = filled([("d1/kernel", ["data", None])], other, strict=False)
-    model = first.place(Two(nnx.Rngs(0)))
-    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
-    flm.checkpoint.save(tmp_path / "saved", model, layout_map=first)
-    target = Two(nnx.Rngs(1))
-    restored = flm.checkpoint.restore(tmp_path / "saved", target, layout_map=second)
-    kernel = restored.d1.kernel[...]
-    np.testing.assert_array_equal(kernel, model.d1.kernel[...])
-    assert indices(model.d1.kernel[...])[1] == [[0, 8], [4, 8]]
-    assert indices(kernel)[2] == [[2, 4], [0, 16]]
-    np.testing.assert_allclose(restored.d1(x), model.d1(x), rtol=1e-5, atol=1e-6)
 
 
 def test_the_summary_of_tf_keras() -> None:
