@@ -171,7 +171,7 @@ def is_floating(dtype: Any) -> bool:
 
 def fits_jax(dtype: Any) -> bool:
     """Whether JAX supports a dtype; 64 bits need `jax_enable_x64`."""
-    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) == dtype
 
 
 def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:

@@ -152,7 +152,8 @@ def checked_selection(include: Any, exclude: Any) -> Selection:
 def _patterns(option: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
     if given is None:
         return None
-    several = [given] if isinstance(given, str | re.Pattern) else given
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    several = [given] if is_one else given
     return tuple(_compiled(option, pattern) for pattern in several)
 
 
@@ -168,6 +169,10 @@ def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
 def _pairs(option: str, given: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
     """Pairs of a pattern and a value, from such pairs or a dict."""
     pairs = given.items() if isinstance(given, Mapping) else given or ()
+    if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
+        raise CheckpointError(
+            f"{option}={given!r}: give a dict, or a list of pairs (pattern, value)"
+        )
     return tuple((_compiled(option, pattern), value) for pattern, value in pairs)
 
 

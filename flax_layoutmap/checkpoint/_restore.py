@@ -29,6 +29,7 @@ from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target, join, ope
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
+    fits_jax,
     is_floating,
     key_data,
     leaf_of,
@@ -284,7 +285,11 @@ class _Checkpoint:
 
     def offer(self, target: Target, options: Options) -> Offer:
         wanted, problems = target.leaves, list[str]()
-        leaves = target.by_first_name(self.leaves)
+        leaves = {
+            # A dict in the target may have `value` as an ordinary key.
+            leaf.path if leaf.path == f"{path}/value" in wanted else path: leaf
+            for path, leaf in target.by_first_name(self.leaves).items()
+        }
         if self._verify and self._stored.checksums is None:
             problems.append(self._stored.no_checksums())
         if self._stored.flat is None:
@@ -364,7 +369,8 @@ def _orbax_target(read: Read, held: Any) -> Any:
     """The target of a leaf for Orbax: in its stored dtype, and in its sharding."""
     if read.stored.is_text:
         return held
-    if read.sharding is None or read.stored.is_python:
+    # Orbax would cut 64 bits to what JAX holds, before the checksum.
+    if read.sharding is None or not fits_jax(read.stored.numpy_dtype):
         return np.ndarray
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=read.sharding)
 

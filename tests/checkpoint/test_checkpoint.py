@@ -475,6 +475,15 @@ def test_64_bits_are_never_cut(tmp_path: Path) -> None:
         restore(tmp_path / "a")
 
 
+def test_64_bits_are_compared_with_the_checksum_before_they_are_rounded(
+    tmp_path: Path,
+) -> None:
+    thirds = np.arange(8) / 3
+    flm.checkpoint.save(tmp_path / "a", {"w": thirds})
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    assert_same(restore(tmp_path / "a", target, dtype="target")["w"], jnp.array(thirds))
+
+
 def test_shardings_that_are_not_there(small: Path) -> None:
     text = "the target has no sharding on devices for it; pass layout_map="
     with refused("4 problems", f"w (8,4): {text}"):

@@ -148,6 +148,12 @@ def test_lists_tuples_numbers_and_holes(tmp_path: Path) -> None:
         )
 
 
+def test_value_as_an_ordinary_key(tmp_path: Path) -> None:
+    tree = {"w": {"value": jnp.arange(8.0)}}
+    path = written(tmp_path / "a", tree)
+    assert_same(restore(path, jax.tree.map(jnp.zeros_like, tree)), tree)
+
+
 def test_numbers_of_keys_become_the_keys_of_the_target(tmp_path: Path) -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     path = written(tmp_path / "a", {"keys": keys, "raw": jax.random.key_data(keys)})
@@ -197,6 +203,8 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"rename": {"(": "x"}}, "'(' is not a regular expression"),
         ({"rename": {"^model": r"\9"}}, "cannot replace what it finds in model/"),
         ({"missing": "kep"}, "missing='kep': use 'error' or 'keep' or 'init'"),
+        ({"rename": ("^up", "down")}, "give a dict, or a list of pairs"),
+        ({"include": 3}, "3 is not a regular expression"),
         ({"host_memory": "8GB"}, "host_memory='8GB' is not a number of bytes"),
         ({"step": 3}, "is a checkpoint, not a directory of steps"),
         ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
