@@ -2,23 +2,12 @@
 
 `save` writes the leaves of a tree by canonical paths, with the rules in the metadata.
 `restore` reads every leaf directly into the shards of the rules (or the target), on
-a mesh of any shape, with the user's own objects as target or with none. Everything
-is checked before an array byte is read, and one `CheckpointError` lists every problem.
+a mesh of any shape, with the user's own objects as target or with none.
 
 A checkpoint is an ordinary Orbax directory: a nested dict whose keys are the parts of
 the paths (without the `value` of NNX Variables; numbers as strings), which
 `orbax.checkpoint.v1.load` reads with a target of its own; shardings are not stored.
 What Orbax does not keep is in its custom metadata, under the key `flax_layoutmap`.
-
-Example:
-    >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-    >>> layout_map = flm.LayoutMap("data=-1")
-    >>> layout_map["w"] = ("data",)
-    >>> path = tempfile.mkdtemp() + "/weights"
-    >>> flm.checkpoint.save(path, {"w": jnp.ones(8), "step": 3}, layout_map=layout_map)
-    >>> restored = flm.checkpoint.restore(path, layout_map=layout_map)
-    >>> restored["step"], tuple(restored["w"].sharding.spec)
-    (3, ('data',))
 """
 
 from flax_layoutmap.checkpoint import mappings as mappings

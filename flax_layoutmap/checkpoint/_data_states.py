@@ -24,8 +24,6 @@ class StateFile:
         self.text = json.dumps({**held, "digest": json_digest(held)})
 
     async def save(self, directory: Any) -> Any:
-        """Write the file in the background."""
-
         async def write() -> None:
             name = f"process_{jax.process_index()}.json"
             (await directory.await_creation() / name).write_text(self.text)
@@ -33,17 +31,14 @@ class StateFile:
         return write()
 
     async def load(self, directory: Any) -> Any:
-        """`read_states` reads the files instead."""
         raise NotImplementedError
 
 
 def has_states(path: str) -> bool:
-    """Whether a step holds states of data iterators."""
     return _folder(path).exists()
 
 
 def read_states(path: str) -> list[Any]:
-    """Return the state of each process that saved the step `path`."""
     if not has_states(path):
         raise CheckpointError(f"{path} has no state of data; restore it without data=")
     states: list[Any] = []
@@ -91,7 +86,6 @@ def _folder(path: str) -> Any:
 
 
 def _iterators(data: Any) -> dict[str, Any]:
-    """The iterators in `data`, which is one of them or a dict of them."""
     parts = data if isinstance(data, dict) else {"": data}
     for name, part in parts.items():
         if not (hasattr(part, "get_state") and hasattr(part, "set_state")):

@@ -153,14 +153,8 @@ def inspect(
 
     Args:
         path: a checkpoint of `save` or of Orbax, one of several trees in it, a
-            directory of steps, or safetensors (a file, their directory, or their
-            index).
-        step: which step, a number or `"latest"`; None in a directory of steps is the
-            latest.
-
-    Raises:
-        CheckpointError: there is none, it is unfinished, or its metadata cannot be
-            read. Files with arrays are not looked at; `verify` compares their content.
+            directory of steps, or safetensors (a file, their directory, or their index).
+        step: a number or `"latest"`; None in a directory of steps is the latest.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -214,7 +208,6 @@ def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
 
 
 def described(path: str, plan: Plan) -> RestorePlan:
-    """Describe the plan of a restore for people."""
     rules: dict[str, str] = {}
     resolution = plan.resolution
     if resolution is not None:
@@ -282,14 +275,9 @@ def verify(
 
     Args:
         path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
-        step: which step, a number or `"latest"`; None in a directory of steps is the
-            latest.
+        step: as in `inspect`.
         host_memory: bytes of arrays to read at a time; a larger leaf is read alone.
         progress: as in `restore`.
-
-    Raises:
-        CheckpointError: leaves cannot be read or are not as they were saved, or there
-            are no checksums to compare with.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -297,8 +285,6 @@ def verify(
         >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
         >>> flm.checkpoint.verify(path).leaves
         2
-
-    Plain JAX: none; Orbax restores an array with a flipped bit as it is.
     """
     check_bytes("host_memory", host_memory)
     place = find(absolute(path), step, newest=True)

@@ -40,7 +40,6 @@ class Target:
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
-        """Path → leaf, concrete or abstract."""
         return dict(zip(self.flat.full_paths(), self.flat.leaves, strict=True))
 
     def by_first_name(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +89,6 @@ class Target:
 
 
 def opened(target: Any) -> Target:
-    """Flatten a tree, or trace a function that makes one."""
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
@@ -217,7 +215,6 @@ def _resolved(
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> Any:
-    """The sharding of a leaf of the target; None for one on the host."""
     if leaf.is_python or leaf.is_numpy:
         return None
     sharding = value.sharding
@@ -254,7 +251,6 @@ def _check_init(why: str, options: Options, is_makeable: bool) -> None:
 def _made(
     traced: Traced, names: Sequence[str], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Initialize some of the leaves of a traced function in their shards."""
     paths = traced.values_of(names)
     values, _ = arrays_of(traced, [shardings.get(path) for path in paths])
     made = [path for path in paths if path in shardings]

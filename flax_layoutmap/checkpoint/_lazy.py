@@ -38,12 +38,10 @@ Array = np.ndarray | Lazy
 
 
 def nothing(shape: Iterable[int]) -> Lazy:
-    """An array that only has a shape."""
     return Lazy(tuple(shape), lambda box: np.empty(box_shape(box)))
 
 
 def full(shape: Iterable[int]) -> Box:
-    """The box of a whole array."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -66,7 +64,6 @@ def transposed(x: Array, axes: Sequence[int]) -> Lazy:
 
 
 def entries(x: Array, axis: int, chosen: slice) -> Lazy:
-    """The entries of one dim that a slice chooses."""
     start, _, step = chosen.indices(x.shape[axis])
     size = len(range(*chosen.indices(x.shape[axis])))
 
@@ -80,8 +77,6 @@ def entries(x: Array, axis: int, chosen: slice) -> Lazy:
 
 
 def entry(x: Array, axis: int, at: int) -> Lazy:
-    """The array without a dim, at an entry of it."""
-
     def read(box: Box) -> np.ndarray:
         return x[(*box[:axis], slice(at, at + 1), *box[axis:])].squeeze(axis)
 
@@ -89,7 +84,6 @@ def entry(x: Array, axis: int, at: int) -> Lazy:
 
 
 def with_dim(x: Array, axis: int) -> Lazy:
-    """The array with a new dim of one entry."""
     shape = (*x.shape[:axis], 1, *x.shape[axis:])
     return Lazy(shape, lambda box: np.expand_dims(x[replaced(box, axis)], axis))
 

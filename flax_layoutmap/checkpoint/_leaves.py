@@ -65,7 +65,6 @@ class Leaf:
 
     @property
     def numpy_dtype(self) -> Any:
-        """The dtype of an array of it."""
         return np.dtype(TYPES[self.kind]) if self.dtype is None else self.dtype
 
     @property
@@ -139,7 +138,6 @@ def no_value(value: Any, function: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def key_dtype(implementation: str) -> Any:
-    """The dtype of PRNG keys of an implementation."""
     make = functools.partial(jax.random.key, 0, impl=implementation)
     return jax.eval_shape(make).dtype
 
@@ -161,7 +159,6 @@ def key_data(dtype: Any) -> tuple[str, Shape]:
 
 
 def is_storable(dtype: Any) -> bool:
-    """Whether Orbax can write arrays of a dtype."""
     return dtype.name in _STORABLE
 
 
@@ -197,7 +194,6 @@ def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
 
 
 def _number(leaf: Leaf) -> type | None:
-    """The Python type of a value or of an array without dims."""
     if leaf.is_python:
         return TYPES[leaf.kind]
     return type(np.zeros((), leaf.dtype).item()) if leaf.shape == () else None

@@ -54,7 +54,6 @@ class Recipe:
         return Recipe(self.names, tuple(steps))
 
     def with_linear(self, **dims: int) -> "Recipe":
-        """The recipe with other arguments of `linear`."""
         steps = (linear(**dims) if s.key[0] == "linear" else s for s in self.steps)
         return Recipe(self.names, tuple(steps))
 
@@ -112,7 +111,6 @@ class NameMapping:
         return next((recipe for recipe in recipes if recipe is not None), None)
 
     def unmatched(self, path: str) -> str:
-        """The message that no entry matches a leaf."""
         for number, fix in (("/0", True), ("", False)):
             other = re.sub(r"\blayers(/\d+)?(?=/)", f"layers{number}", path)
             if other != path and self.recipe(other, other) is not None:
@@ -126,12 +124,10 @@ class NameMapping:
         )
 
     def ignores(self, name: str) -> bool:
-        """Whether an entry lists this tensor as unused."""
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
 
 def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
-    """The pattern of an entry, and its names and steps."""
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise CheckpointError(
             f"{where} is {entry!r}; an entry is (path of a leaf, name of a tensor) or "

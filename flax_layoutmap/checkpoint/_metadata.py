@@ -86,11 +86,9 @@ class Stored:
 
     @property
     def where(self) -> str:
-        """Its directory."""
         return self.place.path
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
-        """The saved rules on a mesh; None if there are none."""
         if self.rules is None:
             return None
         rules = _rules(json.dumps(self.rules))
@@ -124,7 +122,6 @@ class Stored:
         return resolve_origins(known_origins(read, origins), rules)
 
     def changed(self, leaves: Sequence[Leaf], sums: Mapping[str, str]) -> list[str]:
-        """A problem for each leaf whose checksum is not the recorded one."""
         recorded = self.checksums or {}
         return [
             f"{leaf.name}: its data are not those that were saved; restore another "
@@ -134,7 +131,6 @@ class Stored:
         ]
 
     def no_checksums(self) -> str:
-        """The message that it has no checksums."""
         return (
             f"cannot verify {self.where}: it was saved without checksums; restore it "
             "and save it again with flm.checkpoint.save"
@@ -181,12 +177,7 @@ def resolve(
         path: a checkpoint, or a directory of steps (then its latest, unless `step`).
         layout_map: the rules; None: those that the checkpoint was saved with.
         mesh: the mesh for them; None: their own, or that of the save, abstract.
-        step: as in `restore`.
-        rename: as in `restore`.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or no rules or mesh for it.
-        ResolveError: its leaves do not fit the rules.
+        step, rename: as in `restore`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -284,7 +275,6 @@ def _stored_json(leaf: Leaf) -> list[Any] | None:
 
 
 def _mark_json(box: Any) -> dict[str, Any]:
-    """The layout metadata of a Variable or Linen box."""
     mark = mark_of(box)
     if mark.layout is not None:
         axes = ["..." if dim is ... else dim for dim in mark.layout.axes]
@@ -337,7 +327,6 @@ def _recorded_tree(custom: Mapping[str, Any]) -> Any:
 
 
 def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `Stored` by our record."""
     record = data if isinstance(data, dict) else {}
     if record.get("schema") != 1:
         raise CheckpointError(

@@ -93,7 +93,6 @@ class Options:
 
     @functools.cached_property
     def job_mesh(self) -> DeviceMesh | None:
-        """The mesh whose processes restore together."""
         return mesh_of(self.target, self.rules) or self.mesh
 
     def dtype_of(self, path: str) -> Any:
@@ -110,7 +109,6 @@ def _check_choice(option: str, given: Any, choices: Sequence[str]) -> None:
 
 
 def check_bytes(option: str, given: Any) -> None:
-    """Raise CheckpointError if an option is not a positive number of bytes."""
     if not isinstance(given, int | float) or given <= 0:
         raise CheckpointError(
             f"{option}={given!r} is not a number of bytes, such as {8 << 30}"
@@ -145,7 +143,6 @@ def rules_of(layout_map: Any) -> RuleSet | None:
 
 
 def checked_selection(include: Any, exclude: Any) -> Selection:
-    """Compile the patterns of `include=` and `exclude=`."""
     return Selection(_patterns("include", include), _patterns("exclude", exclude) or ())
 
 
@@ -186,7 +183,6 @@ def _dtype(dtype: Any) -> Any:
 
 
 def floating_dtype(dtype: Any) -> np.dtype[Any]:
-    """Check the option `dtype=`, a floating-point dtype."""
     try:
         wanted = np.dtype(dtype)
     except TypeError as error:
@@ -232,6 +228,5 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
 
 
 def _without_leaf(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
-    """The message that a pattern finds none of the paths."""
     near = closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])
     return f"{pattern.pattern!r} finds no leaf; the closest paths are {near}"

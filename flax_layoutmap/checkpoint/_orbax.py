@@ -60,7 +60,6 @@ def v1() -> Any:
 
 
 def cannot_write(path: str, overwrite: bool) -> str | None:
-    """The reason why nothing can be written to a path, or None."""
     if is_url(path):
         return cannot_name(path)
     if not os.path.lexists(path):
@@ -101,7 +100,6 @@ def _no_place(path: Path) -> str | None:
 def write(
     path: str, tree: dict[str, Any], metadata: dict[str, Any], overwrite: bool
 ) -> None:
-    """Write a checkpoint; return when it is complete."""
     if not overwrite or is_url(path) or not os.path.exists(path):
         _save(path, tree, metadata, overwrite)
         return
@@ -132,7 +130,6 @@ def _save(
 
 
 def saving_context() -> Any:
-    """Orbax's options for writing, as a context manager."""
     context = v1().Context()
     saving = context.array.saving
     saving.min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES

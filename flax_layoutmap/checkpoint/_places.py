@@ -32,7 +32,6 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is one of a storage service."""
     return "://" in path
 
 
@@ -124,7 +123,6 @@ def is_safetensors(path: str) -> bool:
 
 
 def cannot_name(path: str) -> str | None:
-    """The reason why nothing can be saved to a path of this name, or None."""
     if glob.escape(path) == path:
         return None
     return (
@@ -134,7 +132,6 @@ def cannot_name(path: str) -> str | None:
 
 
 def check_place(path: str) -> None:
-    """Raise CheckpointError if there is no finished checkpoint at a path."""
     place = Path(path)
     is_finished = UNFINISHED not in place.name
     if is_finished and (place / METADATA_FILE).is_file():

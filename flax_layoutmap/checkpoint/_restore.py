@@ -66,65 +66,45 @@ def restore(
 ) -> Any:
     r"""Restore a checkpoint of `save` or of Orbax, each leaf directly into its shards.
 
-    Everything is checked before any array is read; one error lists every problem. The
-    mesh and the kind of tree may differ from those of the save: leaves are joined with
-    those of the target by path.
+    Leaves are joined with those of the target by path. Everything is checked before any
+    array is read; one `CheckpointError` lists every problem.
 
     Args:
         path: the checkpoint, a directory of steps, or one of several trees in a
             checkpoint (`runs/100/params`).
-        target: any tree, concrete or abstract (of `jax.ShapeDtypeStruct`s), or a
-            function that returns one, which is only traced. None restores every leaf
-            as a nested dict.
-        layout_map: the rules, on a mesh of devices. None keeps the shardings of the
-            target's leaves.
-        mesh: a mesh for the rules of `layout_map`, or for those that the checkpoint was
-            saved with.
-        step: the step, a number or `"latest"`, if `path` is a directory of steps.
-        include: one or several regular expressions; only leaves in whose full path
-            (`model/decoder/…`) one of them is found are restored.
-        exclude: the opposite. What is left out keeps the target's values, which
-            therefore must be concrete.
-        rename: pairs of a regular expression and its replacement, such as
-            `(r"^params/(.*)", r"\1")`, or a dict of them. Before anything else, the
-            first one that is found in a path of the checkpoint renames it.
-        dtype: a floating-point dtype for all floating-point arrays that are read,
-            `"target"` for the target's dtypes, or pairs of a regular expression
-            (searched as `include`) and one of these. Other numbers are never converted.
-        missing: for leaves that only the target has: `"error"`, `"keep"` the target's
-            values, or `"init"`ialize them with the function that is the target.
+        target: any tree, concrete or abstract, or a function that returns one, which is
+            only traced. None restores every leaf as a nested dict.
+        layout_map: the rules. None keeps the shardings of the target's leaves.
+        mesh: a mesh for these rules, or for those that the checkpoint was saved with.
+        step: a number or `"latest"`, if `path` is a directory of steps.
+        include: regular expressions; only leaves in whose full path (`model/decoder/…`)
+            one of them is found are restored. The others keep the target's values.
+        exclude: the opposite.
+        rename: pairs of a regular expression and its replacement, or a dict of them.
+            The first one found in a path of the checkpoint renames it, before all else.
+        dtype: a floating-point dtype for all floating-point arrays, `"target"` for the
+            target's, or pairs of a regular expression and one of these.
+        missing: for leaves that only the target has: `"error"`, `"keep"` them, or
+            `"init"`ialize them with the function that is the target.
         unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
-        host_memory: bytes that Orbax may be reading at a time on each host (its
-            `read_concurrent_bytes`), more than the largest leaf takes.
+        host_memory: bytes that Orbax may be reading at a time on each host, more than
+            the largest leaf takes.
         broadcast: a mesh axis. Arrays that are replicated along it over processes are
             read by the first replica, which sends them (Orbax's load-and-broadcast).
-            None lets every process read its own shards.
-        verify: whether to compare arrays and metadata with their checksums. None
-            compares if there are any, True requires them, False skips them.
-        progress: whether process 0 shows the time on stderr; None: on a terminal, once
-            the restore has taken 2 seconds.
+        verify: whether to compare with checksums: None if there are any, True always.
+        progress: whether process 0 shows the time on stderr; None: on a terminal.
 
     Returns:
         A tree of the target's type. Concrete NNX objects are updated in place once all
-        leaves have been read; other trees are rebuilt. Numbers have the target's kind:
-        an `int` for an `int`, an array for an array without dims.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
-            the target or the rules.
-        MeshError: the rules have no mesh of devices of all processes.
-        ProcessError: the processes' arguments differ, or another one cannot read.
+        leaves have been read. Numbers have the target's kind.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data", None)
+        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
         >>> path = tempfile.mkdtemp() + "/weights"
-        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
-        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
-        >>> restored = flm.checkpoint.restore(path, layout_map=layout_map)
-        >>> int(restored["step"]), tuple(restored["w"].sharding.spec)
-        (3, ('data',))
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.restore(path, layout_map=layout_map)["step"]
+        3
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
@@ -157,18 +137,10 @@ def plan(
     """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
-
-    Args:
-        path: as in `restore`.
-        target: as in `restore`.
-        step: as in `restore`.
-        **options: the options of `restore`, without `verify` and `progress`.
+    `options` are those of `restore`, without `verify` and `progress`.
 
     Returns:
         The plan, a table of leaves; print it.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -257,7 +229,6 @@ def _planned(
 
 
 def _own_tree(source: Source, options: Options) -> Any:
-    """A nested dict of the selected leaves."""
     if useless := options.selection.useless(source.leaves):
         raise problem_list(f"cannot restore {source.where}", useless)
     tree = {
@@ -272,8 +243,6 @@ def _own_tree(source: Source, options: Options) -> Any:
 
 
 class _Checkpoint:
-    """A checkpoint of Orbax as a source."""
-
     def __init__(self, options: Options, step: int | str | None) -> None:
         place, self._verify = find(options.path, step), options.verify
         self._stored = open_checkpoint(place, options.rename, verify=self._verify)
@@ -376,7 +345,6 @@ def _orbax_target(read: Read, held: Any) -> Any:
 
 
 def _empty(leaf: Leaf) -> Any:
-    """An array without elements, which Orbax does not store."""
     if leaf.kind != "key":
         return np.zeros(leaf.shape, leaf.dtype)
     return np.zeros((*leaf.shape, *key_data(leaf.dtype)[1]), np.uint32)

@@ -190,7 +190,6 @@ def _read_header(file: str, problems: list[str]) -> Iterator[Tensor]:
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
-    """The JSON object in a header or an index."""
     try:
         value = json.loads(text)
         if isinstance(value, dict):

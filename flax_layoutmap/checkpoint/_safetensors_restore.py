@@ -48,53 +48,37 @@ def restore_safetensors(
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
     Headers, names, shapes, dtypes and rules are checked before any data is read; one
-    error lists every problem. Then each process reads its own shards, leaf by leaf,
-    from files that are mapped into memory: of narrow columns, whole pages are read.
+    `CheckpointError` lists every problem. Then each process reads its own shards from
+    files that are mapped into memory: of narrow columns, whole pages are read.
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
             with either (the file counts before the index) or with several files.
-        target: the tree to restore into, as in `restore`. None: a dict of all tensors
-            by their names, which are the paths that rules see.
-        layout_map: the rules, as in `restore`.
-        mesh: a mesh of devices for the rules of `layout_map`.
+        target: as in `restore`. None: a dict of all tensors by their names, which are
+            the paths that rules see.
         mapping: entries `(path, name)` or `(path, name, steps)`; the first that matches
-            a leaf counts. The path is a regular expression for the leaf's whole path,
-            as rules see it. The name is that of the tensor, with `\1` or `\g<name>` for
-            groups of the path; or a tuple of names, of which the first that exists is
-            used. The steps, one or a tuple, turn the tensor into the leaf: see
-            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
-            with a regular expression, lists tensors that no leaf needs. None maps a
-            leaf `a/b/c` to the tensor `a.b.c`.
-        include: as in `restore`.
-        exclude: as in `restore`.
-        dtype: as in `restore`.
+            a leaf counts. The path is a regular expression for the leaf's whole path.
+            The name is that of the tensor, with `\1` or `\g<name>` for groups of the
+            path; or a tuple of names, of which the first that exists is used. The
+            steps, one or a tuple, turn the tensor into the leaf: see
+            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`, with a regular expression, lists
+            tensors that no leaf needs. None maps a leaf `a/b/c` to the tensor `a.b.c`.
+        layout_map, mesh, include, exclude, dtype, progress: as in `restore`.
         missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
-        progress: as in `restore`.
 
     Returns:
         The target's own type, as `restore` does; or a dict by names.
 
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
-            the target or the rules.
-        MeshError: the rules have no mesh of devices.
-
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> path = tempfile.mkdtemp()
+        >>> path, linear = tempfile.mkdtemp(), flm.checkpoint.mappings.linear()
         >>> flm.checkpoint.save_safetensors(path, {"up": {"weight": jnp.ones((4, 8))}})
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["kernel"] = ("data", None)
-        >>> target = {"up": {"kernel": jnp.zeros((8, 4))}}
-        >>> mapping = [(r"(.*)/kernel", r"\1.weight", flm.checkpoint.mappings.linear())]
-        >>> restored = flm.checkpoint.restore_safetensors(
-        ...     path, target, layout_map=layout_map, mapping=mapping
-        ... )
-        >>> kernel = restored["up"]["kernel"]
-        >>> kernel.shape, tuple(kernel.sharding.spec)
-        ((8, 4), ('data',))
+        >>> options = {"mapping": [("kernel", "up.weight", linear)]}
+        >>> target = {"kernel": jnp.zeros((8, 4))}
+        >>> restored = flm.checkpoint.restore_safetensors(path, target, **options)
+        >>> restored["kernel"].shape
+        (8, 4)
 
     Plain JAX: `jax.make_array_from_callback(shape, sharding, lambda index: …)` for each
     leaf, with `safetensors.safe_open(file, "np").get_slice(name)[index]`.
@@ -227,7 +211,6 @@ class _Maker:
         return Leaf(path, "array", np.shape(value), dtype)
 
     def problem(self, shape: Shape) -> str | None:
-        """The problem with the first tensor that has another shape."""
         for name, size in self.recipe.shapes(self.name, shape).items():
             if self.tensors[name].shape != size:
                 return (

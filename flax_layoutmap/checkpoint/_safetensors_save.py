@@ -68,30 +68,20 @@ def save_safetensors(
         tree: NNX modules, States, Linen variables or any tree of arrays.
         mapping: the mapping of `restore_safetensors`; each step is undone. Of several
             names the first is written. The leaves made of one tensor must cover it.
-            None maps a leaf `a/b/c` to the tensor `a.b.c`.
-        include: as in `restore`: which leaves are saved.
-        exclude: as in `restore`: which leaves are not.
+        include, exclude: as in `restore`: which leaves are saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: the maximal size of a file in a directory, unless one tensor is
             larger. Several files have an index, and a random tag in their names.
         overwrite: replace the model in the directory, or the file, when the new one is
             complete beside it. Other files stay; `model….safetensors` with the names
             that this function or `transformers` gives them are the model.
-        metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
-            requires, is added.
+        metadata: texts for the headers, beside `{"format": "pt"}` for `transformers`.
         progress: as in `restore`.
-
-    Raises:
-        CheckpointError: leaves cannot be saved (one error lists all), the path is
-            taken, or writing failed.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
         >>> path = tempfile.mkdtemp()
         >>> flm.checkpoint.save_safetensors(path, {"up": {"kernel": jnp.ones((8, 4))}})
-        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
-        >>> flm.checkpoint.restore_safetensors(path, layout_map=layout_map).keys()
-        dict_keys(['up.kernel'])
 
     Plain JAX: `safetensors.flax.save_file({name: array, …}, file)`, with the whole
     model on one host.

@@ -71,7 +71,6 @@ class Writer:
         self.files = dict(zip(names, groups, strict=True))
 
     def cannot_write(self, overwrite: bool) -> list[str]:
-        """The reason why nothing can be written, or an empty list."""
         if os.path.lexists(self._folder) and not os.path.isdir(self._folder):
             return [f"{self._folder} is a file, not a directory"]
         names = [*self.files] if self._is_file else self._written()
@@ -81,7 +80,6 @@ class Writer:
         return []
 
     def _written(self) -> list[str]:
-        """Names of the files of models in the folder."""
         names = os.listdir(self._folder) if os.path.isdir(self._folder) else []
         return sorted(name for name in names if WRITTEN.fullmatch(name))
 
@@ -99,7 +97,6 @@ class Writer:
             self._append(file, _header(tensors, texts))
 
     def add(self, file: str, tensor: Made, values: np.ndarray) -> None:
-        """Write a tensor to the end of its file."""
         values = np.ascontiguousarray(values, tensor.dtype)
         self._append(file, values.reshape(-1).view(np.uint8).data)
 
@@ -169,7 +166,6 @@ def _turn(folder: str, wait: bool = True) -> Iterator[bool]:
 
 
 def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
-    """The content of the index file."""
     total = sum(t.nbytes for tensors in files.values() for t in tensors)
     names = {t.name: file for file, tensors in files.items() for t in tensors}
     data = {
@@ -180,7 +176,6 @@ def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
 
 
 def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
-    """The length and the header that a file begins with."""
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     at = 0
     for tensor in tensors:

@@ -44,26 +44,17 @@ def save(
         path: a directory that does not exist yet, without `*`, `?` and `[` in its path.
         tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
-        layout_map: the rules to write into the metadata, after they have been resolved
-            against the tree.
+        layout_map: the rules to write into the metadata; the tree must fit them.
         overwrite: replace the checkpoint at `path`, the whole directory, when the new
             one is complete beside it. At a URL (`gs://…`) Orbax deletes the old one
             first.
         checksums: whether to record a checksum of each leaf, with which `restore` and
             `verify` detect damage.
 
-    Raises:
-        CheckpointError: leaves cannot be saved (one error lists all), `path` exists or
-            cannot be written to, or writing failed.
-        ResolveError: leaves do not fit the rules; nothing was written.
-
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data", None)
         >>> path = tempfile.mkdtemp() + "/weights"
-        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
-        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
         >>> [leaf.path for leaf in flm.checkpoint.inspect(path).leaves]
         ['step', 'w']
 
@@ -118,7 +109,6 @@ def prepare(
 def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
-    """Describe all leaves; list those that cannot be saved."""
     leaves: list[Leaf] = []
     problems: list[str] = []
     for path, value in zip(paths, values, strict=True):
@@ -139,7 +129,6 @@ def _described(
 
 
 def _problem(leaf: Leaf, value: Any) -> str | None:
-    """The reason why a leaf cannot be saved, or None."""
     if missing := no_value(value, "save"):
         return missing
     if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):

@@ -314,5 +314,4 @@ def _mxfp4(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
 
 
 def is_scaled(step: Step) -> bool:
-    """Whether it is a step of `dequantize`."""
     return step.key[0] in ("float8", "mxfp4")

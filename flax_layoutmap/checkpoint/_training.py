@@ -32,16 +32,15 @@ class Checkpointer:
 
     A save copies the values and returns; Orbax writes them while training goes on. Its
     errors are raised by the next `save` that is due, by `wait`, or at the end of the
-    `with` block, which finishes the last save. Without a `with` block each save is
-    complete when it returns.
+    `with` block. Without a `with` block each save is complete when it returns.
 
     In a job that called `jax.distributed.initialize`, SIGTERM (preemption) makes the
     next `save` one that is due in all processes, and `reached_preemption` then says
     that the loop should end. For that, call `save` in every step.
 
     Every process calls the methods with the same arguments. Each step is a checkpoint
-    of its own (`directory/1000`), which `restore` and plain Orbax read. An unfinished
-    one is ignored, and removed by the next save; only one program at a time may save.
+    of its own (`directory/1000`). An unfinished one is ignored, and removed by the next
+    save; only one program at a time may save.
 
     Args:
         directory: where the steps are; it is made by the first save.
@@ -55,18 +54,13 @@ class Checkpointer:
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data",)
-        >>> options = {"layout_map": layout_map, "every": 2}
+        >>> options = {"layout_map": flm.LayoutMap("data=-1", strict=False), "every": 2}
         >>> with flm.checkpoint.Checkpointer(tempfile.mkdtemp(), **options) as saved:
         ...     state, start = saved.restore_or_init(lambda: {"w": jnp.zeros(8)})
         ...     for step in range(start, 4):
-        ...         state = {"w": state["w"] + 1}
         ...         _ = saved.save(step, state, force=step == 3)
         >>> saved.steps
         [0, 2, 3]
-
-    Plain JAX: `orbax.checkpoint.v1.training.Checkpointer(directory)`.
     """
 
     def __init__(
@@ -189,7 +183,6 @@ class Checkpointer:
         self.close()
 
     def _next(self, step: Any) -> int:
-        """Check that a step is a number that comes after the last one."""
         if self._last is None:
             self._last = max(self.steps, default=-1)
         number = operator.index(step)
@@ -305,7 +298,6 @@ class Checkpointer:
         return f"{self._directory.rstrip('/')}/{step}"
 
     def _existing(self, step: int | None) -> tuple[int, str]:
-        """A step that is there, and its path."""
         self.wait()
         steps = self.steps
         chosen = max(steps, default=-1) if step is None else operator.index(step)
