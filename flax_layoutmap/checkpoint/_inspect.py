@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan
-from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
 from flax_layoutmap.checkpoint._metadata import (
     KEY,
     CheckpointKind,
@@ -153,7 +153,7 @@ def inspect(
 
     Args:
         path: a checkpoint of `save` or of Orbax, one of several trees in it, a
-            directory of steps, or safetensors (a file, their directory, or their index).
+            directory of steps, or safetensors (a file, their folder, or index).
         step: a number or `"latest"`; None in a directory of steps is the latest.
 
     Example:
@@ -297,7 +297,7 @@ def verify(
         share = leaves[jax.process_index() :: jax.process_count()]
         problems: list[str] = []
         with shown_progress(f"verifying {place.path}", None, progress):
-            for portion in _portions(share, host_memory):
+            for portion in grouped(share, lambda leaf: leaf.bytes, host_memory):
                 wanted = {
                     x.path: x.abstract if x.is_text else np.ndarray for x in portion
                 }
@@ -306,16 +306,3 @@ def verify(
         if problems:
             raise problem_list(f"the checkpoint {place.path} is damaged", problems)
     return Verified(place.path, len(leaves), sum(leaf.bytes for leaf in leaves))
-
-
-def _portions(leaves: Sequence[Leaf], limit: int) -> Iterator[list[Leaf]]:
-    """Leaves in groups of at most `limit` bytes; a larger one is alone."""
-    portion: list[Leaf] = []
-    used = 0
-    for leaf in leaves:
-        if portion and used + leaf.bytes > limit:
-            yield portion
-            portion, used = [], 0
-        portion.append(leaf)
-        used += leaf.bytes
-    yield portion

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.fold import spell_indices
 from flax_layoutmap._tree.flatten import plain_tree
 
+T = TypeVar("T")
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 
 # bool comes before int, which it is a subclass of.
@@ -251,6 +252,21 @@ def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
             node = node.setdefault(part, {})
         node[last] = leaf
     return root
+
+
+def grouped(
+    items: Sequence[T], size: Callable[[T], int], limit: float
+) -> list[list[T]]:
+    """The items in groups of at most `limit` bytes; a larger one is alone."""
+    groups: list[list[T]] = [[]]
+    used = 0
+    for item in items:
+        if groups[-1] and used + size(item) > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += size(item)
+    return groups
 
 
 # ------------------------------------------------------------------------ problems

@@ -7,7 +7,7 @@ path → metadata → plan → read → tree
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -169,10 +169,9 @@ class Source(Protocol):
     of each leaf of a plan. `lines` differ if another process finds another checkpoint.
     """
 
-    @property
-    def where(self) -> str: ...
-    @property
-    def leaves(self) -> Mapping[str, Leaf]: ...
+    where: str
+    leaves: dict[str, Leaf]
+
     def rule_set(self, mesh: Any) -> RuleSet | None: ...
     def offer(self, target: Target, options: Options) -> Offer: ...
     def resolve(self, target: Any, options: Any, rules: Any) -> Resolution: ...
@@ -229,8 +228,6 @@ def _planned(
 
 
 def _own_tree(source: Source, options: Options) -> Any:
-    if useless := options.selection.useless(source.leaves):
-        raise problem_list(f"cannot restore {source.where}", useless)
     tree = {
         path: leaf.abstract
         for path, leaf in source.leaves.items()

@@ -31,12 +31,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
     **{
         f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}")
         for kind in "IU"
         for n in (8, 4, 2, 1)
     },
-    "BOOL": np.dtype("?"),
+    **{"BOOL": np.dtype("?"), "C64": np.dtype("c8")},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

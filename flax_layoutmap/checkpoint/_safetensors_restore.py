@@ -61,8 +61,9 @@ def restore_safetensors(
             The name is that of the tensor, with `\1` or `\g<name>` for groups of the
             path; or a tuple of names, of which the first that exists is used. The
             steps, one or a tuple, turn the tensor into the leaf: see
-            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`, with a regular expression, lists
-            tensors that no leaf needs. None maps a leaf `a/b/c` to the tensor `a.b.c`.
+            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
+            with a regular expression, lists tensors that no leaf needs. None maps a
+            leaf `a/b/c` to the tensor `a.b.c`.
         layout_map, mesh, include, exclude, dtype, progress: as in `restore`.
         missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
@@ -110,17 +111,14 @@ class _Tensors:
         self.where, self._names = path, names
         self._tensors = read_headers(path)
         self._makers: dict[str, _Maker] = {}
+        named = ((escape(name), t) for name, t in self._tensors.items())
+        self.leaves = {p: Leaf(p, "array", t.shape, t.dtype) for p, t in named}
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
         return None
 
     def lines(self) -> Sequence[str]:
         return [f"{t} {t.dtype} {t.offset}" for t in self._tensors.values()]
-
-    @property
-    def leaves(self) -> dict[str, Leaf]:
-        named = ((escape(name), t) for name, t in self._tensors.items())
-        return {p: Leaf(p, "array", t.shape, t.dtype) for p, t in named}
 
     def offer(self, target: Target, options: Options) -> Offer:
         leaves: dict[str, Leaf] = {}

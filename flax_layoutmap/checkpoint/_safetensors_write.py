@@ -21,6 +21,7 @@ import numpy as np
 
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint._lazy import Array
+from flax_layoutmap.checkpoint._leaves import grouped
 from flax_layoutmap.checkpoint._safetensors import INDEX, NAMES, SINGLE, WRITTEN
 
 _HIDDEN = re.compile(r"\..+\.safetensors\.[0-9a-f]{8}\.unfinished")
@@ -62,7 +63,10 @@ class Writer:
         hidden = f".{single}.{self._tag}.unfinished"
         self._hidden = os.path.join(self._folder, hidden)
         self._lock = contextlib.ExitStack()
-        groups = _groups(tensors, math.inf if self._is_file else max_file_bytes)
+        limit = math.inf if self._is_file else max_file_bytes
+        groups = grouped(tensors, lambda tensor: tensor.nbytes, limit)
+        # Wide dtypes come first, which aligns all.
+        groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
         names = [single]
         if len(groups) > 1:
             of = f"of-{len(groups):05}.safetensors"
@@ -127,22 +131,6 @@ class Writer:
     def _append(self, file: str, content: Any) -> None:
         with open(os.path.join(self._hidden, file), "ab") as stream:
             stream.write(content)
-
-
-def _groups(tensors: Sequence[Made], limit: float) -> list[list[Made]]:
-    """The tensors in groups of at most `limit` bytes; a larger one is alone.
-
-    In a group wide dtypes come first, which aligns all.
-    """
-    groups: list[list[Made]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    return [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
 
 
 @contextlib.contextmanager

@@ -650,22 +650,3 @@ def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     with refused("cannot be made: ", "File name too long"):
         flm.checkpoint.save(near, tree, overwrite=True)
     assert sorted(tmp_path.iterdir()) == [link, near]
-
-
-def test_an_interruption_after_the_swap_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flm.checkpoint.save(tmp_path / "one", {"w": jnp.zeros(8)})
-    rename = os.rename
-
-    def interrupted(source: Any, to: Any) -> None:
-        rename(source, to)
-        if str(to) == str(tmp_path / "one"):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        flm.checkpoint.save(tmp_path / "one", {"w": jnp.ones(8)}, overwrite=True)
-    assert os.listdir(tmp_path) == ["one"]
-    layout_map = flm.LayoutMap("data=8", strict=False)
-    assert flm.checkpoint.restore(tmp_path / "one", layout_map=layout_map)["w"][0] == 1

@@ -408,7 +408,7 @@ def below(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("ends_at", [None, "replacement", "replaced"])
+@pytest.mark.parametrize("ends_at", [None, "replacement", "replaced", "swapped"])
 def test_overwriting_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: str | None
 ) -> None:
@@ -427,6 +427,8 @@ def test_overwriting_leaves_the_old_checkpoint_or_the_new_one(
         if ends_at == "replaced" and ".replaced-" in str(target):
             raise KeyboardInterrupt
         rename(source, target, **options)
+        if ends_at == "swapped" and is_new:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", interrupted)
@@ -434,7 +436,7 @@ def test_overwriting_leaves_the_old_checkpoint_or_the_new_one(
             flm.checkpoint.save(path, weights(2), overwrite=True)
     assert below(tmp_path) == sorted(["a", *(f"a{name}" for name in users)])
     value = np.asarray(flm.checkpoint.restore(path, layout_map=rules())["w"])
-    assert (value == (1 if ends_at else 2)).all()
+    assert (value == (1 if ends_at in ("replacement", "replaced") else 2)).all()
 
 
 HOPELESS = """

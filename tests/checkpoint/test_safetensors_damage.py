@@ -237,16 +237,17 @@ def test_any_names(names: list[str], tmp_path: Path) -> None:
 
 DTYPES = {f"{k}{8 * n}": f"{k.lower()}{n}" for k in "FIU" for n in (1, 2, 4, 8)}
 DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-DTYPES |= {"BOOL": "bool"}
 del DTYPES["F8"]
-FLOATS = [name for name in DTYPES if name[0] in "FB" and name != "BOOL"]
+FLOATS = [name for name in DTYPES if name[0] in "FB"]
+DTYPES |= {"BOOL": "bool", "C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_is_read_written_and_cast(name: str, tmp_path: Path) -> None:
     dtype = np.dtype(DTYPES[name])
     plain = np.array([[0, 0.5, -2], [3, 4, 96]], np.float32)
-    values = (plain if name in FLOATS else np.abs(plain)).astype(dtype)
+    positive = np.abs(plain) + (name == "F8_E8M0")  # which has no zero
+    values = (plain if name in FLOATS else positive).astype(dtype)
     header = {"a": entry([2, 3], 0, values.nbytes, name)}
     file = tmp_path / "model.safetensors"
     file.write_bytes(written(header, values.tobytes()))
