@@ -113,7 +113,6 @@ class RestorePlan:
     """The plan of a restore.
 
     Attributes:
-        path: the checkpoint.
         leaves: the leaves that will be read.
         bytes_per_device: bytes of the result in the memory of one device.
     """
@@ -244,13 +243,7 @@ def _described(path: str, leaf: Leaf, **more: Any) -> LeafInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The result of `verify` for an undamaged checkpoint.
-
-    Attributes:
-        path: its directory.
-        leaves: how many leaves were read and compared.
-        bytes: bytes of their arrays, uncompressed.
-    """
+    """The result of `verify`: how many leaves are as saved, and their bytes."""
 
     path: str
     leaves: int

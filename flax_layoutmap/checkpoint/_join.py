@@ -72,7 +72,6 @@ class Target:
         return resolve_origins(found, rules)
 
     def filled(self, plan: "Plan", values: Mapping[str, Any]) -> Any:
-        """Return the target with the values that were read."""
         new, made, resolution = self.leaves | dict(values), plan.made, plan.resolution
         if self.traced is None:
             tree = self.tree
@@ -118,8 +117,7 @@ class Plan:
     """Which leaves to read and initialize, and every problem.
 
     `made` leaves are initialized by the target's function in the sharding given here.
-    Nothing is read if there is a problem. `resolution` is None without rules, or if
-    they do not fit.
+    `resolution` is None without rules, or if they do not fit.
     """
 
     reads: Mapping[str, Read]
@@ -132,8 +130,7 @@ class Plan:
 class Offer:
     """What a checkpoint has for a target, by the paths of the target.
 
-    `absent` says why it lacks a leaf of the target, `faults` why it has one that cannot
-    be made. `problems` are other ones.
+    `absent` says why it lacks a leaf, `faults` why one that it has cannot be made.
     """
 
     leaves: Mapping[str, Leaf]

@@ -50,12 +50,10 @@ def box_shape(box: Box) -> Shape:
 
 
 def replaced(items: tuple[Any, ...], axis: int, *new: Any) -> tuple[Any, ...]:
-    """The items with others in the place of one."""
     return (*items[:axis], *new, *items[axis + 1 :])
 
 
 def transposed(x: Array, axes: Sequence[int]) -> Lazy:
-    """The dims in another order, as `numpy.transpose`."""
     back = [axes.index(dim) for dim in range(len(axes))]
     return Lazy(
         tuple(x.shape[dim] for dim in axes),
@@ -114,8 +112,6 @@ def assembled(
 
 
 def unflattened(x: Array, sizes: Sizes) -> Lazy:
-    """Each dim split to dims of these sizes."""
-
     def read(box: Box) -> np.ndarray:
         outer, rows, inner = [], [], []
         rest = list(box)

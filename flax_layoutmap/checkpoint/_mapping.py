@@ -19,8 +19,6 @@ from flax_layoutmap.checkpoint._steps import Step, is_scaled, linear
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a leaf: names to try for its tensor, and the steps."""
-
     names: tuple[str, ...]
     steps: tuple[Step, ...] = ()
 

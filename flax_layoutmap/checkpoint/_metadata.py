@@ -63,12 +63,9 @@ _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
 class Stored:
     """A checkpoint of Orbax whose metadata has been read.
 
-    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint, in
-    the order of the saved tree. `held` maps paths in the checkpoint to Orbax's
-    metadata, `tree` is the tree of these. `flat` is the saved tree without its leaves,
-    None without our record; `origins` has those of optimizer state. `mesh` is abstract,
-    `rules` are JSON, `checksums` are by path in the checkpoint; each is None if it was
-    not saved.
+    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint,
+    `held` these paths to Orbax's metadata, and `tree` is the tree of these. `flat` is
+    the saved tree without its leaves, None without our record. `rules` are JSON.
     """
 
     place: Place
@@ -216,7 +213,6 @@ def to_json(
     owners: Mapping[str, tuple[str | None, tuple[int | None, ...] | None]],
     rules: RuleSet | None,
 ) -> dict[str, Any]:
-    """The record of a flattened tree; `owners` is `Resolution.owners()`."""
     paths = flat.full_paths()
     sections = []
     for section in flat.sections:

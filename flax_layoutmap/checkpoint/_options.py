@@ -50,8 +50,7 @@ class Selection:
 class Options:
     """The checked options of a function that restores.
 
-    `path` is absolute, `rules` are on `mesh` if one is given, and the first pattern of
-    `dtypes` that is found in a path sets the dtype of a floating-point array.
+    The first pattern of `dtypes` that is found in a path sets the dtype of its array.
     """
 
     def __init__(
@@ -164,7 +163,6 @@ def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
 
 
 def _pairs(option: str, given: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
-    """Pairs of a pattern and a value, from such pairs or a dict."""
     pairs = given.items() if isinstance(given, Mapping) else given or ()
     if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
         raise CheckpointError(

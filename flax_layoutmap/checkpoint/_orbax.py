@@ -164,8 +164,7 @@ def read_metadata(
 ) -> Metadata:
     """Read the metadata of a checkpoint, or of one of several trees in it.
 
-    `tree_of` returns the tree if the custom metadata describe it. For None, Orbax opens
-    every array for its shape.
+    `tree_of` returns the tree if the custom metadata have it. Else Orbax opens arrays.
     """
     if not is_url(path):
         check_place(path)
@@ -245,11 +244,9 @@ def read_arrays(
 ) -> list[Any]:
     """Read leaves of a checkpoint; return them in the order of `leaves_of`.
 
-    `target` is a tree of Orbax's targets: a `jax.ShapeDtypeStruct` with sharding,
-    `np.ndarray`, a Python value, or `...` to skip the leaf (which is then its value,
-    too). This process reads without waiting for the others. With `replica_axis`, the
-    number of a mesh axis on which all these leaves are replicated, Orbax reads the
-    first replica and broadcasts it.
+    `target` is a tree of Orbax's targets, with `...` to skip a leaf. This process reads
+    without waiting for the others; with `replica_axis`, the number of a mesh axis on
+    which all leaves are replicated, Orbax reads the first replica and broadcasts it.
     """
     context = v1().Context()
     context.memory.read_concurrent_bytes = host_memory
@@ -331,7 +328,6 @@ def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) ->
 
 
 def steps_below(directory: str) -> list[int]:
-    """The complete steps below a directory, in order."""
     if is_url(directory):
         # On storage services a file marks a finished step.
         names = v1().path.step.standard_name_format().find_all(directory)

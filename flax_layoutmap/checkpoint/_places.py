@@ -51,8 +51,7 @@ class Place:
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
     """Find a checkpoint, one tree of a checkpoint, or one step of a directory of steps.
 
-    `step` is a number, `"latest"`, or None if `path` is the checkpoint itself; with
-    `newest`, None also finds the latest step of a directory.
+    With `newest`, `step=None` also finds the latest step of a directory.
     """
     if is_url(path):
         if step == "latest":

@@ -67,11 +67,7 @@ class Tensor:
 
 
 def read_headers(where: str) -> dict[str, Tensor]:
-    """Name → tensor of a checkpoint; one error lists every problem.
-
-    `where` is a file, an index, or a directory with `model.safetensors`, an index or
-    other `.safetensors` files.
-    """
+    """Name → tensor of a checkpoint; one error lists every problem."""
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     try:

@@ -105,8 +105,6 @@ def restore_safetensors(
 
 
 class _Tensors:
-    """The tensors of a checkpoint, and a mapping to leaves, as a source."""
-
     def __init__(self, path: str, names: NameMapping) -> None:
         self.where, self._names = path, names
         self._tensors = read_headers(path)
@@ -190,8 +188,6 @@ class _Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """How a leaf is made: the recipe, the name that exists, and its tensors."""
-
     recipe: Recipe
     name: str
     tensors: Mapping[str, Tensor]

@@ -112,7 +112,6 @@ def save_safetensors(
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
-    """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     draft = _Draft()
     for record, value in zip(flat.records, flat.leaves, strict=True):

@@ -88,7 +88,6 @@ class Writer:
         return sorted(name for name in names if WRITTEN.fullmatch(name))
 
     def start(self, texts: Mapping[str, str]) -> None:
-        """Make the hidden folder, and files in it that have headers."""
         os.makedirs(self._folder, exist_ok=True)
         with _turn(self._folder):
             for left in filter(_HIDDEN.fullmatch, os.listdir(self._folder)):
@@ -124,7 +123,6 @@ class Writer:
                         os.remove(os.path.join(self._folder, name))
 
     def clean_up(self) -> None:
-        """Remove the hidden folder, whether `finish` was called or not."""
         shutil.rmtree(self._hidden, ignore_errors=True)
         self._lock.close()
 

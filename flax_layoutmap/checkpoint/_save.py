@@ -152,7 +152,6 @@ def _dotted_twice(paths: Sequence[str]) -> list[str]:
 
 
 def _storable(leaf: Leaf, value: Any) -> Any:
-    """Convert a value to a form that Orbax restores unchanged."""
     if leaf.kind in ("bool", "complex"):
         # Orbax cannot read a Python bool's metadata, nor write a complex.
         return np.asarray(value)

@@ -246,7 +246,6 @@ def _dim(axis: int, shape: Shape) -> int:
 
 
 def _slices(sizes: Iterable[int]) -> list[slice]:
-    """The places of parts of these sizes, one after another."""
     ends = [0, *itertools.accumulate(sizes)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 

@@ -331,7 +331,6 @@ def _is_preempted(step: int) -> bool:
 
 
 def _plain_json(metadata: Mapping[str, Any]) -> Any:
-    """Convert metadata to JSON values; arrays without dims become numbers."""
     try:
         return json.loads(json.dumps(dict(metadata), default=lambda x: x.item()))
     except (AttributeError, TypeError, ValueError) as error:
