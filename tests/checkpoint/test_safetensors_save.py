@@ -129,9 +129,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a single leaf": (lambda: A, None, "the tree is a single leaf"),
     "nothing": (lambda: {}, None, "the tree holds no array"),
     "a dtype": (
-        lambda: {"w": np.ones(2, np.complex64)},
+        lambda: {"w": np.ones(2, jnp.int4)},
         None,
-        "w (2,): safetensors cannot hold complex64",
+        "w (2,): safetensors cannot hold int4",
     ),
     "MXFP4": (
         *(lambda: {"w": A}, ("w", "w_blocks", m.dequantize("mxfp4"))),
