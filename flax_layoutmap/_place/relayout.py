@@ -163,7 +163,6 @@ def _is_unknown(x: Any) -> bool:
 
 
 def _kept_dims(x: Any, mesh: DeviceMesh) -> TensorLayout:
-    """The layout of an array, on another mesh."""
     if _is_unknown(x):
         raise LayoutError(
             f"relayout of a traced array {tuple(x.shape)} to the mesh {mesh!r} keeps "
@@ -174,25 +173,19 @@ def _kept_dims(x: Any, mesh: DeviceMesh) -> TensorLayout:
 
 
 def _relayout(
-    x: Any,
-    layout: TensorLayout,
-    gradient: Any,
-    what: str,
-    *,
-    is_named: bool = False,
+    x: Any, layout: TensorLayout, gradient: Any, what: str, *, is_named: bool = False
 ) -> Any:
+    before = None
     if isinstance(gradient, TensorLayout):
-        gradient = wanted_layout(gradient, layout.device_mesh)
-        checked_dims(gradient, x, "gradient= of relayout")
-        before = gradient if isinstance(x, Tracer) else None
+        before = wanted_layout(gradient, layout.device_mesh)
+        checked_dims(before, x, "gradient= of relayout")
     elif gradient == "input" and _is_unknown(x) and not _inside_shard_map():
         mesh: Any = layout.device_mesh
-        x, before = _alike.bind(x, x, is_forward=False, mesh=mesh.jax_mesh), None
-    else:
+        x = _alike.bind(x, x, is_forward=False, mesh=mesh.jax_mesh)
+    elif gradient == "input" and isinstance(x, Tracer):
         # Outside of jit, `grad` traces an array of a known layout.
-        is_traced = gradient == "input" and isinstance(x, Tracer)
-        before = known_layout(concrete(x)) if is_traced else None
-    if before is not None:
+        before = known_layout(concrete(x))
+    if before is not None and isinstance(x, Tracer):
         # The cotangent passes the two constraints in the other order.
         x = distribute(x, before, what)
     return distribute(x, layout, what, is_named=is_named)

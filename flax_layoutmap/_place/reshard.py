@@ -190,9 +190,8 @@ def _move(move: _Move, max_bytes: int, leaves: list[Any]) -> bool:
     JAX does not copy such a part, so that deleting the array would delete it, too.
     """
     value, sharding = move.value, move.sharding
-    moved = None
-    if isinstance(value, jax.Array):
-        moved = in_slices(value, sharding, max_bytes)
+    is_array = isinstance(value, jax.Array)
+    moved = in_slices(value, sharding, max_bytes) if is_array else None
     is_kept = moved is None and _keeps_a_part(value, sharding)
     moved = put(value, sharding) if moved is None else moved
     for place in move.places:

@@ -22,14 +22,14 @@ def in_slices(x: jax.Array, target: NamedSharding, max_bytes: int) -> Any:
     write it.
     """
     source, shape = x.sharding, x.shape
-    if x.nbytes <= max_bytes or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return None
     default = next(iter(target.device_set)).default_memory().kind
-    if not isinstance(source, NamedSharding):
-        return None
-    if {source.memory_kind, target.memory_kind} != {default}:
-        return None
-    if source.devices_indices_map(shape) == target.devices_indices_map(shape):
+    if (
+        x.nbytes <= max_bytes
+        or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        or not isinstance(source, NamedSharding)
+        or {source.memory_kind, target.memory_kind} != {default}
+        or source.devices_indices_map(shape) == target.devices_indices_map(shape)
+    ):
         return None
     shards = zip(shape, *(s.shard_shape(shape) for s in (source, target)), strict=True)
     parts = [math.lcm(size // before, size // after) for size, before, after in shards]
