@@ -253,9 +253,8 @@ class LayoutMap(_Section):
     def activations(self) -> _Section:
         """Layouts of the outputs of layers, by the paths of their modules.
 
-        Applied inside of `flm.jit(layout_map=…)` and `flm.activation_scope`. A pattern
-        must match up to the end of the path; `mlp/0` or `mlp/name` is one of several
-        outputs. Keras's spelling is a key of the map itself that ends in `/output`.
+        A pattern must match up to the end of the path; `mlp/0` or `mlp/name` is one of
+        several outputs. Keras's spelling is a key of the map that ends in `/output`.
         """
         return self._sections["activations"]
 
