@@ -48,28 +48,46 @@ def separate(program: Any, call: Call, leaves: list[Any]) -> None:
     Raises:
         LayoutError: an array is donated and used twice.
     """
-    count = collections.Counter(map(id, leaves))
-    twice = [leaves[at] for at in program.donated if count[id(leaves[at])] > 1]
-    if twice:
-        pairs = zip(leaves, call.table, strict=True)
-        paths = [argument.path(at) for x, (argument, at) in pairs if x is twice[0]]
-        raise LayoutError(
-            f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be "
-            "used twice; copy it first, jax.numpy.copy(x), or do not donate it"
-        )
-    if are_apart([leaves[at] for at in program.state]):
-        return
-    parts = list(map(_buffers_of, leaves))
-    uses = collections.Counter(itertools.chain.from_iterable(parts))
-    for at in program.donated:
-        if any(uses[part] > 1 for part in parts[at]):
-            leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
+    shared = sharing(program, leaves)
+    count = collections.Counter(map(id, leaves if shared else ()))
+    for at in shared:
+        if count[id(leaves[at])] > 1:
+            pairs = zip(leaves, call.table, strict=True)
+            paths = [a.path(n) for x, (a, n) in pairs if x is leaves[at]]
+            raise LayoutError(
+                f"{' and '.join(paths[:4])} are one array, which is donated: it cannot "
+                "be used twice; copy it first, jax.numpy.copy(x), or do not donate it"
+            )
+    for at in shared:
+        leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
+
+
+def sharing(program: Any, leaves: Sequence[Any], *, is_sure: bool = False) -> list[int]:
+    """Positions of the donated leaves that share memory with others.
+
+    Of state that is known to share none (`is_sure`: all of it), only what looks like
+    data is compared.
+    """
+    compared: Iterable[int] = program.alike
+    if not is_sure:
+        is_double = len(set(map(id, leaves))) < len(leaves)
+        if is_double or not are_apart([leaves[at] for at in program.state]):
+            compared = range(len(leaves))
+    if not compared:
+        return []
+    parts = {at: _buffers_of(leaves[at]) for at in compared}
+    uses = collections.Counter(itertools.chain.from_iterable(parts.values()))
+    return [
+        at
+        for at in program.donated
+        if any(uses[part] > 1 for part in parts.get(at, ()))
+    ]
 
 
 def _buffers_of(leaf: Any) -> set[Any]:
     """The memory of an array in this process, to compare."""
     if not is_array(leaf) or not leaf.size:
-        return set()
+        return {id(leaf)}
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     count = len(leaf.sharding.addressable_devices)

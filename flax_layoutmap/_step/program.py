@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -127,6 +128,8 @@ class Program:
         jitted: from the leaves of all arguments to new values, and the result.
         wanted: one sharding (or None: any) per leaf of all arguments.
         free: positions of the leaves whose sharding no rule has decided.
+        alike: positions of donated leaves and data of one shape, which may be one array
+            or share memory.
         gives_trees: whether leaves are donated that are in no NNX object.
         places: one sharding (or None: any) per output.
         moved: after a change of structure, numbers of leaves that stay as they are and
@@ -142,6 +145,7 @@ class Program:
     free: Sequence[int]
     state: Sequence[int]
     donated: tuple[int, ...]
+    alike: Sequence[int]
     gives_trees: bool
     outcome: Outcome
     places: Sequence[Any]
@@ -197,6 +201,7 @@ def make_program(job: Job, call: Call) -> Program:
         free=before.free,
         state=[at for at, (a, _) in enumerate(call.table) if a.is_state],
         donated=donated,
+        alike=_alike(call, donated),
         gives_trees=any(x.is_donated and not x.objects for x in call.arguments),
         outcome=outcome,
         places=places,
@@ -220,6 +225,15 @@ def _donated(call: Call, outcome: Outcome) -> tuple[int, ...]:
         if argument.is_donated
         if not argument.in_objects[number] or at in changed
     )
+
+
+def _alike(call: Call, donated: Sequence[int]) -> list[int]:
+    kinds = [(np.shape(x), getattr(x, "dtype", None)) for x in call.leaves]
+    given = {kinds[at] for at in donated}
+    data = [at for at, (a, _) in enumerate(call.table) if not a.is_state]
+    data = [at for at in data if kinds[at] in given]
+    shared = {kinds[at] for at in data}
+    return [*data, *(at for at in donated if kinds[at] in shared)]
 
 
 # ---------------------------------------------------------------------- the trace

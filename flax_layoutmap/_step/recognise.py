@@ -7,7 +7,6 @@ in place hold the same. What is not recognised takes the way of a new call.
 
 import collections
 import contextlib
-import copy
 import gc
 import operator
 import weakref
@@ -23,7 +22,7 @@ from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Call, spans
-from flax_layoutmap._step.donation import are_apart, are_deleted, note_apart
+from flax_layoutmap._step.donation import are_deleted, note_apart, sharing
 from flax_layoutmap._step.program import Program, check_level
 from flax_layoutmap._step.trace import context_key, mesh_needed
 from flax_layoutmap._tree.flax_internals import (
@@ -176,15 +175,10 @@ class _KnownCall:
             for at, where in self._moves:
                 leaves[at] = put(leaves[at], where)
         program = self.program
-        # What the last run has written shares no memory, nor is it data that no program
-        # has written.
+        # What the last run has written shares no memory.
         is_sure = is_written and not program.gives_trees
-        if program.donated and not (
-            is_sure and not any(map(weakref.getweakrefcount, data))
-        ):
-            is_single = len(set(map(id, leaves))) == len(leaves)
-            if not is_single or not are_apart(leaves[at] for at in program.state):
-                return None
+        if program.donated and sharing(program, leaves, is_sure=is_sure):
+            return None
         return leaves
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -251,7 +245,8 @@ class _Watch:
         inside = {id(x) for each in self._containers for x in _values(each)}
         if in_graph != self.ids[1] or not inside.issubset(map(id, self._held)):
             raise Uncomparable
-        self._copies = [*map(copy.copy, self._containers)]
+        self._keys = [*map(list, self._containers)]
+        self._variables, self._types = variables, [*map(type, variables)]
         self._read = reader_of(variables)
         shared: dict[Any, dict[str, Any]] = {}  # as few differ
         self._metadata = [
@@ -267,10 +262,11 @@ class _Watch:
         held = gc.get_referents(*roots, *self._objects, *self._containers)
         values, metadata = self._read()
         try:
-            # By identity, as equal Variables are not the same; then the keys.
+            # By identity, as equal Variables are not the same; then keys, in order.
             is_same = (
                 all(map(operator.is_, held, self._held))
-                and self._containers == self._copies
+                and [*map(list, self._containers)] == self._keys
+                and [*map(type, self._variables)] == self._types
                 and metadata == self._metadata
                 and [*map(_description, self._constants)] == self._described
             )

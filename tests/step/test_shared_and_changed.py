@@ -30,6 +30,10 @@ class Part(nnx.Module):
         return -self.w[...] if self.on.get("negative") else self.w[...]
 
 
+class Frozen(nnx.Param[Any]):
+    pass
+
+
 class Negative(Part):
     def __call__(self) -> jax.Array:
         return -self.w[...]
@@ -57,6 +61,22 @@ def test_a_change_of_structure_where_arguments_share_an_object() -> None:
     flm.jit(step)(a, b, c)
     assert a.shared is dropout and b.shared is not dropout and c.shared is c
     np.testing.assert_array_equal(c.cache[...], np.full(8, 30))
+
+
+def test_the_order_of_keys_and_the_class_of_a_variable() -> None:
+    def step(part: Part) -> Any:
+        return jnp.array([[*part.on] == ["b", "a"], type(part.w) is Frozen])
+
+    part, jitted = Part(), flm.jit(step)
+    part.on = {"a": True, "b": True}
+    for _ in range(4):
+        jitted(part)
+    part.on["a"] = part.on.pop("a")
+    assert jitted(part).tolist() == [True, False]
+    for _ in range(4):
+        jitted(part)
+    object.__setattr__(part.w, "__class__", Frozen)
+    assert jitted(part).tolist() == [True, True]
 
 
 def test_a_key_that_moves_to_another_dict_and_another_class() -> None:
@@ -102,17 +122,30 @@ def test_replaced_variables_are_not_kept_alive() -> None:
     assert sum(cache() is not None for cache in caches) <= 2
 
 
-def test_donated_state_that_shares_memory_with_data() -> None:
-    layout_map = flm.LayoutMap("data=8", strict=False)
+@pytest.mark.parametrize("calls", [0, 4], ids=["new", "recognised"])
+def test_donated_state_that_shares_memory_with_data(calls: int) -> None:
+    """Also state that a step has written."""
+
+    def grow(part: Part, state: Any, x: Any) -> Any:
+        part.w[...] += 1
+        return {"key": state["key"] + 1}, jax.tree.map(lambda x: x * 2, x)
+
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    other = flm.DeviceMesh("a=2,b=4")  # the same devices, so the same memory
     key = jax.random.PRNGKey(0)
-    step = flm.jit(
-        lambda state, key: ({"key": state["key"] + 1}, key * 2),
-        layout_map=layout_map,
-        donate_argnames="state",
-    )
-    state, twice = step(layout_map.place({"key": key}), key)
-    np.testing.assert_array_equal(state["key"], np.asarray(key) + 1)
-    np.testing.assert_array_equal(twice, np.asarray(key) * 2)
+    part, state = layout_map.place((Part(), {"key": jnp.copy(key)}))
+    names = "part", "state"
+    step = flm.jit(grow, layout_map=layout_map, donate_argnames=names)
+    for _ in range(calls):
+        state, _ = step(part, state, {"w": jnp.ones(8), "key": jnp.copy(key)})
+    for count in range(calls, calls + 3):
+        given = {"w": part.w[...], "key": state["key"]}
+        data = flm.distribute_tensor(given, flm.TensorLayout((), other))
+        state, twice = step(part, state, data)
+        np.testing.assert_array_equal(state["key"], np.asarray(key) + count + 1)
+        np.testing.assert_array_equal(twice["key"], (np.asarray(key) + count) * 2)
+        np.testing.assert_array_equal(twice["w"], np.full(8, 2.0 * (count + 1)))
+        np.testing.assert_array_equal(part.w[...], np.full(8, count + 2.0))
 
 
 def test_deleted_data_is_named_in_every_call() -> None:
