@@ -176,4 +176,4 @@ class Ignored:
         names = [(path,)]
         if position is not None:
             names = resolution._flat.forms_of_names(position)
-        return any(map(self._matcher.matching_forms, names))
+        return any(self._matcher.match(forms).rules for forms in names)

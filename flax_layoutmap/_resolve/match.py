@@ -43,10 +43,11 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
 
 def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
     """The parameter rules of each leaf; of similar paths in a section, one is tried."""
-    flat, state, none = origins.leaves.flat, origins.state, MatchedRules()
+    flat, none = origins.leaves.flat, MatchedRules()
+    state = origins.state or [None] * len(flat.records)
     matched: list[MatchedRules] = []
     for start, stop, *_ in flat.sections:
-        if state is not None and all(state[start:stop]):
+        if all(state[start:stop]):
             matched += [none] * (stop - start)
             continue
         similar = matcher.similar(flat.paths[start:stop])
@@ -54,7 +55,7 @@ def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
         known = {path: matcher.match(flat.forms(at)) for path, at in tried.items()}
         matched += map(known.__getitem__, similar)
     for at, leaf in enumerate(flat.records):
-        if state is not None and state[at] is not None:
+        if state[at] is not None:
             matched[at] = none
         elif leaf.others:
             matched[at] = _match(matcher, flat.forms_of_names(at))
@@ -63,8 +64,6 @@ def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
 
 def _match(matcher: Matcher, names: Sequence[tuple[str, ...]]) -> MatchedRules:
     """The rules of a leaf by all its names; two keys of a shared Variable conflict."""
-    if len(names) == 1:
-        return matcher.match(names[0])
     matches = list(map(matcher.match, names))
     keys = {match.key for match in matches if match.key is not None}
     if len(keys) > 1:
@@ -82,7 +81,7 @@ def _without_lora(origins: Origins, matcher: Matcher) -> dict[int, MatchedRules]
     matches: dict[int, MatchedRules] = {}
     for at, path in origins.plain.items():
         plain = flat.forms(at, path)
-        inside, unwrapped = matcher.matching_forms(flat.forms(at)), matcher.match(plain)
+        inside, unwrapped = matcher.match(flat.forms(at)).rules, matcher.match(plain)
         if unwrapped.rules not in ((), inside):
             if {*inside} <= {*matcher.matching_patterns(plain)}:
                 matches[at] = unwrapped

@@ -162,10 +162,6 @@ class Matcher:
         """Positions of the rules that match this very path."""
         return self.match((path,)).rules
 
-    def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
-        """Positions of the rules that match a path, given in all its forms."""
-        return self.match(forms).rules
-
     def match(self, forms: Sequence[str]) -> MatchedRules:
         """The rules that match a path, given in all its forms, the longest first.
 
@@ -260,4 +256,4 @@ def reaching_the_end(
 
     A rule for the output of `mlp` must not apply to that of `mlp/up`.
     """
-    return Matcher(rules, match, to_end=True).matching_forms(forms)
+    return Matcher(rules, match, to_end=True).match(forms).rules

@@ -95,7 +95,7 @@ def _is_ruled(name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet) 
 
 
 def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
-    layouts = [rules.rules[at].layout for at in rules.matcher.matching_forms(forms)]
+    layouts = [rules.rules[at].layout for at in rules.matcher.match(forms).rules]
     fitting = [layout for layout in layouts if ndim and fits(layout, ndim)]
     if rules.overlap != "error":
         fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]

@@ -71,11 +71,11 @@ def test_the_whole_path_is_for_patterns_that_name_the_section(
     assume(path not in patterns)
     within = by_the_plain_loop(patterns, match, path)
     matcher = Matcher([flm.Rule(text, None) for text in patterns], match)
-    assert matcher.matching_forms(forms) == within
+    assert matcher.match(forms).rules == within
     naming = [f"net/{text}|{text}" for text in patterns]
     each = {at for form in forms for at in by_the_plain_loop(naming, match, form)}
     matcher = Matcher([flm.Rule(text, None) for text in naming], match)
-    assert matcher.matching_forms(forms) == tuple(sorted(each))
+    assert matcher.match(forms).rules == tuple(sorted(each))
 
 
 @settings(max_examples=200)
