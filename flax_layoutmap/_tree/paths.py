@@ -22,7 +22,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -135,15 +135,13 @@ class Flat:
         """The forms of each path of a leaf: several of a shared Variable."""
         return [self.forms(at), *(self.forms(at, x) for x in self.records[at].others)]
 
-    def representatives(self) -> Iterator[int]:
+    def representatives(self) -> Iterable[int]:
         """One position for each distinct path, without regard to numbers."""
         paths = _NUMBER.sub("0", "\n".join(self.paths)).split("\n")
-        seen = set[tuple[str, str]]()
+        first: dict[tuple[str, str], int] = {}
         for at, leaf in enumerate(self.records):
-            key = leaf.prefix, paths[at]
-            if key not in seen:
-                seen.add(key)
-                yield at
+            first.setdefault((leaf.prefix, paths[at]), at)
+        return first.values()
 
     def every_form(self) -> Iterator[str]:
         """All forms of the paths of all leaves."""
