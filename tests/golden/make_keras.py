@@ -6,8 +6,9 @@ tf-keras are; the tests themselves need only the files:
     KERAS_BACKEND=jax python tests/golden/make_keras.py
     python tests/golden/make_keras.py tf-keras
 
-Each line of a file is one vector. A result of null: the original raised. Lookups have
-three meanings: `fullmatch` is asked of Keras itself, `match` of tf-keras itself (which
+Each line of a file is one vector: what is asked, and the answers. The questions are
+read from the files and asked again; to add one, write its line with any answers. A
+result of null: the original raised. Lookups have three meanings: `fullmatch` is asked of Keras itself, `match` of tf-keras itself (which
 knows its layouts by their own names), and `search`, which was the rule of Keras 3.0 to
 3.13, of Keras's own `__getitem__` with only the word `fullmatch` changed in its source.
 """
@@ -16,15 +17,13 @@ import ast
 import contextlib
 import importlib
 import inspect
-import itertools
 import json
 import os
-import random
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,98 +37,6 @@ Vector = dict[str, Any]
 Axes = list[str | None]
 Rules = list[tuple[str, Axes]]
 
-MESHES: list[list[Any]] = [[[2, 4], ["data", "model"]], [[4, 2], ["data", "model"]]]
-LAYOUTS: list[Axes] = [
-    [None, "model"],
-    ["model", None],
-    ["model"],
-    ["data", "model"],
-    [None, None, None, "model"],
-    ["data", None, "model"],
-]
-PATHS = [
-    "dense/kernel",
-    "dense/bias",
-    "dense_1/kernel",
-    "dense_10/kernel",
-    "dense_1.kernel",
-    "dense_1.bias",
-    "my_model/conv2d_123/kernel",
-    "my_model/conv2d_123/bias",
-    "my_model/conv3d_1/kernel",
-    "d1/output",
-    "d1",
-    "/model/layer/tensor",
-    "token_embedding/embeddings",
-    "gemma_backbone/token_embedding/embeddings",
-    "decoder_block_0/attention/query/kernel",
-    "decoder_block_0/attention/key/kernel",
-    "decoder_block_1/attention/value/kernel",
-    "decoder_block_11/attention/attention_output/kernel",
-    "decoder_block_0/ffw_gating/kernel",
-    "decoder_block_0/ffw_gating_2/kernel",
-    "decoder_block_0/ffw_linear/kernel",
-    "decoder_block_0/ffw_linear/lora_kernel_a",
-    "layers/0/mlp/up/kernel",
-    "layers/12/mlp/up/kernel",
-    "layers[0]/w(1)",
-    "a+b/kernel",
-    "x|y",
-    "kernel",
-    "KERNEL",
-    "adam/dense_kernel_momentum",
-    "ds/0/kernel\n",
-    "",
-]
-# The documentation of Keras 3.0 to 3.13, and that of today, with the paths they ask.
-PAGE = ["dense.*kernel", "dense.*bias", "conv2d.*kernel", "conv2d.*bias"]
-PAGE_LAYOUTS: list[Axes] = [[None, "model"], ["model"], LAYOUTS[4], ["model"]]
-PAGE_PATHS = [
-    *("dense_1.kernel", "dense_1.bias", "dense_2.kernel", "dense_2.bias"),
-    *("my_model/conv2d_123/kernel", "my_model/conv2d_123/bias"),
-    *("my_model/conv3d_1/kernel", "my_model/conv3d_1/bias"),
-]
-# The shape of keras-hub's rules for Gemma.
-GEMMA: Rules = [
-    ("token_embedding/embeddings", ["model", "data"]),
-    ("decoder_block.*attention.*(query|key|value).kernel", ["model", "data", None]),
-    ("decoder_block.*attention_output.kernel", ["model", None, "data"]),
-    ("decoder_block.*ffw_gating.kernel", ["data", "model"]),
-    ("decoder_block.*ffw_gating_2.kernel", ["data", "model"]),
-    ("decoder_block.*ffw_linear.kernel", ["model", "data"]),
-]
-CHOSEN: list[Rules] = [
-    list(zip(PAGE, PAGE_LAYOUTS, strict=True)),
-    [(f".*{key}", axes) for key, axes in zip(PAGE, PAGE_LAYOUTS, strict=True)],
-    GEMMA,
-    [],
-    [(".*", [None])],
-    [("", ["model"])],
-    # An exact key wins over patterns, also where it is a pattern itself.
-    [("dense/kernel", ["model", None]), ("dense.*", [None, "model"])],
-    [("dense.*", [None, "model"]), ("dense/kernel", ["model", None])],
-    [("dense_1.kernel", ["model"]), ("dense_1/kernel", [None, "model"])],
-    [("d1|d1/output", ["model"]), ("d1", ["data"])],
-    # Several that agree, and several that do not.
-    [(".*kernel", ["model"]), (".*dense.*", ["model"])],
-    [(".*kernel", ["model"]), (".*dense.*", ["data"])],
-    [("dense", ["model"]), ("kernel", ["data"]), ("1", ["model"])],
-    # Special characters, plain and escaped.
-    [("layers[0]/w(1)", ["model"]), ("a+b/kernel", ["data"]), ("x|y", [None])],
-    [(re.escape("layers[0]/w(1)"), ["model"]), (re.escape("a+b/kernel"), ["data"])],
-    [("x|y", ["model"]), ("y", ["data"])],
-    [("(?i)kernel", ["model"]), ("^d1$", ["data"])],
-    [("^dense", ["model"]), ("kernel$", ["data"])],
-    [(r"layers/\d/.*", ["model"]), (r"layers/\d\d/.*", ["data"])],
-    [(r"(?!.*lora).*kernel.*", ["model"]), (".*lora.*", ["data"])],
-    [(r".*(?<!_2)/kernel", ["model"])],
-    [(r"(?s).*", ["model"])],
-    [(r".*kernel\n?", ["model"])],
-    [("/model/layer/tensor", ["data", "model"]), ("/model/layer/other", ["model"])],
-    [("(query|key|value)/kernel", [None, "model"]), ("output", ["model", None])],
-    [(r".*/(\w+)_\1.*", ["model"]), (r"[a-z]+/[a-z]+", ["data"])],
-]
-
 
 def attempt(call: Callable[[], Any]) -> Any:
     """The result, or None where the original raises."""
@@ -139,64 +46,19 @@ def attempt(call: Callable[[], Any]) -> Any:
         return None
 
 
-def some_pattern(path: str, random_: random.Random) -> str:
-    """A pattern that looks like those that people write for such a path."""
-    parts = [re.escape(part) if part.isidentifier() else part for part in path.split()]
-    path = parts[0] if parts else "kernel"
-    words = re.findall(r"[A-Za-z]+", path) or ["a"]
-    first, last = words[0], words[-1]
-    generic = re.sub(r"\d+", r"\\d+", re.sub(r"[^\w/]", ".", path))
-    return random_.choice(
-        [
-            path if attempt(lambda: re.compile(path)) else re.escape(path),
-            generic,
-            f".*{last}",
-            f"{first}.*{last}",
-            f"{first}.*",
-            f"{last}$",
-            f"^{first}",
-            f".*({last}|bias|scale)",
-            f"({first}|{random_.choice(words)}).{last}",
-            generic.replace("/", "."),
-            f".*/{last}",
-            f"[^/]*/{last}",
-            f"{first}(_\\d+)?/.*",
-            last,
-        ]
-    )
-
-
-def lookup_maps() -> Iterator[tuple[Rules, list[str]]]:
-    """Rules, and the paths that are asked."""
-    yield CHOSEN[0], PAGE_PATHS
-    yield CHOSEN[1], PAGE_PATHS
-    for rules in CHOSEN:
-        yield rules, PATHS
-    random_ = random.Random(1)
-    for _ in range(60):
-        keys = dict.fromkeys(
-            some_pattern(random_.choice(PATHS), random_)
-            for _ in range(random_.randint(1, 6))
-        )
-        few = random_.sample(LAYOUTS, random_.randint(1, len(LAYOUTS)))
-        rules = [(key, random_.choice(few)) for key in keys]
-        yield rules, random_.sample(PATHS, 12)
-
-
-def lookups(mode: str, make: Callable[[Rules], Any]) -> Iterator[Vector]:
+def lookup(vector: Vector, make: Callable[[Rules], Any]) -> Vector:
     """What a kind of map answers: axes, "none", or null where it raises."""
-    for rules, paths in lookup_maps():
-        asked, answers, hits = make(rules), {}, {}
-        for path in paths:
-            try:
-                found = asked[path]
-                answers[path] = "none" if found is None else axes_of(found)
-            except ValueError as error:
-                answers[path] = None
-                listed = re.search(r"keys: (\[.*\])\. Please", str(error), re.DOTALL)
-                assert listed is not None
-                hits[path] = ast.literal_eval(listed[1])
-        yield {"mode": mode, "rules": rules, "answers": answers, "hits": hits}
+    asked, answers, hits = make(vector["rules"]), {}, {}
+    for path in vector["answers"]:
+        try:
+            found = asked[path]
+            answers[path] = "none" if found is None else axes_of(found)
+        except ValueError as error:
+            answers[path] = None
+            listed = re.search(r"keys: (\[.*\])\. Please", str(error), re.DOTALL)
+            assert listed is not None
+            hits[path] = ast.literal_eval(listed[1])
+    return {**vector, "answers": answers, "hits": hits}
 
 
 def axes_of(layout: Any) -> Axes:
@@ -206,16 +68,13 @@ def axes_of(layout: Any) -> Axes:
     return [None if spec == "unsharded" else spec for spec in layout.sharding_specs]
 
 
-def write(name: str, vectors: Iterable[Vector], *, more: bool = False) -> None:
-    made = [json.dumps(vector, separators=(",", ":")) for vector in vectors]
+def ask_again(name: str, answered: Callable[[Vector], Vector]) -> None:
+    """Writes a file anew, with the answers of today to its questions."""
     file = HERE / f"keras_{name}.json"
-    kept: list[str] = []
-    if more:
-        kept = file.read_text(encoding="utf-8").strip("[]\n").split(",\n")
-        kept = [line for line in kept if json.loads(line)["mode"] != "match"]
-    text = "[\n" + ",\n".join([*kept, *made]) + "\n]\n"
-    file.write_text(text, encoding="utf-8")
-    print(f"{file.name}: {len(made)} vectors, {len(text) >> 10} KiB")
+    vectors = [answered(vector) for vector in json.loads(file.read_text("utf-8"))]
+    made = [json.dumps(vector, separators=(",", ":")) for vector in vectors]
+    file.write_text("[\n" + ",\n".join(made) + "\n]\n", encoding="utf-8")
+    print(f"{file.name}: {len(made)} vectors")
 
 
 def tf_keras() -> None:
@@ -236,7 +95,7 @@ def tf_keras() -> None:
             made[key] = dtensor.Layout(specs, mesh)
         return made
 
-    write("lookup", lookups("match", make), more=True)
+    ask_again("lookup", lambda v: lookup(v, make) if v["mode"] == "match" else v)
 
 
 def keras_3() -> None:
@@ -316,182 +175,93 @@ def keras_3() -> None:
         except ValueError:
             return "ValueError"
 
-    def operations() -> Iterator[Vector]:
-        """One operation on a map, and the keys it then has."""
-        rules: Rules = [(".*kernel", [None, "model"]), ("d/bias", ["model"])]
-        calls: list[list[Any]] = [[op] for op in ("len", "iter", "keys", "values")]
-        calls += [[op] for op in ("items", "popitem", "clear")]
-        for key in (".*kernel", "d/bias", "d/kernel", "none", ""):
-            calls += [["get", key], ["item", key], ["in", key], ["del", key]]
-            calls += [["pop", key], ["pop", key, 7], ["get", key, 7]]
-            calls += [["set", key, ["data"]], ["setdefault", key, ["data"]]]
-            calls += [["update", [[key, ["data"]], ["new", ["model"]]]]]
-        for start, call in itertools.product((rules, []), calls):
-            made = filled(start)
-            given = answer(made, *call)
-            yield {"rules": start, "steps": [[call, given]], "after": list(made)}
+    def operation(vector: Vector) -> Vector:
+        """Operations on a map, one after the other, and the keys it then has."""
+        made = filled(vector["rules"])
+        steps = [[call, answer(made, *call)] for call, _ in vector["steps"]]
+        return {**vector, "steps": steps, "after": list(made)}
 
-    def sequences() -> Iterator[Vector]:
-        """Random operations, of those that are lawful, one after the other."""
-        random_ = random.Random(2)
-        keys = [".*kernel", "d/bias", ".*bias", "d/kernel", "x.*", "x"]
-        for _ in range(60):
-            made, steps = kd.LayoutMap(mesh), []
-            for at in range(14):
-                key = random_.choice(keys)
-                # Each layout is another one, so that no two rules agree.
-                axes = [None] * at + ["model"]
-                call = random_.choice(
-                    [["set", key, axes], ["set", key, axes], ["get", key]]
-                    + [["item", "d/kernel"], ["item", "x/bias"], ["del", key]]
-                    + [["pop", key], ["len"], ["iter"], ["items"]]
-                )
-                steps.append([call, answer(made, *call)])
-            yield {"rules": [], "steps": steps, "after": list(made)}
-
-    def insertions() -> Iterator[Vector]:
+    def insertion(vector: Vector) -> Vector:
         """Values of all kinds; what the map then has, and the caller's own layout."""
         spec = jax.sharding.PartitionSpec(None, "model")
         named = jax.sharding.NamedSharding(mesh.backend_mesh, spec)
         other = mesh_of((8,), ("model",))
-        for name, on in (("mesh", mesh), ("no mesh", None)):
-            values: list[tuple[str, Any]] = [
-                ("tuple", (None, "model")),
-                ("empty tuple", ()),
-                ("list", [None, "model"]),
-                ("layout", kd.TensorLayout((None, "model"))),
-                ("layout on its mesh", kd.TensorLayout((None, "model"), mesh)),
-                ("layout on another mesh", kd.TensorLayout((None, "model"), other)),
-                ("spec", spec),
-                ("sharding", named),
-                ("text", "model"),
-                ("none", None),
-                ("number", 3),
-                ("unknown axis", (None, "x")),
-                ("layout of an unknown axis", kd.TensorLayout(("x",))),
-                ("two axes on a dim", (("data", "model"), None)),
-                ("an axis twice", ("model", "model")),
-            ]
-            for kind, value in values:
-                made = kd.LayoutMap(on)
-                before = getattr(value, "device_mesh", None)
+        values: list[tuple[str, Any]] = [
+            ("tuple", (None, "model")),
+            ("empty tuple", ()),
+            ("list", [None, "model"]),
+            ("layout", kd.TensorLayout((None, "model"))),
+            ("layout on its mesh", kd.TensorLayout((None, "model"), mesh)),
+            ("layout on another mesh", kd.TensorLayout((None, "model"), other)),
+            ("spec", spec),
+            ("sharding", named),
+            ("text", "model"),
+            ("none", None),
+            ("number", 3),
+            ("unknown axis", (None, "x")),
+            ("layout of an unknown axis", kd.TensorLayout(("x",))),
+            ("two axes on a dim", (("data", "model"), None)),
+            ("an axis twice", ("model", "model")),
+        ]
+        made = kd.LayoutMap(mesh if vector["on"] == "mesh" else None)
+        value = dict(values)[vector["kind"]]
+        before = getattr(value, "device_mesh", None)
 
-                def insert(made: Any = made, value: Any = value) -> Any:
-                    made["a"] = value
-                    return repr(made["a"].axes)
+        def insert() -> Any:
+            made["a"] = value
+            return repr(made["a"].axes)
 
-                yield {
-                    "on": name,
-                    "kind": kind,
-                    "axes": attempt(insert),
-                    "after": len(made),
-                    "has_mesh": bool(len(made)) and made["a"].device_mesh is not None,
-                    "changed": getattr(value, "device_mesh", None) is not before,
-                }
+        return {
+            **vector,
+            "axes": attempt(insert),
+            "after": len(made),
+            "has_mesh": bool(len(made)) and made["a"].device_mesh is not None,
+            "changed": getattr(value, "device_mesh", None) is not before,
+        }
 
-    def bad_keys() -> Iterator[Vector]:
-        """Keys that are no patterns: what is stored, and what a lookup then does."""
-        for key in ("dense(", "[", "*", "a**", "(?P<x", r"\\", "a{2,1}", "(?x", "+a"):
-            made = kd.LayoutMap(mesh)
-            stored = answer(made, "set", key, ["model"])
-            found = attempt(lambda: made["other"] or "none")  # noqa: B023
-            yield {"key": key, "stored": stored, "lookup": found}
+    def bad_key(vector: Vector) -> Vector:
+        """A key that is no pattern: what is stored, and what a lookup then does."""
+        made = kd.LayoutMap(mesh)
+        stored = answer(made, "set", vector["key"], ["model"])
+        found = attempt(lambda: made["other"] or "none")
+        return {**vector, "stored": stored, "lookup": found}
 
     # ------------------------------------------------------- DeviceMesh, TensorLayout
 
-    def meshes() -> Iterator[Vector]:
-        names = list("abcd")
-        cases: list[tuple[Any, Any, Any]] = [
-            ([2, 4], ["data", "model"], None),
-            ([8], ["x"], None),
-            ([2, 2, 2], ["a", "b", "c"], None),
-            ([1, 8], ["a", "b"], None),
-            ([], [], None),
-            ([8], [], None),
-            ([], ["x"], None),
-            (None, ["x"], None),
-            ([8], None, None),
-            ([8], ["a", "b"], None),
-            ([2, 4], ["a"], None),
-            ([4], ["a"], None),
-            ([16], ["a"], None),
-            ([2, 3], ["a", "b"], None),
-            ([-1], ["a"], None),
-            ([2, -1], ["a", "b"], None),
-            ([0], ["a"], None),
-            (8, ["a"], None),
-            ([8], "a", None),
-            ([2, 4], "ab", None),
-            ([2, 4], ["a", "a"], None),
-            ([4], ["a"], [0, 1, 2, 3]),
-            ([2, 2], ["a", "b"], [7, 5, 3, 1]),
-            ([2], ["a"], [0, 0]),
-            ([2], ["a"], [0]),
-            ([2], ["a"], ["cpu:99", "cpu:1"]),
-            ([2], ["a"], ["gpu:0", "gpu:1"]),
-            ([2], ["a"], ["CPU:1", "cpu:0"]),
-            ([2], ["a"], ["nonsense", "cpu:0"]),
-        ]
-        random_ = random.Random(3)
-        for _ in range(60):
-            rank = random_.randint(1, 4)
-            sizes = (1, 2, 4) if random_.random() < 0.8 else (1, 2, 3)
-            shape = [random_.choice(sizes) for _ in range(rank)]
-            some = random_.choice((None, None, int(np.prod(shape)), 8, 4))
-            ids = None
-            if some is not None:
-                ids = random_.sample(range(8), min(8, some))
-            if some is None and random_.random() < 0.5 and 8 % np.prod(shape) == 0:
-                shape[0] *= 8 // int(np.prod(shape))
-            cases.append((shape, names[: random_.choice((rank, rank, 2))], ids))
-        for shape, axes, ids in cases:
-            devices = ids and [f"cpu:{at}" if type(at) is int else at for at in ids]
+    def mesh_vector(vector: Vector) -> Vector:
+        shape, axes, devices = vector["arguments"]
+        made = attempt(lambda: kd.DeviceMesh(shape, axes, devices=devices))
+        grid = attempt(lambda: made.backend_mesh)
+        return {
+            **vector,
+            "made": made is not None,
+            "shape": made and list(made.shape),
+            "axis_names": made and list(made.axis_names),
+            "ids": grid
+            and np.vectorize(lambda device: device.id)(grid.devices).tolist(),
+            "auto": grid and all("Auto" in str(kind) for kind in grid.axis_types),
+        }
 
-            def make(shape: Any = shape, axes: Any = axes, devices: Any = devices):
-                return kd.DeviceMesh(shape, axes, devices=devices)
+    def layout_vector(vector: Vector) -> Vector:
+        axes: Any = vector["axes"]
+        if isinstance(axes, list):
+            axes = [tuple(part) if isinstance(part, list) else part for part in axes]
+        late = attempt(lambda: kd.TensorLayout(axes))
+        now = attempt(lambda: kd.TensorLayout(axes, mesh))
 
-            made = attempt(make)
-            grid = attempt(lambda: made.backend_mesh)  # noqa: B023
-            yield {
-                "arguments": [shape, axes, devices],
-                "made": made is not None,
-                "shape": made and list(made.shape),
-                "axis_names": made and list(made.axis_names),
-                "ids": grid
-                and np.vectorize(lambda device: device.id)(grid.devices).tolist(),
-                "auto": grid and all("Auto" in str(kind) for kind in grid.axis_types),
-            }
+        def inject() -> Any:
+            late.device_mesh = mesh
+            return list(late.axes)
 
-    def layouts() -> Iterator[Vector]:
-        choices: list[Any] = [None, None, "data", "model", "x", ["data", "model"]]
-        cases: list[Any] = ["model", "x", "", None, 3, [], ["data", "data"], [["data"]]]
-        for rank in (1, 2):
-            cases += [list(c) for c in itertools.product(choices[1:], repeat=rank)]
-        random_ = random.Random(4)
-        for _ in range(40):
-            cases.append(
-                [random_.choice(choices) for _ in range(random_.choice((3, 4)))]
-            )
-        for axes in cases:
-            given = axes
-            if isinstance(axes, list):
-                given = [tuple(a) if isinstance(a, list) else a for a in axes]
-            late = attempt(lambda: kd.TensorLayout(given))  # noqa: B023
-            vector: Vector = {"axes": axes, "without_mesh": late and list(late.axes)}
-            now = attempt(lambda: kd.TensorLayout(given, mesh))  # noqa: B023
-            vector["with_mesh"] = now and list(now.axes)
-
-            def inject(late: Any = late) -> Any:
-                late.device_mesh = mesh
-                return list(late.axes)
-
-            vector["late_mesh"] = attempt(inject)
-            vector["spec"] = now and attempt(
-                lambda: list(now.backend_layout.spec)  # noqa: B023
-            )
-            bare = attempt(lambda: kd.TensorLayout(given).backend_layout)  # noqa: B023
-            vector["backend_without_mesh"] = bare and "made"
-            yield vector
+        bare = attempt(lambda: kd.TensorLayout(axes).backend_layout)
+        return {
+            **vector,
+            "without_mesh": late and list(late.axes),
+            "with_mesh": now and list(now.axes),
+            "late_mesh": attempt(inject),
+            "spec": now and attempt(lambda: list(now.backend_layout.spec)),
+            "backend_without_mesh": bare and "made",
+        }
 
     # -------------------------------------------------------------- distribute_tensor
 
@@ -506,47 +276,19 @@ def keras_3() -> None:
             for shard in shards
         ]
 
-    def tensors() -> Iterator[Vector]:
-        random_ = random.Random(5)
-        cases: list[tuple[int, Axes, list[int]]] = [
-            (0, [None, "model"], [8, 8]),
-            (0, ["model"], [8, 8]),  # of lower rank
-            (0, ["data", "model"], [8]),  # of higher rank
-            (0, [None, None], [8]),
-            (0, ["model"], []),
-            (0, [], [4, 4]),
-            (0, [], []),
-            (0, [None], [3]),
-            (0, ["model", None], [6, 8]),  # indivisible
-            (0, [None, "model"], [8, 2]),
-            (0, ["data", "model"], [0, 4]),
-            (0, ["data", "model"], [1, 4]),
-        ]
-        for at, axes, shape in itertools.product(
-            (0, 1), LAYOUTS[:4], ([8, 8], [8, 4], [16, 8], [4, 6], [8], [2, 8, 4])
-        ):
-            cases.append((at, axes, shape))
-        for _ in range(40):
-            rank = random_.randint(1, 4)
-            axes = [*random_.sample(["data", "model", None, None, None], rank)]
-            shape = [random_.choice((1, 2, 4, 4, 8, 6)) for _ in range(rank)]
-            cases.append((random_.randint(0, 1), axes, shape))
-        for at, axes, shape in cases:
-            layout = kd.TensorLayout(tuple(axes), mesh_of(*MESHES[at]))
-            value = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    def tensor(vector: Vector) -> Vector:
+        layout = kd.TensorLayout(tuple(vector["axes"]), mesh_of(*vector["mesh"]))
+        size = int(np.prod(vector["shape"]))
+        value = np.arange(size, dtype=np.float32).reshape(vector["shape"])
 
-            def put(x: Any, layout: Any = layout) -> Any:
-                return kd.distribute_tensor(x, layout)
+        def put(x: Any) -> Any:
+            return kd.distribute_tensor(x, layout)
 
-            yield {
-                "mesh": MESHES[at],
-                "axes": axes,
-                "shape": shape,
-                "eager": attempt(lambda: indices(put(value))),  # noqa: B023
-                "jit": attempt(lambda: indices(jit_of(put)(value))),  # noqa: B023
-            }
+        eager = attempt(lambda: indices(put(value)))
+        jitted = attempt(lambda: indices(jit_of(put)(value)))
+        return {**vector, "eager": eager, "jit": jitted}
 
-    def values() -> Iterator[Vector]:
+    def value_vector(vector: Vector) -> Vector:
         """What else is passed to distribute_tensor, and comes back as arrays."""
         layout = kd.TensorLayout(("data", "model"), mesh)
         ones = np.ones((4, 4), np.float32)
@@ -560,17 +302,18 @@ def keras_3() -> None:
             ("a layout without mesh", ones, kd.TensorLayout(("data", "model"))),
             ("a sharding", ones, layout.backend_layout),
         ]
-        for name, value, given in kinds:
+        rows = {name: (value, given) for name, value, given in kinds}
+        value, given = rows[vector["kind"]]
 
-            def put(value: Any = value, given: Any = given) -> Any:
-                out = kd.distribute_tensor(value, given)
-                return [indices(leaf) for leaf in jax.tree.leaves(out)]
+        def put() -> Any:
+            out = kd.distribute_tensor(value, given)
+            return [indices(leaf) for leaf in jax.tree.leaves(out)]
 
-            def jitted(value: Any = value, given: Any = given) -> Any:
-                out = jit_of(lambda x: kd.distribute_tensor(x, given))(value)
-                return [indices(leaf) for leaf in jax.tree.leaves(out)]
+        def jitted() -> Any:
+            out = jit_of(lambda x: kd.distribute_tensor(x, given))(value)
+            return [indices(leaf) for leaf in jax.tree.leaves(out)]
 
-            yield {"kind": name, "eager": attempt(put), "jit": attempt(jitted)}
+        return {**vector, "eager": attempt(put), "jit": attempt(jitted)}
 
     # ------------------------------------------------------------- ModelParallel, Data
 
@@ -644,45 +387,6 @@ def keras_3() -> None:
         "subclass": subclass,
         "einsum": einsum,
     }
-    rule_sets: dict[str, list[Rules]] = {
-        "functional": [
-            [],
-            [("d1/kernel", [None, "model"]), ("d1/bias", ["model"])],
-            [(".*kernel", ["model", None]), (".*bias", [None])],
-            [("d1/kernel", ["data", "model"]), ("d.*bias", ["data"])],
-            [("d.*", ["model"]), ("d1/kernel", [None, "data"])],  # d2/kernel: a prefix
-            [("kernel", ["model", None]), ("fun/d1/kernel", ["model", None])],
-        ],
-        "nested": [
-            [("inner/i1/kernel", [None, "model"])],
-            [("inner.*kernel", [None, "model"]), ("rest/s1/.*bias", ["model"])],
-            [("i1/kernel", [None, "model"]), ("outer/.*kernel", ["model", None])],
-        ],
-        "pictures": [
-            [
-                ("conv/kernel", [None, None, None, "model"]),
-                (".*(gamma|beta)", ["data"]),
-            ],
-            [(".*conv.*kernel", [None, None, "model", None])],
-            [("head/.*", ["model"]), ("bn/moving_.*", ["model"])],
-        ],
-        "subclass": [
-            [("mo/" + key if "/" in key else ".*" + key, a) for key, a in GEMMA],
-            GEMMA,
-            [
-                (".*embeddings", ["model", None]),
-                (".*attention/(query|key|value)/kernel", [None, "model", None]),
-                (".*attention/attention_output/kernel", ["model", None, None]),
-                (r"mo/dense(_\d+)?/kernel", [None, "model"]),
-            ],
-        ],
-        "einsum": [
-            [
-                ("query/kernel", [None, "model", None]),
-                ("einsum.*", [None, "data", None]),
-            ]
-        ],
-    }
     optimizers: dict[str, Callable[[], Any]] = {
         "adam": lambda: keras.optimizers.Adam(0.1),
         "sgd momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -691,11 +395,10 @@ def keras_3() -> None:
     }
 
     @contextlib.contextmanager
-    def under(rules: Rules, at: int) -> Iterator[Any]:
+    def under(rules: Rules, on: Any) -> Iterator[Any]:
         """Keras's scope of these rules, with all names counted from the start."""
         keras.utils.clear_session()
-        on = mesh_of(*MESHES[at])
-        parallel = kd.ModelParallel(layout_map=filled(rules, on=on))
+        parallel = kd.ModelParallel(layout_map=filled(rules, on=mesh_of(*on)))
         with parallel.scope():
             yield parallel
 
@@ -703,26 +406,20 @@ def keras_3() -> None:
         spec = tuple(variable.value.sharding.spec)
         return [*spec, *[None] * (len(variable.shape) - len(spec))]
 
-    def built() -> Iterator[Vector]:
-        """The variables of models, and the state of their optimizers."""
-        for name, sets in rule_sets.items():
-            for rules, at in itertools.product(sets, (0, 1)):
-                with under(rules, at):
-                    model = attempt(models[name])
-                    vector: Vector = {"model": name, "rules": rules, "mesh": MESHES[at]}
-                    variables = model.variables if model else []
-                    random_state = ("seed_generator",)
-                    vector["variables"] = model and [
-                        [v.path, list(v.shape), spec_of(v), indices(v.value)]
-                        for v in variables
-                        if not any(word in v.path for word in random_state)
-                    ]
-                    slots: Vector = {}
-                    for kind, make in optimizers.items():
-                        slots[kind] = model and attempt(
-                            lambda: slots_of(make(), model)  # noqa: B023
-                        )
-                    yield {**vector, "slots": slots}
+    def built(vector: Vector) -> Vector:
+        """The variables of a model, and the state of its optimizers."""
+        with under(vector["rules"], vector["mesh"]):
+            model = attempt(models[vector["model"]])
+            variables = model and [
+                [v.path, list(v.shape), spec_of(v), indices(v.value)]
+                for v in model.variables
+                if "seed_generator" not in v.path
+            ]
+            slots = {
+                kind: model and attempt(lambda: slots_of(make(), model))  # noqa: B023
+                for kind, make in optimizers.items()
+            }
+            return {**vector, "variables": variables, "slots": slots}
 
     def slots_of(optimizer: Any, model: Any) -> Any:
         """Name of a slot → path of the parameter → the axes of its slot."""
@@ -738,80 +435,59 @@ def keras_3() -> None:
                 }
         return slots
 
-    def data() -> Iterator[Vector]:
+    def data(vector: Vector) -> Vector:
         lib: Any = importlib.import_module("keras.src.backend.jax.distribution_lib")
-        shapes: list[list[int]] = [[8], [8, 3], [16, 2, 2], [4, 4], [6, 2], [2, 8], []]
-        for at, batch, shape in itertools.product(
-            (0, 1), (None, "data", "model", "x"), shapes
-        ):
-            on = mesh_of(*MESHES[at])
-            options = {} if batch is None else {"batch_dim_name": batch}
+        batch, shape = vector["batch"], vector["shape"]
+        options = {} if batch is None else {"batch_dim_name": batch}
 
-            def place(on: Any = on, options: Any = options, shape: Any = shape) -> Any:
-                parallel = kd.ModelParallel(layout_map=kd.LayoutMap(on), **options)
-                layout = parallel.get_data_layout(tuple(shape))
-                rows = np.zeros(shape, np.float32)
-                named = parallel.batch_dim_name
-                return indices(lib.distribute_data_input(rows, layout, named))
+        def place() -> Any:
+            empty = kd.LayoutMap(mesh_of(*vector["mesh"]))
+            parallel = kd.ModelParallel(layout_map=empty, **options)
+            layout = parallel.get_data_layout(tuple(shape))
+            rows = np.zeros(shape, np.float32)
+            named = parallel.batch_dim_name
+            return indices(lib.distribute_data_input(rows, layout, named))
 
-            placed = attempt(place)
-            yield {"mesh": MESHES[at], "batch": batch, "shape": shape, "placed": placed}
+        return {**vector, "placed": attempt(place)}
 
-    def outputs() -> Iterator[Vector]:
+    def outputs(vector: Vector) -> Vector:
         """Layouts of the outputs of two layers, d1 and d2."""
-        sets: list[Rules] = [
-            [],
-            [("d1/output", ["data", "model"])],
-            [("d2/output", ["model", None])],
-            [("d./output", ["data", None])],
-            [("d1/output", ["data", "model"]), ("d2/output", [None, "data"])],
-            [(".*/output", [None, "model"])],
-            [("d1/kernel", [None, "model"]), ("d1/output", ["model", None])],
-            [("d1", ["data", None]), ("d2", ["data", None])],
-            [("d1/output", ["data", "model"]), (".*output", ["data", "model"])],
-            [("d1/output", ["data", "model"]), (".*outpu.", ["data", None])],
-            [("d1.output", ["data", "model"])],
-            [(".*output", ["data", None])],
-            [("d1/output", ["data"])],  # of lower rank
-            [("d1/output", ["data", None, None])],  # of higher rank
-            [("d[12]/output", ["data", None]), ("d[2]/output", ["data", None])],
-            [(".*d1.*", ["model"])],  # the kernel, the bias and the output
-        ]
-        for rules in sets:
-            with under(rules, 0):
 
-                def run() -> Any:
-                    first = layers.Dense(16, name="d1")
-                    second = layers.Dense(4, name="d2")
-                    x = np.ones((8, 8), np.float32)
-                    return [indices(first(x)), indices(second(x))]
+        def run() -> Any:
+            first = layers.Dense(16, name="d1")
+            second = layers.Dense(4, name="d2")
+            x = np.ones((8, 8), np.float32)
+            return [indices(first(x)), indices(second(x))]
 
-                yield {"rules": rules, "outputs": attempt(run)}
+        with under(vector["rules"], [(2, 4), ("data", "model")]):
+            return {**vector, "outputs": attempt(run)}
 
-    def devices() -> Iterator[Vector]:
-        for kind in (None, "cpu", "CPU", "gpu", "tpu", "nonsense", ""):
-            yield {
-                "type": kind,
-                "list": attempt(lambda: kd.list_devices(kind)),  # noqa: B023
-                "count": attempt(lambda: kd.get_device_count(kind)),  # noqa: B023
-            }
+    def devices(vector: Vector) -> Vector:
+        kind = vector["type"]
+        return {
+            **vector,
+            "list": attempt(lambda: kd.list_devices(kind)),
+            "count": attempt(lambda: kd.get_device_count(kind)),
+        }
 
-    write("devices", devices())
-    ours = itertools.chain(
-        lookups("fullmatch", filled),
-        lookups("search", lambda rules: filled(rules, searching)),
-    )
-    write("lookup", ours)
-    write("operations", itertools.chain(operations(), sequences()))
-    write("insertions", insertions())
-    write("bad_keys", bad_keys())
-    write("meshes", meshes())
-    write("layouts", layouts())
-    write("tensors", tensors())
-    write("values", values())
-    write("data", data())
-    write("outputs", outputs())
-    write("models", built())
+    def of_a_mode(vector: Vector) -> Vector:
+        kinds = {"fullmatch": kd.LayoutMap, "search": searching}
+        if vector["mode"] not in kinds:
+            return vector
+        return lookup(vector, lambda rules: filled(rules, kinds[vector["mode"]]))
+
+    ask_again("devices", devices)
+    ask_again("lookup", of_a_mode)
+    ask_again("operations", operation)
+    ask_again("insertions", insertion)
+    ask_again("bad_keys", bad_key)
+    ask_again("meshes", mesh_vector)
+    ask_again("layouts", layout_vector)
+    ask_again("tensors", tensor)
+    ask_again("values", value_vector)
+    ask_again("data", data)
+    ask_again("outputs", outputs)
+    ask_again("models", built)
 
 
 if __name__ == "__main__":
