@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from browser import chromium, why_no_browser
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ from rich.console import Console
 import flax_layoutmap as flm
 from flax_layoutmap import draw
 
-REASON = why_no_browser()
 MESH = flm.DeviceMesh.abstract("data=2,model=4")
 
 
@@ -300,48 +298,3 @@ def test_names_are_words(name: str) -> None:
 def test_messages(call: Any, message: str) -> None:
     with pytest.raises(flm.LayoutError, match=re.escape(message)):
         call()
-
-
-# The labels that leave their box, and the least contrast of one to what is behind it.
-LOOK = """() => {
-    const fill = (element) => getComputedStyle(element).fill;
-    const light = (element) => fill(element).match(/\\d+/g).map(
-        (part, at) => ((part / 255) ** 2.2) * [0.2126, 0.7152, 0.0722][at]
-    ).reduce((sum, part) => sum + part, 0.05);
-    const paper = document.querySelector(".flm-paper"), cut = [], contrasts = [];
-    for (const text of document.querySelectorAll("svg text")) {
-        const box = text.parentElement.querySelector(":scope > rect") ?? paper;
-        const inner = text.getBoundingClientRect(), outer = box.getBoundingClientRect();
-        if (inner.left < outer.left || inner.right > outer.right ||
-            inner.top < outer.top || inner.bottom > outer.bottom)
-            cut.push(text.textContent);
-        const pair = [light(text), light(box)];
-        contrasts.push(Math.max(...pair) / Math.min(...pair));
-    }
-    return [cut, contrasts.length, Math.min(...contrasts), fill(paper)];
-}"""
-
-
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_in_a_browser(scheme: Any, tmp_path: Path) -> None:
-    resolution, trouble = training(), list[str]()
-    draw.model(resolution).save(tmp_path / "model.html")
-    with chromium() as browser:
-        page = browser.new_page(color_scheme=scheme)
-        page.on("console", lambda message: trouble.append(message.text))
-        page.on("request", lambda request: trouble.append(request.url))
-        page.goto((tmp_path / "model.html").as_uri())
-        assert trouble == [page.url]
-        assert page.title() == "Layouts on mesh data=2,model=4"
-        cut, count, contrast, paper = page.evaluate(LOOK)
-        assert cut == [] and count > 20 and contrast > 7
-        assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-        label = page.get_by_text("embed", exact=True).first
-        label.hover()  # which fails where something is above it
-        about = label.locator("xpath=../*[1]").text_content()
-        assert about.endswith(resolution.explain(about.split(":")[0]))
-        assert not page.locator("pre").is_visible()
-        page.locator("summary").click()
-        assert page.locator("pre").inner_text() == resolution.report()

@@ -8,9 +8,10 @@ tf-keras are; the tests themselves need only the files:
 
 Each line of a file is one vector: what is asked, and the answers. The questions are
 read from the files and asked again; to add one, write its line with any answers. A
-result of null: the original raised. Lookups have three meanings: `fullmatch` is asked of Keras itself, `match` of tf-keras itself (which
-knows its layouts by their own names), and `search`, which was the rule of Keras 3.0 to
-3.13, of Keras's own `__getitem__` with only the word `fullmatch` changed in its source.
+result of null: the original raised. Lookups have three meanings: `fullmatch` is asked
+of Keras itself, `match` of tf-keras itself (which knows its layouts by their own
+names), and `search`, which was the rule of Keras 3.0 to 3.13, of Keras's own
+`__getitem__` with only the word `fullmatch` changed in its source.
 """
 
 import ast

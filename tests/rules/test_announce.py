@@ -144,31 +144,6 @@ def test_members_of_a_tree_with_equal_paths_are_told_apart() -> None:
     assert "policy/down/kernel" in text and "reference/down/kernel" in text
 
 
-def test_members_of_a_tree_are_told_of_once_wherever_it_lies(tmp_path: Path) -> None:
-    layout_map = rules()
-    with told() as first:
-        members = flm.create(lambda: {"policy": Model(), "value": Model()}, layout_map)
-    (text,) = first
-    assert "policy/down/kernel" in text and "value/down/kernel" in text
-    policy, value = members["policy"], members["value"]
-    with told() as afterwards:
-        optimizers = {
-            name: flm.create_optimizer(model, optax.adam(1e-3), layout_map=layout_map)
-            for name, model in members.items()
-        }
-        flm.jit(lambda m, o, x: m["value"](x), layout_map=layout_map)(
-            members, optimizers, jnp.ones((8, 8))
-        )
-        flm.jit(lambda value, policy, x: policy(x) + value(x), layout_map=layout_map)(
-            value, policy, jnp.ones((8, 8))
-        )
-        tree = {"model": members, "optimizer": optimizers}
-        flm.checkpoint.save(tmp_path / "both", tree, layout_map=layout_map)
-        flm.checkpoint.restore(tmp_path / "both", tree, layout_map=layout_map)
-        layout_map.place(value)
-    assert afterwards == []
-
-
 def test_rules_that_a_checkpoint_holds_are_told_of_once(tmp_path: Path) -> None:
     mesh = flm.DeviceMesh("data=2,model=4")
     with told():

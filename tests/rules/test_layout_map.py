@@ -57,16 +57,6 @@ def test_reading_where_rules_differ() -> None:
     assert layout_map["x/up/kernel"] == flm.TensorLayout(("data",))
 
 
-def test_everything_else_is_literal(layout_map: flm.LayoutMap) -> None:
-    assert "up/kernel" in layout_map
-    assert "layers/3/up/kernel" not in layout_map
-    assert 3 not in layout_map
-    assert list(layout_map) == ["up/kernel", "down/.*"] == list(layout_map.keys())
-    assert len(layout_map) == 2
-    assert [key for key, _ in layout_map.items()] == list(layout_map)
-    assert layout_map.values()[0] == flm.TensorLayout((None, "model"), ABSTRACT)
-
-
 def test_setdefault_pop_and_del_are_literal(layout_map: flm.LayoutMap) -> None:
     up = flm.TensorLayout((None, "model"), ABSTRACT)
     assert layout_map.setdefault("up/kernel", ("data",)) == up
@@ -342,14 +332,3 @@ def test_repr(layout_map: flm.LayoutMap) -> None:
 
 
 # ------------------------------------------------------------ what it is for
-
-
-def test_explain_and_abstract(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["w"] = ("data",)
-    tree = {"w": np.ones(8, np.float32)}
-    assert "rule 1 'w' → ('data',)" in layout_map.explain(tree, "w")
-    abstract = layout_map.abstract(tree)["w"]
-    assert abstract.sharding.shard_shape((8,)) == (4,)
-    resolution = layout_map.resolve(tree, strict=True)
-    assert resolution["w"].shard_shape == (4,)

@@ -44,16 +44,6 @@ def axes(layout_map: flm.LayoutMap) -> dict[str, Any]:
 # ----------------------------------------------------------------- there and back
 
 
-@pytest.mark.parametrize("name", ["rules.toml", "rules.json"])
-def test_there_and_back(tmp_path: Path, name: str) -> None:
-    layout_map = test_serialise.full_map()
-    layout_map[r"layers/\d+/it's"] = ("data",)
-    layout_map['a"b\n\x7fä\\d'] = ("data",)
-    layout_map.to_file(tmp_path / name)
-    assert flm.LayoutMap.from_file(tmp_path / name) == layout_map
-    assert list(flm.LayoutMap.from_file(str(tmp_path / name))) == list(layout_map)
-
-
 def test_what_is_written(tmp_path: Path) -> None:
     test_serialise.full_map().to_file(tmp_path / "rules.toml")
     assert (tmp_path / "rules.toml").read_text() == (
@@ -84,17 +74,6 @@ def test_what_is_written(tmp_path: Path) -> None:
         "\n"
         "[optimizer]\n"
         '"kernel" = ["data", "model"]\n'
-    )
-
-
-def test_a_small_map_is_a_small_file(tmp_path: Path) -> None:
-    layout_map = flm.LayoutMap()
-    layout_map[r"layers/\d+/up"] = ("model",)
-    layout_map.to_file(tmp_path / "rules.toml")
-    assert (tmp_path / "rules.toml").read_text() == (
-        'schema = 1\nmatch = "search"\noverlap = "error"\nunmatched = "replicate"\n'
-        'indivisible = "error"\n\n'
-        "[rules]\n'layers/\\d+/up' = [\"model\"]\n"
     )
 
 

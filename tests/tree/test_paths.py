@@ -1,9 +1,7 @@
 """Paths: one canonical string for each leaf of any tree, and its sections."""
 
 import collections
-import dataclasses
 import enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -81,12 +79,6 @@ def test_a_module_its_state_and_its_pure_dict(model: Model) -> None:
     assert paths(state) == MODEL_PATHS
     assert paths(nnx.to_pure_dict(state)) == MODEL_PATHS
     assert paths(nnx.eval_shape(lambda: Model(nnx.Rngs(0)))) == MODEL_PATHS
-
-
-def test_tied_variables_appear_once(model: Model) -> None:
-    assert model.head.embedding is model.embed.embedding
-    assert "head/embedding" not in paths(model)
-    assert len(flatten(model).leaves) == len(jax.tree.leaves(nnx.state(model)))
 
 
 def test_a_box_key_never_appears_and_a_users_value_stays(model: Model) -> None:
@@ -197,15 +189,6 @@ def test_a_variable_that_holds_a_dict() -> None:
     assert paths(nnx.to_pure_dict(nnx.state(Holder()))) == expected
 
 
-def test_lists_of_more_than_ten_keep_their_order() -> None:
-    class Deep(nnx.Module):
-        def __init__(self) -> None:
-            self.layers = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(12)])
-
-    assert paths(Deep()) == [f"layers/{number}" for number in range(12)]
-    assert flatten(Deep()).leaves == jax.tree.leaves(nnx.state(Deep()))
-
-
 # ------------------------------------------------------------ escaped, unique
 
 
@@ -294,12 +277,6 @@ def test_state_of_a_model_and_its_optimizer(model: Model) -> None:
     live = {"model": model, "optimizer": optimizer}
     assert paths(state) == paths(live)
     assert sections(state)[0] == sections(live)[0]
-
-
-def test_state_of_an_optimizer_alone(model: Model) -> None:
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    assert paths(optimizer) == paths(nnx.state(optimizer))
-    assert {role for _, role, _ in sections(nnx.state(optimizer))} == {"optimizer"}
 
 
 def test_a_model_in_its_optimizer() -> None:
@@ -403,12 +380,6 @@ def test_train_states() -> None:
     ]
 
 
-def test_parameters_that_are_one_array() -> None:
-    state = TrainState.create(apply_fn=lambda *_: None, params=X, tx=optax.adam(1e-3))
-    assert "params" in paths(state) and "opt_state/0/mu" in paths(state)
-    assert paths({"params": X}) == ["params"]
-
-
 def test_optax_states() -> None:
     tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
     state = tx.init({"w": X})
@@ -425,12 +396,6 @@ def test_optax_states() -> None:
         ("", "parameter", ["0/w"]),
         ("1/", "optimizer", paths(state)),
     ]
-
-
-def test_two_copies_of_parameters_are_no_optimizer_state() -> None:
-    copies = optax.LookaheadParams({"w": X}, {"w": X})  # type: ignore[arg-type]
-    assert not is_optax_state(copies)
-    assert sections(copies) == [("", "parameter", ["fast/w", "slow/w"])]
 
 
 def test_roots_are_trees_of_their_own(model: Model) -> None:
@@ -466,53 +431,3 @@ def test_a_module_attribute_called_params_is_no_linen_collection() -> None:
     for tx in (optax.sgd(1.0), optax.adam(1.0)):
         both = nnx.state((Odd(), nnx.Optimizer(Odd(), tx, wrt=nnx.Param)))
         assert sections(both)[0][2] == ["params/bias", "params/kernel"]
-
-
-def test_dataclasses_of_jax() -> None:
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Config:
-        weight: Any
-        size: int = dataclasses.field(metadata={"static": True}, default=2)
-
-    assert paths({"config": Config(X)}) == ["config/weight"]
-
-
-def test_metadata_of_a_saved_state_has_the_paths_of_the_module(tmp_path: Path) -> None:
-    from orbax.checkpoint import v1
-
-    class Holder(nnx.Module):
-        def __init__(self) -> None:
-            self.value = nnx.Param(jnp.ones(2))
-            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])
-
-    module = Holder()
-    v1.save(str(tmp_path / "state"), nnx.state(module))
-    v1.save(str(tmp_path / "pure"), nnx.to_pure_dict(nnx.state(module)))
-    expected = flatten(module).full_paths()
-    assert "value" in expected and "layers/0/kernel" in expected
-    for name in ("state", "pure"):
-        metadata = v1.metadata(str(tmp_path / name)).metadata
-        flat = flatten(metadata)
-        assert flat.full_paths() == expected
-        assert [leaf.shape for leaf in flat.leaves] == [
-            leaf.shape for leaf in flatten(module).leaves
-        ]
-        assert flat.leaves == jax.tree.leaves(metadata)
-
-
-def test_metadata_of_a_saved_state_beside_others(tmp_path: Path) -> None:
-    from orbax.checkpoint import v1
-
-    module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    v1.save(str(tmp_path / "a"), {"model": nnx.state(module), "a_step": 3})
-    metadata: Any = v1.metadata(str(tmp_path / "a")).metadata
-    flat = flatten(metadata)
-    assert flat.full_paths() == ["a_step", "model/bias", "model/kernel"]
-    assert flat.leaves == jax.tree.leaves(metadata)
-    # Parameters that are called so.
-    pure = {"one": {"value": X}, "two": {"value": X, "w": {"value": X}, "x": X}}
-    pure["three"] = [{"value": X}]  # type: ignore[assignment]
-    v1.save(str(tmp_path / "b"), pure)
-    assert paths(v1.metadata(str(tmp_path / "b")).metadata) == paths(pure)
-    assert "one/value" in paths(pure) and "two/value" in paths(pure)
