@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import flatten_dict
 from shapes import axes_of
 from shards import assert_lies
 
@@ -255,45 +254,3 @@ def test_a_step_of_tunix(family: str, spelling: str, axes: str) -> None:
     found = leaves_of(model)
     assert_as_the_preset_says(found, layout_map.resolve(model))
     assert_close(found, wanted)
-
-
-def assert_a_step_is_that_of_one_device(
-    family: str, axes: str, model: Any, logits_of: Callable[..., Any], atol: float
-) -> None:
-    """Of a Flax model of transformers, by `flm.jit` and by `jax.jit`."""
-
-    def make(key: Any) -> Any:
-        params = model.init_weights(key, (1, 1))
-        return params, ADAMW.init(params)
-
-    def step(params: Any, state: Any, tokens: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            return next_token_loss(logits_of(tokens, params), tokens)
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, state = ADAMW.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    key = jax.random.key(0)
-    wanted, _, wanted_loss = jax.jit(step)(*jax.jit(make)(key), TOKENS)
-    layout_map = flm.presets.load(family, flm.DeviceMesh(axes))
-    params, state = flm.create(make, layout_map, key)
-    sharded = flm.jit(step, layout_map=layout_map)
-    params, state, loss = sharded(params, state, TOKENS)
-    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
-    found = flatten_dict(params, sep="/")
-    assert_as_the_preset_says(found, layout_map.resolve(params))
-    assert_close(found, flatten_dict(wanted, sep="/"), atol)
-
-
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize(("family", "spelling"), ids(LINEN))
-def test_a_step_of_transformers(family: str, spelling: str, axes: str) -> None:
-    model = LINEN[family, spelling]()
-    assert_a_step_is_that_of_one_device(
-        family,
-        axes,
-        model,
-        lambda tokens, params: model(tokens, params=params).logits,
-        atol=5e-6,
-    )

@@ -178,17 +178,6 @@ def test_containers(tree: Any, expected: list[str]) -> None:
     )
 
 
-def test_a_variable_that_holds_a_dict() -> None:
-    class Holder(nnx.Module):
-        def __init__(self) -> None:
-            self.cache = nnx.Cache({"key": X, "value": X, "more": [X, X]})
-
-    expected = ["cache/key", "cache/more/0", "cache/more/1", "cache/value"]
-    assert paths(Holder()) == expected
-    assert paths(nnx.state(Holder())) == expected
-    assert paths(nnx.to_pure_dict(nnx.state(Holder()))) == expected
-
-
 # ------------------------------------------------------------ escaped, unique
 
 

@@ -57,50 +57,6 @@ def same_values(first: Any, second: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_module() -> None:
-    calls = []
-
-    def make() -> Model:
-        calls.append(1)
-        return Model(nnx.Rngs(0))
-
-    traced = trace(make)
-    state: Any = traced.abstract
-    assert type(traced.abstract) is nnx.State
-    kernel = state["layers"][0]["kernel"].get_value()
-    assert (kernel.shape, kernel.dtype) == ((4, 4), jnp.float32)
-    model = born(traced)
-    assert calls == [1]
-    expected = jax.jit(lambda: nnx.split(Model(nnx.Rngs(0)))[1])()
-    same_values(nnx.state(model), expected)
-    assert model.head is model.embed
-    assert model.head.embedding is model.embed.embedding
-    assert nnx.split(model)[0] == nnx.split(Model(nnx.Rngs(0)))[0]
-
-
-def test_trees_numbers_and_what_is_no_array() -> None:
-    def make() -> Any:
-        return {
-            "model": nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-            "step": 3,
-            "rate": 0.5,
-            "name": "run",
-            "none": None,
-            "host": np.arange(3),
-            "pair": (jnp.ones(2), [jnp.zeros(1)]),
-        }
-
-    traced = trace(make)
-    assert traced.abstract["name"] == "run" and traced.abstract["none"] is None
-    assert traced.abstract["step"].shape == ()
-    result = born(traced)
-    assert isinstance(result["model"], nnx.Linear)
-    assert (int(result["step"]), float(result["rate"])) == (3, 0.5)
-    assert result["name"] == "run" and result["none"] is None
-    np.testing.assert_array_equal(result["host"], np.arange(3))
-    assert jax.tree.structure(result["pair"]) == jax.tree.structure((0, [0]))
-
-
 def test_one_object_given_twice_stays_one() -> None:
     def make(first: nnx.Rngs, options: dict[str, nnx.Rngs]) -> Any:
         assert first is options["again"]
@@ -259,13 +215,6 @@ def test_what_holds_the_module_holds_what_is_made(kind: str) -> None:
     assert all(variable is model.linear.kernel for variable in variables)
     assert len(variables) == kind.startswith("variable")
     assert not isinstance(model.linear.kernel[...], Tracer)
-
-
-def test_a_second_result_is_a_copy() -> None:
-    traced = trace(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    first, second = born(traced), born(traced)
-    assert first is not second
-    same_values(nnx.state(first), nnx.state(second))
 
 
 OUTSIDE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
