@@ -51,7 +51,10 @@ class Decisions:
         return row
 
     def by_match(self, match: MatchedRules, shape: Shape) -> Decision:
-        """The decision of the parameter rules that match a leaf."""
+        """The decision of the parameter rules that match a leaf: one for all alike."""
+        return self.once((match, shape), lambda: self._by_match(match, shape))
+
+    def _by_match(self, match: MatchedRules, shape: Shape) -> Decision:
         rules, matched = self.rules.rules, match.rules
         if match.key is not None and fits(rules[match.key].layout, len(shape)):
             matched = (match.key,)
