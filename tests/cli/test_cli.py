@@ -124,7 +124,7 @@ def test_the_example_of_a_command_runs(name: str, run: Any) -> None:
     code, out, _ = run(f"{name} --help")
     assert code == 0 and f"flax-layoutmap {EXAMPLES[name]}\n" in out
     assert f"    {name} " in run("--help")[1]
-    if "--json" in out:
+    if "--json" in out and name != "suggest":  # which takes long
         code, out, err = run(f"{EXAMPLES[name]} --json")
         assert err == "" and json.loads(out)["schema"] > 0
 
@@ -221,7 +221,8 @@ def test_suggest(run: Any, folder: Path) -> None:
     code, out, err = run(f"{command} --mesh data=4,model=2 -o found.toml")
     assert (code, err) == (0, "wrote found.toml\n") and out
     assert flm.LayoutMap.from_file(folder / "found.toml").device_mesh is not None
-    assert run(f"{command} --mesh data=4,model=2 --hbm 1e-7")[0] == 1
+    code, out, _ = run(f"{command} --mesh data=4,model=2 --hbm 1e-7 --json")
+    assert code == 1 and json.loads(out)["schema"] > 0
     code, out, err = run(f"{command} --mesh data=8 -o rules.yaml")  # before the search
     assert code == 2 and not out and "a rule file ends in .toml or .json" in err
 

@@ -1,9 +1,7 @@
 """Each example runs to its end in a process of its own, with tiny settings."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import forks
 import numpy as np
@@ -26,15 +24,6 @@ def table_of(output: str) -> tuple[list[int], np.ndarray]:
     lines = re.findall(r"^│ +(\d+) +│(.*)│$", output, flags=re.MULTILINE)
     losses = [[float(cell) for cell in cells.split("│")] for _, cells in lines]
     return [int(step) for step, _ in lines], np.array(losses)
-
-
-def load_train_lm() -> ModuleType:
-    path = ROOT / "examples" / "train_lm.py"
-    spec = importlib.util.spec_from_file_location("train_lm", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -113,27 +102,3 @@ def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None
     for part in ("layers/0/attention/query/kernel", "(32,2,16)", "'model'", "size 4"):
         assert part in done.err
     assert "tokens/s" not in done.out
-
-
-@pytest.mark.parametrize(
-    ("last_loss", "agree"), [(1.0, True), (1.009, True), (1.02, False), (np.nan, False)]
-)
-def test_compare_tells_equal_losses_from_different_ones(
-    last_loss: float, agree: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {"uninterrupted": [2.0, 1.0], "restored": [2.0, last_loss]}
-    assert load_train_lm().compare(runs, first=3, tolerance=0.01) is agree
-    assert ("MORE THAN" in capsys.readouterr().out) is not agree
-
-
-def test_batches_depend_on_the_step_alone() -> None:
-    train_lm = load_train_lm()
-    text = train_lm.read_source()
-    assert len(text) > 100_000
-    batch = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
-    assert batch.shape == (4, 17)
-    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in batch)
-    again = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
-    np.testing.assert_array_equal(batch, again)
-    assert (batch != train_lm.batch_of(text, 8, batch=4, seq=16, seed=0)).any()
-    assert (batch != train_lm.batch_of(text, 7, batch=4, seq=16, seed=1)).any()

@@ -331,32 +331,20 @@ CASES: dict[str, Case] = {
 # By kind of error; after "… " that of its first leaf.
 BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
     flm.errors.MeshError: {
-        "DeviceMesh(mesh) takes an existing mesh as it is": lambda: flm.DeviceMesh(
-            ABSTRACT, NAMES
-        ),
+        "DeviceMesh(mesh) takes an existing": lambda: flm.DeviceMesh(ABSTRACT, NAMES),
         "the mesh data=2,model=2 needs 4 devices, but there are 8": lambda: (
             flm.DeviceMesh((2, 2), NAMES)
         ),
         "the mesh data=2,model=2 needs 4 devices, but there are 3": lambda: (
             flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[:3])
         ),
-        "an abstract mesh needs every size": lambda: flm.DeviceMesh.abstract(
-            (-1, 4), NAMES
-        ),
-        "DeviceMesh('data=2,model=4', abstract) has no devices": lambda: (
-            ABSTRACT.devices
-        ),
+        "an abstract mesh needs every": lambda: flm.DeviceMesh.abstract((-1, 4), NAMES),
+        "DeviceMesh('data=2,model=4', abstract) has no": lambda: ABSTRACT.devices,
         "not a mesh: 3; use flm.DeviceMesh((2, 4),": lambda: as_mesh(3),
-        "DeviceMesh needs a size and a name for each axis": lambda: flm.DeviceMesh(
-            (8,)
-        ),
+        "DeviceMesh needs a size and a name for each": lambda: flm.DeviceMesh((8,)),
         "axis names must differ": lambda: flm.DeviceMesh((2, 4), ("x", "x")),
-        "devices must be JAX devices, such as jax.devices()[:4], or": lambda: (
-            flm.DeviceMesh((1,), ("x",), devices=[7])
-        ),
-        "devices is empty; leave it out to use all devices": lambda: flm.DeviceMesh(
-            (1,), ("x",), devices=[]
-        ),
+        "devices must be JAX": lambda: flm.DeviceMesh((1,), ("x",), devices=[7]),
+        "devices is empty; leave it": lambda: flm.DeviceMesh((1,), ("x",), devices=[]),
         "devices holds one device twice": lambda: flm.DeviceMesh(
             (2,), ("x",), devices=jax.devices()[:1] * 2
         ),
@@ -370,24 +358,16 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "2 axis types for 1 axes": lambda: flm.DeviceMesh(
             (8,), ("x",), axis_types=("auto", AxisType.Auto)
         ),
-        "cannot read the device 'cpu'": lambda: flm.DeviceMesh(
-            (1,), ("x",), devices=["cpu"]
-        ),
+        "cannot read the device": lambda: flm.DeviceMesh((1,), ("x",), devices=["cpu"]),
         "devices holds one device twice: ['TPU:0',": lambda: (
             flm.DeviceMesh.from_dtensor(["TPU:0", "TPU:0"], [("x", 2)])
         ),
         "TensorLayout was given device_mesh= and mesh=": lambda: flm.TensorLayout(
             ("data",), ABSTRACT, mesh=ABSTRACT
         ),
-        "the mesh 'data=2,model=4' has no axis 'modle'": lambda: ABSTRACT.dim_size(
-            "modle"
-        ),
-        "the mesh 'data=2,model=4' has the device ids 0 to 7": lambda: ABSTRACT.coords(
-            8
-        ),
-        "DTensor's text cannot hold the name 'a b'": lambda: flm.DeviceMesh.abstract(
-            (2,), ("a b",)
-        ).to_string(),
+        "the mesh 'data=2,model=4' has no axis": lambda: ABSTRACT.dim_size("modle"),
+        "the mesh 'data=2,model=4' has the device ids 0 to": lambda: ABSTRACT.coords(8),
+        "DTensor's text": lambda: flm.DeviceMesh.abstract((2,), ("a b",)).to_string(),
         "cannot read the mesh '|x=two|0,1||'": lambda: flm.DeviceMesh.from_string(
             "|x=two|0,1||"
         ),
@@ -399,23 +379,15 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "not a MeshProto: 3": lambda: flm.DeviceMesh.from_proto(3),
         "the layout ('data',) has no mesh": lambda: TensorLayout(("data",)).sharding(),
         "on(mesh) needs a mesh": lambda: flm.RuleSet().on(None),
-        "the rules have no mesh": lambda: (
-            resolve({"w": struct(2)}, flm.LayoutMap()).shardings
-        ),
-        "abstract() needs devices, but DeviceMesh('data=2,model=4',": lambda: fit(
-            {}, {"w": struct(2)}
-        ).abstract(),
-        "distribute_batch needs a mesh of devices, the rules have no": lambda: (
-            flm.distribute_batch(np.ones(8), flm.LayoutMap())
-        ),
+        "the rules have": lambda: resolve({"w": struct(2)}, flm.LayoutMap()).shardings,
+        "abstract() needs devices, but": lambda: fit({}, {"w": struct(2)}).abstract(),
+        "distribute_batch": lambda: flm.distribute_batch(np.ones(8), flm.LayoutMap()),
         "relayout of a traced array": lambda: jax.jit(
             lambda x: flm.relayout(
                 x, flm.TensorLayout((), flm.DeviceMesh.abstract("data=4"))
             )
         )(moved(())),
-        "pack needs devices, DeviceMesh('data=2,model=4', abstract)": lambda: packed(
-            1, mesh=ABSTRACT
-        ),
+        "pack needs devices,": lambda: packed(1, mesh=ABSTRACT),
         "default_mesh takes a mesh": lambda: flm.dtensor.default_mesh(None).__enter__(),
     },
     flm.LayoutError: {
@@ -439,9 +411,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "cannot read the layout 'sharding_specs:x,unsharded": lambda: with_words(
             "x,unsharded"
         ),
-        "cannot read the layout 'sharding_specs:x,, mesh:|x=2|0,1||'": lambda: (
-            with_words("x,,")
-        ),
+        "cannot read the layout 'sharding_specs:x,,": lambda: with_words("x,,"),
         "the dim 'data+model' is on several mesh axes": lambda: (
             TensorLayout.from_string(
                 TensorLayout((NAMES,), ABSTRACT).to_string(), strict=True
@@ -449,24 +419,18 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         ),
         "a layout of type PARTED has no meaning here": lambda: changed(type=2),
         "the layout's proto is damaged": lambda: changed(mesh_config=None),
-        "these 1 bytes are not a LayoutProto, or not all of it": lambda: (
-            TensorLayout.from_proto(b"\xff")
-        ),
+        "these 1 bytes are not a": lambda: TensorLayout.from_proto(b"\xff"),
         "the layout ('data', 'model', ...) has 2 dims, the array has 1": lambda: (
             TensorLayout(P("data", "model")).dims(1)
         ),
-        "the layout (..., 'data') holds a '...' before a sharded dim": lambda: (
-            TensorLayout((..., "data")).spec()
-        ),
+        "the layout (..., 'data') holds a": lambda: TensorLayout((..., "data")).spec(),
         "shape (12,): dim 0 of size 12 does not divide by mesh axes": lambda: (
             TensorLayout((("data", "model"),), ABSTRACT).shard_shape((12,))
         ),
         "the layout ('match', 'data') has a MATCH dim": lambda: TensorLayout(
             ("match", "data"), ABSTRACT
         ).spec(),
-        'format must be "text", "markdown" or "json"': lambda: fit({}, {}).report(
-            "html"
-        ),
+        'format must be "text", "markdown" or': lambda: fit({}, {}).report("html"),
         "diff compares two Resolutions": lambda: fit({}, {}).diff(mapped()),
         'format must be "text" or "json"': lambda: (
             fit({}, {}).diff(fit({}, {})).report("html")
@@ -480,13 +444,9 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
             np.ones(8), placed(), rows=cast(Any, "locale")
         ),
         "multiple must be 1 or more": lambda: flm.pad_batch(np.ones(3), 0),
-        "pad_batch found no rows": lambda: flm.pad_batch(
-            {"n": 3, "key": jax.random.key(0)}, 4
-        ),
+        "pad_batch found": lambda: flm.pad_batch({"n": 3, "key": jax.random.key(0)}, 4),
         "pad_batch cannot reach size=8": lambda: flm.pad_batch(np.ones(9), 4, size=8),
-        "pad_batch has no last row to repeat, as the batch has 0 rows": lambda: (
-            flm.pad_batch(np.ones((0, 2)), size=4)
-        ),
+        "pad_batch has no last row to": lambda: flm.pad_batch(np.ones((0, 2)), size=4),
         "relayout of a traced array": lambda: jax.jit(
             lambda x: flm.relayout(x, ABSTRACT)
         )(moved(("data", None))),
@@ -499,69 +459,43 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
             )(moved(()), moved(()))
         ),
         "fetch_layout of a ndarray": lambda: flm.dtensor.fetch_layout(np.ones((8, 8))),
-        "is_distributed of a traced value": lambda: jax.jit(flm.dtensor.is_distributed)(
-            moved(())
-        ),
+        "is_distributed of a": lambda: jax.jit(flm.dtensor.is_distributed)(moved(())),
         "check_layout takes an array": lambda: flm.dtensor.check_layout(1, ()),
         "an array (8, 8) has the layout TensorLayout(('data', None),": lambda: (
             flm.dtensor.check_layout(moved(("data", None)), (None, "data"))
         ),
-        "pack takes arrays, not values that jit or grad traces": lambda: jax.jit(
-            lambda x: packed(x, x)
-        )(1.0),
-        "pack takes one part per device of DeviceMesh('data=2') in": lambda: packed(
-            1, 2, 3
-        ),
-        "pack takes parts of one shape and dtype": lambda: packed(
-            np.ones(2), np.ones((2, 1))
-        ),
+        "pack takes arrays, not values": lambda: jax.jit(lambda x: packed(x, x))(1.0),
+        "pack takes one part per device of": lambda: packed(1, 2, 3),
+        "pack takes parts of one shape": lambda: packed(np.ones(2), np.ones((2, 1))),
         "pack of parts (2,)": lambda: packed(
             np.ones(2), np.ones(2), axes=("data", None)
         ),
-        "unpack takes an array on a mesh, outside of jit": lambda: flm.dtensor.unpack(
-            np.ones(2)
-        ),
+        "unpack takes an array on a mesh,": lambda: flm.dtensor.unpack(np.ones(2)),
     },
     flm.errors.RuleError: {
         "a layout cannot be a string": lambda: TensorLayout("model"),
         "a layout cannot be an array": lambda: TensorLayout(jnp.ones(2)),
         "not a layout: (3,)": lambda: TensorLayout((3,)),
-        "the layout ('data', 'data') uses the mesh axis 'data' twice": lambda: (
-            TensorLayout(("data", "data"))
-        ),
+        "the layout ('data', 'data') uses the": lambda: TensorLayout(("data", "data")),
         "P(None, unreduced={'x'}) has reduced or unreduced axes": lambda: TensorLayout(
             P(None, unreduced=frozenset({"x"}))
         ),
         "a layout may hold one '...'": lambda: TensorLayout((..., ...)),
-        "(UNCONSTRAINED,) leaves a dim unconstrained": lambda: TensorLayout(
-            (P.UNCONSTRAINED,)
-        ),
+        "(UNCONSTRAINED,) leaves a dim": lambda: TensorLayout((P.UNCONSTRAINED,)),
         "rule 'a': the layout": lambda: flm.Rule("a", (None, TensorLayout.MATCH)),
         "a pattern must be a string": lambda: flm.Rule(cast(Any, 3), None),
-        'rank must be "error" or "skip"': lambda: flm.Rule(
-            "a", None, rank=cast(Any, "pass")
-        ),
-        "rule 'a': the layout ('x',) names the axis 'x', but the mesh": lambda: (
-            flm.Rule("a", ("x",)).on(ABSTRACT)
-        ),
+        'rank must be "error" or': lambda: flm.Rule("a", None, rank=cast(Any, "pass")),
+        "rule 'a': the layout ('x',) names": lambda: flm.Rule("a", ("x",)).on(ABSTRACT),
         "rule 1 is neither a": lambda: flm.RuleSet(cast(Any, (("a",),))),
         "rules 1 and 2 have the same pattern 'a'": lambda: flm.RuleSet(
             (flm.Rule("a", None), flm.Rule("a", None))
         ),
-        "the key 'a' is already set to": lambda: mapped({"a": ("data",)}).add(
-            flm.Rule("a", None)
-        ),
-        "the key 'a' was given a rule for another pattern, 'b'": lambda: (
-            mapped().update({"a": flm.Rule("b", None)})
-        ),
-        "batch names the axis 'date', but the mesh 'data=2,model=4'": lambda: (
-            flm.LayoutMap(ABSTRACT, batch="date")
-        ),
+        "the key 'a' is": lambda: mapped({"a": ("data",)}).add(flm.Rule("a", None)),
+        "the key 'a' was given a": lambda: mapped().update({"a": flm.Rule("b", None)}),
+        "batch names the axis 'date',": lambda: flm.LayoutMap(ABSTRACT, batch="date"),
         "resolve(tree, rules) needs a LayoutMap or a RuleSet": lambda: resolve({}, 3),
         "Unsupported: Dimensions": lambda: mesh_axes(mark_of(logical("a", "a"))),
-        "pad_batch(batch, multiple), without a number, needs a": lambda: flm.pad_batch(
-            np.ones(3), "data"
-        ),
+        "pad_batch(batch, multiple),": lambda: flm.pad_batch(np.ones(3), "data"),
         "lint(x) needs a LayoutMap or a RuleSet": lambda: flm.lint(3),
         "max_replicated needs a Resolution": lambda: flm.lint(
             mapped(), max_replicated=0.02
@@ -569,34 +503,24 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "max_replicated needs a mesh": lambda: flm.lint(
             flm.LayoutMap().resolve({"w": struct(8)}), max_replicated=0.02
         ),
-        "level must be one of": lambda: flm.lint(mapped()).raise_if_any(
-            cast(Any, "warn")
-        ),
+        "level must be one": lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),
         "there is no code LM999": lambda: flm.lint(mapped(), ignore=["LM999"]),
         "max_replicated is a share, 0 to 1": lambda: flm.lint(
             fit({}, {"w": struct(8)}), max_replicated=-1
         ),
-        "ignore takes codes and patterns of paths": lambda: flm.lint(
-            mapped(), ignore=cast(Any, [3])
-        ),
+        "ignore takes codes and": lambda: flm.lint(mapped(), ignore=cast(Any, [3])),
     },
     KeyError: {
-        "no rule 'kernal'; did you mean 'kernel'?": lambda: mapped(
-            {"kernel": None}
-        ).replace("kernal", None),
+        "no rule 'kernal';": lambda: mapped({"kernel": None}).replace("kernal", None),
         "no rule 'x'": lambda: mapped({"kernel": None}).__delitem__("x"),
-        "no rule 'kernels'; did you mean 'kernel'?": lambda: mapped(
-            {"kernel": None}
-        ).pop("kernels"),
+        "no rule 'kernels'; did you": lambda: mapped({"kernel": None}).pop("kernels"),
         "no leaf has the path 'kernal'": lambda: fit({}, {"kernel": struct(2)})[
             "kernal"
         ],
         "no leaf has the path 'x'": lambda: fit({}, {"kernel": struct(2)})["x"],
     },
     flm.errors.StructureError: {
-        "a has keys of types that cannot be sorted together": lambda: fit(
-            {}, {"a": {0: struct(1), "b": struct(1)}}
-        ),
+        "a has keys of types": lambda: fit({}, {"a": {0: struct(1), "b": struct(1)}}),
         "a/0 cannot be flattened": lambda: fit({}, {"a": [Broken()]}),
         "a Linen module (Dense) holds no variables": lambda: fit({}, nn.Dense(3)),
         "the function changes an NNX object from outside of it, such": closing_over,
@@ -608,9 +532,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "a Variable with ref=True is a reference": lambda: trace(
             lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))
         ),
-        "Keeps.kept is a static tuple with an array in it": lambda: trace(
-            lambda: Keeps((jnp.ones(2), 1))
-        ),
+        "Keeps.kept is a static tuple": lambda: trace(lambda: Keeps((jnp.ones(2), 1))),
     },
     flm.errors.ResolveError: {
         "… w (8,): rule 1 'w' → (None, 'model') has 2 dims, the leaf": lambda: fit(
@@ -619,24 +541,18 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "… w (8,): rule 1 'w' → ('x',): the mesh 'data=2,model=4' has": lambda: resolve(
             {"w": struct(8)}, flm.RuleSet((flm.Rule("w", ("x",)),), ABSTRACT)
         ),
-        "… w (8,8): its metadata: the layout ('data', 'data') uses the": lambda: fit(
-            {}, annotated(layout=("data", "data"))
-        ),
+        "… w (8,8): its metadata:": lambda: fit({}, annotated(layout=("data", "data"))),
         "… w (8,8): Flax metadata ('data', 'data'): the layout": lambda: fit(
             {}, annotated(out_sharding=("data", "data"))
         ),
-        "… w (8,8): Flax metadata ('a', 'a'): Unsupported: Dimensions": lambda: fit(
-            {}, {"w": logical("a", "a")}
-        ),
+        "… w (8,8): Flax metadata ('a',": lambda: fit({}, {"w": logical("a", "a")}),
         "… w (8,8): Flax metadata ('data', None, None) names 3 dims,": lambda: fit(
             {}, annotated(out_sharding=("data", None, None))
         ),
         "… up/lora_a (8,2): no rule matches it; add one (None": lambda: fit(
             {}, {"up": {"lora_a": struct(8, 2)}}, unmatched="error"
         ),
-        "… opt_state/0/mu/up (8,16): optimizer rule 1 'up' → ('data',)": lambda: zero(
-            {"up": ("data",)}
-        ),
+        "… opt_state/0/mu/up (8,16): optimizer rule 1": lambda: zero({"up": ("data",)}),
     },
 }
 

@@ -4,11 +4,8 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
-from shards import Dims, assert_lies
+from shards import Dims
 
 import flax_layoutmap as flm
 from third_party.published import (
@@ -16,13 +13,11 @@ from third_party.published import (
     DATA,
     MODEL,
     ROW,
-    TOKENS,
     assert_equal,
     assert_model_lies,
     born,
     by_jit,
     made_in_scope,
-    next_token_loss,
     strict_map,
 )
 
@@ -177,48 +172,3 @@ def test_not_in_a_scope_it_lies_on_one_device(mesh: flm.DeviceMesh) -> None:
     """The control of the above."""
     with pytest.raises(AssertionError):
         assert_model_lies(weights_of("llama"), FAMILIES["llama"].dims, mesh)
-
-
-ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
-
-
-@pytest.mark.parametrize("tx", [optax.adamw(1e-2), ADAFACTOR], ids=["adamw", "factors"])
-def test_a_train_state_and_a_step(
-    tx: optax.GradientTransformation, mesh: flm.DeviceMesh
-) -> None:
-    layout_map = map_of("llama", mesh)
-    model = model_of("llama", _do_init=False)
-
-    def make(key: Any) -> TrainState:
-        params = model.init_weights(key, (1, 1))
-        return TrainState.create(apply_fn=model.__call__, params=params, tx=tx)
-
-    @flm.jit(layout_map=layout_map, donate_argnames=("state",))
-    def step(state: TrainState, tokens: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            return next_token_loss(model(tokens, params=params).logits, tokens)
-
-        loss, gradients = jax.value_and_grad(loss_of)(state.params)
-        return state.apply_gradients(grads=gradients), loss
-
-    state = flm.create(make, layout_map, jax.random.PRNGKey(0))
-    losses = []
-    for _ in range(2):
-        state, loss = step(state, TOKENS)
-        losses.append(float(loss))
-    assert_model_lies(state.params, FAMILIES["llama"].dims, mesh)
-    assert np.isfinite(losses).all() and losses[1] < losses[0]
-    moments = dict(jax.tree.leaves_with_path(state.opt_state))
-    kernels = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in moments.items()
-        if "layers" in str(path) and "up_proj" in str(path)
-    }
-    assert len(kernels) == (6 if tx is ADAFACTOR else 4)
-    for path, leaf in kernels.items():
-        whole: Dims = COLUMN if leaf.ndim == 2 else (("data",),)
-        if "v_col" in path:
-            whole = (("model",),)
-        elif leaf.shape == (1,):
-            whole = ((),)
-        assert_lies(leaf, whole, mesh)
