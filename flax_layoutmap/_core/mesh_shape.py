@@ -106,7 +106,7 @@ def _line(sizes: Sequence[int], names: Sequence[str]) -> str:
 
 def axis_types_of(kinds: Any, count: int) -> tuple[AxisType, ...]:
     is_list = isinstance(kinds, Sequence) and not isinstance(kinds, str)
-    given = tuple(kinds) if is_list else (kinds,) * count
+    given: tuple[Any, ...] = tuple(kinds) if is_list else (kinds,) * count
     if len(given) != count:
         raise MeshError(f"{len(given)} axis types for {count} axes: {given}")
     types: list[Any] = [_AXIS_TYPES.get(kind, kind) for kind in given]

@@ -5,6 +5,7 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,7 +106,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
     return with_leaves(tree, list(map(put, leaves, shardings)))
 
 
-def check_movable(what: str, leaves: list[Any], resolution: Resolution) -> None:
+def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         if problem := _why_unmovable(leaf):

@@ -147,7 +147,7 @@ def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
 
 
 def _check(
-    moves: Sequence[_Move], leaves: list[Any], resolution: Resolution, donate: bool
+    moves: Sequence[_Move], leaves: Sequence[Any], resolution: Resolution, donate: bool
 ) -> None:
     """Raise LayoutError for what cannot be moved, before anything is."""
     check_movable("reshard", leaves, resolution)
