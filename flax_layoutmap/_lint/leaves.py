@@ -14,7 +14,7 @@ from flax_layoutmap._lint.issue import (
     key_for,
     numbered,
 )
-from flax_layoutmap._lint.matches import DECIDED, Model, groups
+from flax_layoutmap._lint.matches import DECIDED, Model
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.records import closest_rule
@@ -33,7 +33,7 @@ _HEADS = re.compile(r"(?:^|[/_.])(?:k|v|kv|key|value|key_value|wk|wv)(?:[/_.]|$)
 
 def unfit(model: Model) -> Iterator[LintIssue]:
     """LM114: leaves for which resolving raised; see `ResolveError.resolution`."""
-    for leaf in groups(model.resolution, lambda row: row.problem is not None):
+    for leaf in model.groups(lambda row: row.problem is not None):
         clash, _, fix = (leaf.row.problem or "").rpartition("; ")
         if not clash:
             clash, fix = fix, "change the rule, or the leaf"
@@ -57,7 +57,6 @@ def indivisible(model: Model) -> Iterator[LintIssue]:
 def _clash(
     leaf: Group, rule: Numbered, dim: int, axes: tuple[str, ...]
 ) -> tuple[str, str, str]:
-    """The code, the message and the fix."""
     assert leaf.row.mesh is not None
     shape, sizes = leaf.shape, leaf.row.mesh.axis_sizes
     size, ways = shape[dim], math.prod(sizes[axis] for axis in axes)

@@ -43,12 +43,15 @@ CODES = {
     "LM114": "a leaf that does not fit the rules",
     "LM115": "more is replicated than is allowed",
 }
-# Of a model; without one, `matches.refused` and `matches.unknown_axes`.
-CHECKS: list[Callable[[Model], Iterator[LintIssue]]] = [
+# Of any Resolution; without one, `matches.refused` and `matches.unknown_axes`.
+_CHECKS: list[Callable[[Model], Iterator[LintIssue]]] = [
     matches.unused,
     matches.never_decides,
     matches.inside_names,
     leaves.unfit,
+]
+# Of one on more than one device.
+_CHECKS_OF_SEVERAL_DEVICES: list[Callable[[Model], Iterator[LintIssue]]] = [
     leaves.unmatched,
     leaves.indivisible,
     leaves.replicated,
@@ -133,8 +136,10 @@ def lint(
     if isinstance(x, Resolution):
         is_ignored = functools.partial(ignored.is_about, x)
         model = Model(x, max_replicated, is_ignored)
-        checks = (matches.unknown_axes(x.rules), *(check(model) for check in CHECKS))
-        every = itertools.chain.from_iterable(checks)
+        checks = _CHECKS + (_CHECKS_OF_SEVERAL_DEVICES if model.sizes else [])
+        every = itertools.chain(
+            matches.unknown_axes(x.rules), *(check(model) for check in checks)
+        )
         issues = (i for i in every if i.path is None or not is_ignored(i.path))
     elif isinstance(x, dict | list | tuple):
         issues = matches.refused(x)
@@ -144,15 +149,13 @@ def lint(
 
 
 def _check_share(share: float, x: Any) -> None:
-    if not isinstance(x, Resolution):
+    if not isinstance(x, Resolution) or x.mesh is None:
         raise RuleError(
-            f"max_replicated needs a Resolution, got a {type(x).__name__}; make one: "
-            "layout_map.resolve(model)"
+            "max_replicated needs a Resolution on a mesh, layout_map.resolve(model) or "
+            f"resolution.on(mesh); got {x!r:.80}"
         )
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         raise RuleError(f"max_replicated is a share, 0 to 1; got {share!r}")
-    if x.mesh is None:
-        raise RuleError("max_replicated needs a mesh; give one: resolution.on(mesh)")
 
 
 class Ignored:

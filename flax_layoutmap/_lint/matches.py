@@ -66,29 +66,24 @@ class Model:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def groups(self, wanted: Wanted, role: str | None = None) -> list[Group]:
-        """The leaves of some decisions, as `groups`; none on a single device."""
-        return groups(self.resolution, wanted, role) if self.sizes else []
-
-
-def groups(
-    resolution: Resolution, wanted: Wanted, role: str | None = None
-) -> list[Group]:
-    """The leaves of some decisions, those that differ in numbers alone together."""
-    alike: dict[tuple[int, str], Group] = {}
-    total, columns = resolution.total_bytes or 1, resolution.columns(wanted)
-    for path, shape, dtype, row, its_role in zip(*columns, strict=True):
-        if role is None or its_role == role:
+        """The leaves of some decisions; those that differ in numbers alone together."""
+        alike: dict[tuple[int, str], Group] = {}
+        resolution = self.resolution
+        total, columns = resolution.total_bytes or 1, resolution.columns(wanted)
+        for path, shape, dtype, row, its_role in zip(*columns, strict=True):
+            if role not in (None, its_role):
+                continue
             key = id(row), NUMBER.sub("0", path)
-            group = alike.get(key)
-            if group is None:
+            if key not in alike:
                 section = "optimizer" if row.reason == "optimizer rule" else "rules"
-                rules, number = resolution.rules, row.rule
-                rule = None if number is None else nth(rules, number, section)
-                group = alike[key] = Group(row, path, shape, rule)
+                decided = row.rule is not None
+                rule = nth(resolution.rules, row.rule, section) if decided else None
+                alike[key] = Group(row, path, shape, rule)
+            group = alike[key]
             group.leaves += 1
             group.bytes += leaf_bytes(shape, dtype)
             group.share = group.bytes / total
-    return list(alike.values())
+        return list(alike.values())
 
 
 def refused(given: Iterable[Any]) -> Iterator[LintIssue]:

@@ -43,7 +43,6 @@ class _Kernel(NamedTuple):
         return dims
 
     def is_beside(self, other: "_Kernel") -> bool:
-        """Whether they share a model dim, but not their rule."""
         return (
             self.parent == other.parent
             and self.leaf.row.rule != other.leaf.row.rule

@@ -119,7 +119,6 @@ class Totals:
 
 
 def layout_of(row: Decision) -> TensorLayout:
-    """The layout of a decision, one entry per dim."""
     dims = row.dims if any(row.dims) else ()
     return TensorLayout(dims, row.mesh, memory_kind=row.memory_kind)
 
@@ -186,7 +185,6 @@ def show_spec(spec: PartitionSpec, memory_kind: str | None = None) -> str:
 
 
 def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """A leaf of rules on a mesh as plain JSON values."""
     own = leaf.layout.device_mesh
     return {
         "path": leaf.path,

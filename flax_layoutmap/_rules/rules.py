@@ -112,11 +112,9 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
-        """The matcher of the parameter rules."""
         return self.matcher_of("rules")
 
     def matcher_of(self, section: str) -> Matcher:
-        """The matcher of a section, made on first use."""
         matchers = self._caches.matchers
         if section not in matchers:
             mode = "fullmatch" if section == "names" else self.match
@@ -229,7 +227,6 @@ def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
 
 
 def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same rules; raises RuleError where two have the same pattern."""
     seen: dict[str, int] = {}
     for number, rule in enumerate(rules, start=1):
         if seen.setdefault(rule.pattern, number) != number:

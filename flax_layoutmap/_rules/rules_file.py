@@ -30,7 +30,6 @@ def suffix_of(path: str) -> str:
 
 
 def read_rules(path: Any, *, mesh: Any = None) -> RuleSet:
-    """Read a rule file; see `LayoutMap.from_file`."""
     return rules_from_tables(_tables(os.fspath(path)), mesh)
 
 
@@ -82,7 +81,6 @@ def write_rules(rules: RuleSet, path: Any) -> None:
 
 
 def to_toml(rules: RuleSet) -> str:
-    """The text of a TOML file of these rules."""
     data = rules_to_json(rules)
     sections = {name: data.pop(name) for name in SECTIONS}
     mesh = str(rules.mesh or "")
@@ -119,7 +117,6 @@ def _toml(value: Any) -> str:
 
 
 def _key(pattern: str) -> str:
-    """A pattern as a key; without escapes where that is possible."""
     if "\\" in pattern and "'" not in pattern and pattern.isprintable():
         return f"'{pattern}'"
     return readable_json(pattern)

@@ -98,7 +98,6 @@ def get_default_mesh() -> DeviceMesh | None:
 
 
 def current_rules() -> RuleSet | None:
-    """The rule set of the innermost scope, or None outside of all."""
     return _CURRENT.get()
 
 
@@ -140,7 +139,6 @@ _SPLIT: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 
 
 def split_axes() -> tuple[str, ...]:
-    """The axes over which the surrounding `flm.accumulate` has split the batch."""
     return _SPLIT.get()
 
 

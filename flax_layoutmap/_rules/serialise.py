@@ -147,7 +147,6 @@ def _rule_set(
     options: Mapping[str, tuple[str, Any]],
     sections: Mapping[str, Mapping[str, tuple[str, Any]]],
 ) -> RuleSet:
-    """The rule set; one error lists every value that is wrong."""
     problems: list[str] = []
 
     def made(where: str, make: Callable[..., Any], *args: Any) -> Any:

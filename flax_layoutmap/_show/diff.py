@@ -228,7 +228,6 @@ def _same_devices(
 def _received_bytes(
     old: Record | None, new: Record | None, elements: Callable[..., np.ndarray]
 ) -> np.ndarray | None:
-    """The bytes that each device receives; None where that cannot be told."""
     if old is None or new is None or old.array != new.array:
         return None
     if old.placement is None or new.placement is None:
@@ -252,7 +251,6 @@ def _change_of(
 
 
 def _text(change: Change, *pair: Record | None) -> str:
-    """What changed, before and after; once where it is the same."""
     records = [record for record in pair if record is not None]
     arrays, specs, shards = (
         " → ".join(dict.fromkeys(texts))
@@ -266,7 +264,6 @@ def _text(change: Change, *pair: Record | None) -> str:
 def _held(
     before: Snapshot, after: Snapshot, *, on_host: bool
 ) -> dict[str, tuple[int, int]]:
-    """Role → bytes per device before and after, in the memory of host or device."""
     sums = {role: [0, 0] for role in ROLES}
     for at, snapshot in enumerate((before, after)):
         for leaf, *_ in snapshot.records.values():

@@ -9,8 +9,6 @@ from typing import NamedTuple
 # neither `conv2` nor more digits than the places of a list would have.
 _INDEX = re.compile(r"(?<![^/_])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
-_TO_LAST_INDEX = re.compile(".*" + _INDEX.pattern)
-
 # Runs of indices that are written before `…`.
 _RUNS = 6
 
@@ -24,24 +22,12 @@ class Fold(NamedTuple):
     text: str  # the path, with `{0..79}` for the indices 0 to 79
     members: tuple[int, ...]  # positions, ascending
     slots: tuple[str, ...] = ()  # of several members: the text of each index
-    varied: int = 0  # end of the last index in the text that varies
-
-    @property
-    def head(self) -> int:
-        """The length of the beginning of the text, which leaves below one node share.
-
-        It ends with the `/` after the last index that stands for several; without such
-        an index, after the last index.
-        """
-        last = None if self.varied else _TO_LAST_INDEX.match(self.text)
-        end = self.varied if last is None else last.end()
-        return self.text.find("/", end) + 1 if end else 0
 
     def spell(self, relation: Relation) -> str:
         """The path with this relation to that of every member."""
         texts, indices = relation
-        own = self.slots or _INDEX.split(self.text)[1::2]
-        slots = own[len(own) - len(indices) :] if indices else ()
+        slots = self.slots or _INDEX.split(self.text)[1::2]
+        slots = slots[len(slots) - len(indices) :] if indices else ()
         spelled = [
             slot if index is None else str(index)
             for slot, index in zip(slots, indices, strict=True)
@@ -75,8 +61,8 @@ def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
 def relation(path: str, other: str) -> Relation:
     """How another path relates to this one: its texts, and which indices are equal.
 
-    Indices are compared from the right. Leaves whose other paths have the same relation
-    to their own can be folded; `Fold.spell` writes the other path for all of them.
+    Indices are compared from the right. `Fold.spell` writes the other path of all
+    leaves with the same relation.
 
     >>> relation("mu/layers/7/w", "layers/7/w")
     (('layers/', '/w'), (None,))
@@ -146,16 +132,10 @@ def _fold_of(
     texts: Sequence[str], box: Sequence[Sequence[int]], members: Sequence[int]
 ) -> Fold:
     slots = tuple(map(spell_indices, box))
-    text = _join(texts, slots)
-    if len(members) == 1:
-        return Fold(text, tuple(members))
-    last = max(at for at, some in enumerate(box) if len(some) > 1)
-    varied = len(_join(texts[: last + 1], slots[: last + 1]))
-    return Fold(text, tuple(sorted(members)), slots, varied)
+    several = slots if len(members) > 1 else ()
+    return Fold(_join(texts, slots), tuple(sorted(members)), several)
 
 
 def _join(texts: Sequence[str], slots: Sequence[str]) -> str:
-    mixed = itertools.chain.from_iterable(
-        itertools.zip_longest(texts, slots, fillvalue="")
-    )
-    return "".join(mixed)
+    pairs = itertools.zip_longest(texts, slots, fillvalue="")
+    return "".join(itertools.chain.from_iterable(pairs))

@@ -69,7 +69,6 @@ def report(
 def coloured_report(
     table: ResolvedTable, width: int | None, *, folded: bool = True
 ) -> "Iterator[Text]":
-    """The lines of the report for rich."""
     grid, lines = _grid_and_lines(table, folded, width)
     axes = () if table.mesh is None else table.mesh.axis_names
     yield from coloured_grid(grid, axes)
@@ -99,16 +98,13 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
 
 
 def _other_names(table: ResolvedTable, fold: Fold) -> str:
-    """The other names of a shared Variable, if a row has some."""
-    leaf = table.leaf_of_tree(fold.members[0])
-    path, *others = leaf.label().split(" = ")
+    path, *others = table._flat.records[fold.members[0]].label().split(" = ")
     return "".join(f" = {fold.spell(relation(path, other))}" for other in others)
 
 
 def _grid_and_lines(
     table: ResolvedTable, folded: bool, width: int | None
 ) -> tuple[Grid, list[str]]:
-    """The table, full or narrow, and the lines below it."""
     leaves = table.columns()
     folds = folds_of(leaves, folded)
     if len(folds) < len(leaves.rows):
@@ -189,7 +185,6 @@ def placed(row: Decision, mesh: DeviceMesh | None) -> str:
 
 
 def _number(row: Decision) -> str:
-    """The number of the rule, or the reason in a word."""
     if row.rule is None:
         return _WORDS.get(row.reason, row.reason.split()[0])
     return f"{'opt ' * (row.reason == 'optimizer rule')}{row.rule + 1}"

@@ -23,7 +23,7 @@ from flax_layoutmap._rules.records import (
 )
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.fold import Fold, fold, relation
-from flax_layoutmap._tree.paths import Flat, Leaf, Role
+from flax_layoutmap._tree.paths import Flat, Role
 
 # Random state, strings, and whole numbers (a `step`) are not parameters.
 _OTHER = ("random state", "not an array", "scalar")
@@ -54,7 +54,6 @@ class ResolvedTable:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of the rule set."""
         return self.rules.mesh
 
     def __len__(self) -> int:
@@ -85,13 +84,8 @@ class ResolvedTable:
             others=self._flat.records[at].names()[1:],
         )
 
-    def leaf_of_tree(self, at: int) -> Leaf:
-        """The leaf at a position, without its layout."""
-        return self._flat.records[at]
-
     @functools.cached_property
     def _distinct(self) -> dict[int, Decision]:
-        """The decisions by id."""
         return dict(zip(map(id, self._rows), self._rows, strict=True))
 
     @functools.cached_property
@@ -117,8 +111,7 @@ class ResolvedTable:
     def parameter_paths(self) -> list[tuple[str, bool]]:
         """Paths that a rule may have been meant for, and whether no rule matches them.
 
-        One of those that differ in their numbers alone, as far as that is known; all
-        paths, where there are no parameters.
+        One of those that differ in their numbers alone.
         """
         roles, rows = self._roles, self._rows
         wanted = "parameter" if "parameter" in roles else "optimizer"
@@ -145,11 +138,10 @@ class ResolvedTable:
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
-        """Rules that match no leaf, other than optional ones.
+        """Rules that match no leaf, without optional ones and those for outputs.
 
-        Parameter rules are asked of trees with parameters only, rules for optimizer
-        state of trees with optimizer state. Those that match no parameter and end in
-        `/output` are for the outputs of layers, and not listed.
+        Rules for optimizer state are not listed for a tree without such state, nor
+        parameter rules for one without parameters.
         """
         unused: list[Rule] = []
         rules = self.rules
@@ -182,7 +174,6 @@ class ResolvedTable:
 
     @functools.cached_property
     def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None, str | None]]:
-        """How many leaves there are of each role, shape, dtype, shard and memory."""
         shards = map(operator.attrgetter("shard_shape"), self._rows)
         kinds = map(operator.attrgetter("memory_kind"), self._rows)
         return Counter(

@@ -91,7 +91,6 @@ def golden_text(data: Mapping[str, Any]) -> str:
 
 
 def _outline(value: Any, indent: str = "\n") -> str:
-    """JSON with a line for each leaf, rule and option."""
     below = f"{indent}  "
     if isinstance(value, list) and value and isinstance(value[0], dict):
         lines = ",".join(below + readable_json(entry) for entry in value)

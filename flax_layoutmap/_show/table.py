@@ -43,15 +43,12 @@ class Grid:
             object.__setattr__(self, "lines", tuple(lines))
 
     def _columns(self) -> list[tuple[str, ...]]:
-        """Header and cells of each column."""
         return list(zip(self.names, *(line.cells for line in self.lines), strict=True))
 
     def widths(self) -> list[int]:
-        """Width of each column, in cells of a terminal."""
         return list(map(widest, self._columns()))
 
     def width(self) -> int:
-        """Width of the whole table, in cells of a terminal."""
         widths = self.widths()
         return sum(widths) + 2 * (len(widths) - 1)
 
@@ -69,7 +66,6 @@ class Grid:
             yield list(next(filled)), line.mark
 
     def text(self) -> str:
-        """The table with two spaces between columns."""
         return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
 
 
@@ -100,7 +96,6 @@ def fitted(
 
 
 def markdown_table(grid: Grid) -> str:
-    """A table of Markdown, with names as code."""
     rows = [grid.names, tuple("--:" if right else ":--" for right in grid.right)]
     for line in grid.lines:
         cells = zip(grid.names, line.cells, strict=True)

@@ -70,7 +70,6 @@ def reader_of(variables: Sequence[Any]) -> Callable[[], tuple[list[Any], list[An
 
 
 def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
-    """Whether a Variable holds its value itself, not in a reference to it."""
     metadata = metadata_of(variable)
     return not (metadata.get("hijax") or metadata.get("ref"))
 
@@ -194,7 +193,6 @@ _NOTE = "_pytree__flax_layoutmap"
 
 
 def note_of(module: Any) -> Any:
-    """The note on an NNX module, or None."""
     return vars(module).get(_NOTE)
 
 

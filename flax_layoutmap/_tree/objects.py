@@ -51,7 +51,6 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 def _flat(tree: Any) -> list[Any]:
-    """NNX objects, Variables and leaves of a tree."""
     return jax.tree.leaves(tree, is_leaf=lambda x: is_object(x) or has_mixed_keys(x))
 
 
@@ -149,7 +148,6 @@ def refuse_references(node: Any) -> None:
 
 
 def reference_error(kind: str) -> StructureError:
-    """The error for a Variable with `ref` or `hijax`."""
     return StructureError(
         f"a Variable with {kind}=True is a reference, which cannot be made in shards: "
         "make the model and its optimizer without it, and convert both then: "

@@ -58,7 +58,6 @@ _READS_VALUES = (
 
 
 def is_tracing_constructor() -> bool:
-    """Whether a constructor is traced here."""
     return _TRACING.get()
 
 
@@ -225,7 +224,6 @@ def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., An
 
 
 def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-    """The states of the arguments after the function has run."""
     states = []
     for node, old in zip(nodes, before, strict=True):
         graphdef, state = nnx_split(node)
@@ -240,7 +238,6 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
 
 
 def _refuse_others(nodes: Sequence[Any]) -> None:
-    """Raise where a result holds an object from outside; called in the trace."""
     for part in (part for node in nodes for part in objects_of(node)):
         if not was_made_here(part):
             raise StructureError(
