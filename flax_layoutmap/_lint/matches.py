@@ -76,8 +76,8 @@ class Model:
             key = id(row), NUMBER.sub("0", path)
             if key not in alike:
                 section = "optimizer" if row.reason == "optimizer rule" else "rules"
-                decided = row.rule is not None
-                rule = nth(resolution.rules, row.rule, section) if decided else None
+                at = row.rule
+                rule = None if at is None else nth(resolution.rules, at, section)
                 alike[key] = Group(row, path, shape, rule)
             group = alike[key]
             group.leaves += 1

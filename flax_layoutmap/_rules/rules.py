@@ -182,16 +182,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def check_options(**options: Any) -> None:
     """Raise RuleError for a value that an option does not have."""
     for name, value in options.items():
-        # By identity where not a string, as 0 == False.
-        if not any(
-            value is known or (isinstance(value, str) and value == known)
-            for known in _CHOICES[name]
-        ):
-            words = [known for known in _CHOICES[name] if isinstance(known, str)]
+        choices = _CHOICES[name]
+        # Of the same type, as 0 == False.
+        if not any(type(value) is type(known) and value == known for known in choices):
+            words = [known for known in choices if isinstance(known, str)]
             hint = did_you_mean(value, words) if isinstance(value, str) else ""
-            raise RuleError(
-                f"{name} must be one of {_CHOICES[name]}, got {value!r}{hint}"
-            )
+            raise RuleError(f"{name} must be one of {choices}, got {value!r}{hint}")
 
 
 def batch_axes(batch: Any, mesh: DeviceMesh | None) -> tuple[str, ...]:
@@ -229,10 +225,10 @@ def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
 def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     seen: dict[str, int] = {}
     for number, rule in enumerate(rules, start=1):
-        if seen.setdefault(rule.pattern, number) != number:
+        if (first := seen.setdefault(rule.pattern, number)) != number:
             raise RuleError(
-                f"rules {seen[rule.pattern]} and {number} have the same pattern "
-                f"{rule.pattern!r}: keep one"
+                f"rules {first} and {number} have the same pattern {rule.pattern!r}: "
+                "keep one"
             )
     return rules
 

@@ -137,11 +137,7 @@ def nnx_split(node: Any) -> tuple[Any, Any]:
 
 def variables_of(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables of a graph, each once, in the order of the graph."""
-    return [
-        value
-        for _, value in nnx.iter_graph(node, graph=True)
-        if isinstance(value, nnx.Variable)
-    ]
+    return [part for part in objects_of(node) if isinstance(part, nnx.Variable)]
 
 
 def children_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -160,11 +156,8 @@ def objects_of(node: Any) -> list[Any]:
 
 def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The same, each with its path."""
-    return [
-        (path, value)
-        for path, value in nnx.iter_graph(node, graph=True)
-        if is_object(value)
-    ]
+    parts = nnx.iter_graph(node, graph=True)
+    return [(path, part) for path, part in parts if is_object(part)]
 
 
 def restore_eager_flag(node: Any, flag: bool) -> None:

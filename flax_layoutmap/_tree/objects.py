@@ -108,11 +108,11 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
 # ------------------------------------------------ objects that depend on a trace
 
 
-def arrays_as_data(node: Any, kind: type) -> None:
-    """Make static attributes of an NNX object data where an array would be."""
+def arrays_as_data(node: Any) -> None:
+    """Make static attributes that are traced arrays data of their NNX objects."""
     for owner in filter(is_nnx_object, objects_of(node)):
         for name, value in constants_of(owner).items():
-            if isinstance(value, kind):
+            if isinstance(value, Tracer):
                 # Bypass the class's own __setattr__, which may have effects.
                 nnx.Pytree.__setattr__(owner, name, nnx.data(value))
 

@@ -80,15 +80,17 @@ class Traced:
     `abstract` is the result with `nnx.State` for each NNX object and
     `jax.ShapeDtypeStruct` for each array; other leaves (a string, for example) are
     kept. `names` has the paths of shared Variables. `closed` is the program: inputs →
-    leaves of the result, then the new state of the inputs.
+    leaves of the result, then the new state of the inputs. `rebuild` makes the
+    constructor's result from leaves in the order of `abstract`, in the objects that the
+    constructor made; a second call returns copies.
     """
 
     abstract: Any
     names: Names
     closed: ClosedJaxpr
     inputs: tuple[Any, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
     _slots: tuple[int | None, ...]
-    _result: "_Result"
     _input_nodes: Sequence[Any]
     _after: Any
 
@@ -101,13 +103,6 @@ class Traced:
         """Leaves in the order of `abstract`, from those that were computed."""
         pairs = zip(jax.tree.leaves(self.abstract), self._slots, strict=True)
         return [leaf if slot is None else values[slot] for leaf, slot in pairs]
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The constructor's own result, from leaves in the order of `abstract`.
-
-        Its objects are those that the constructor made; a second call returns copies.
-        """
-        return self._result.rebuild(leaves)
 
     def update_inputs(self, values: Sequence[Any]) -> None:
         """Write the new state of NNX arguments (an `Rngs` that counted) back."""
@@ -132,16 +127,16 @@ def trace(
     everything else is static. With `own_objects`, the result must not hold an object
     from outside that is not an argument; otherwise it gets a copy of it.
     """
-    nodes, inputs, rebuild = _taken_apart((tuple(args), dict(kwargs or {})))
+    nodes, inputs, rebuilt_arguments = _taken_apart((tuple(args), dict(kwargs or {})))
     for node in nodes:
         refuse_references(node)
     eager = nnx.using_eager_sharding()
-    results: list[_Result] = []
+    results: list[tuple[list[Any], Any, Callable[..., Any], Names]] = []
     after: Any = None
 
     def program(*values: Any) -> list[Any]:
         nonlocal after
-        (new_args, new_kwargs), merged = rebuild(values)
+        (new_args, new_kwargs), merged = rebuilt_arguments(values)
         kept = merged if keep_inputs else []
         for node in merged:
             restore_eager_flag(node, False)
@@ -149,15 +144,16 @@ def trace(
         result = make(*new_args, **new_kwargs)
         made = [x for x in jax.tree.leaves(result, is_leaf=is_object) if is_object(x)]
         for node in made:
-            arrays_as_data(node, Tracer)
+            arrays_as_data(node)
             refuse_traced(node)
         states, after = jax.tree.flatten(_states_after(kept, before))
         if own_objects:
             _refuse_others(made)
         for node in made:
             restore_eager_flag(node, eager)
-        results.append(_Result.of(result))
-        return [*filter(_is_value, results[-1].leaves), *states]
+        leaves, treedef, rebuilt = _split(result)
+        results.append((leaves, treedef, rebuilt, names_of_shared(result)))
+        return [*filter(_is_value, leaves), *states]
 
     with _tracing():
         try:
@@ -179,21 +175,21 @@ def trace(
                 "layout_map) and layout_map_scope trace what makes a model: make it "
                 "outside of them, and move it: layout_map.place(make())"
             ) from error
-    (result,) = results
+    ((leaves, treedef, rebuild, names),) = results
     numbers = itertools.count()
-    slots = tuple(next(numbers) if _is_value(leaf) else None for leaf in result.leaves)
+    slots = tuple(next(numbers) if _is_value(leaf) else None for leaf in leaves)
     abstract = [
         leaf if slot is None else shapes[slot]
-        for leaf, slot in zip(result.leaves, slots, strict=True)
+        for leaf, slot in zip(leaves, slots, strict=True)
     ]
-    result.leaves.clear()  # those of the trace
+    leaves.clear()  # those of the trace
     return Traced(
-        abstract=jax.tree.unflatten(result.treedef, abstract),
-        names=result.names,
+        abstract=jax.tree.unflatten(treedef, abstract),
+        names=names,
         closed=closed,
         inputs=tuple(inputs),
+        rebuild=rebuild,
         _slots=slots,
-        _result=result,
         _input_nodes=nodes if keep_inputs else (),
         _after=after,
     )
@@ -247,41 +243,33 @@ def _refuse_others(nodes: Sequence[Any]) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """A result in the trace, split into leaves and what puts them together again."""
+def _split(result: Any) -> tuple[list[Any], Any, Callable[[Sequence[Any]], Any]]:
+    """The leaves of a result, their treedef, and a function of other leaves.
 
-    leaves: list[Any]
-    treedef: Any
-    names: Names
-    _graph_treedef: Any
-    _graphdefs: list[Any]  # one for each NNX object, None for other parts
-    _originals: list[Any]  # for `adopt`
+    It returns the result with these, in its first call in the same objects.
+    """
+    parts, graph_treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
+    _refuse_shared(list(filter(is_nnx_object, parts)), "result", "return")
+    split = [nnx_split(x) if is_nnx_object(x) else (None, x) for x in parts]
+    graphdefs = [graphdef for graphdef, _ in split]
+    originals: list[Any] = [
+        originals_of(x) if is_nnx_object(x) else None for x in parts
+    ]
+    leaves, treedef = jax.tree.flatten(
+        jax.tree.unflatten(graph_treedef, [state for _, state in split])
+    )
 
-    @classmethod
-    def of(cls, result: Any) -> "_Result":
-        parts, graph_treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
-        nodes = [part for part in parts if is_nnx_object(part)]
-        _refuse_shared(nodes, "result", "return")
-        split = [nnx_split(x) if is_nnx_object(x) else (None, x) for x in parts]
-        plain = jax.tree.unflatten(graph_treedef, [state for _, state in split])
-        originals = [originals_of(x) if is_nnx_object(x) else None for x in parts]
-        graphdefs = [graphdef for graphdef, _ in split]
-        leaves, treedef = jax.tree.flatten(plain)
-        names = names_of_shared(result)
-        return cls(leaves, treedef, names, graph_treedef, graphdefs, originals)
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The result with other leaves; in the first call in its own objects."""
-        plain = jax.tree.unflatten(self.treedef, leaves)
-        parts = self._graph_treedef.flatten_up_to(plain)
-        for at, graphdef in enumerate(self._graphdefs):
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        parts = graph_treedef.flatten_up_to(jax.tree.unflatten(treedef, leaves))
+        for at, graphdef in enumerate(graphdefs):
             if graphdef is not None:
                 parts[at] = nnx.merge(graphdef, parts[at])
-                if self._originals:
-                    parts[at] = adopt(self._originals[at], parts[at])
-        self._originals.clear()  # what is made must not be kept alive
-        return jax.tree.unflatten(self._graph_treedef, parts)
+                if originals:
+                    parts[at] = adopt(originals[at], parts[at])
+        originals.clear()  # what is made must not be kept alive
+        return jax.tree.unflatten(graph_treedef, parts)
+
+    return leaves, treedef, rebuild
 
 
 def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:

@@ -500,7 +500,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "max_replicated needs a Resolution": lambda: flm.lint(
             mapped(), max_replicated=0.02
         ),
-        "max_replicated needs a mesh": lambda: flm.lint(
+        "max_replicated needs a Resolution on a mesh": lambda: flm.lint(
             flm.LayoutMap().resolve({"w": struct(8)}), max_replicated=0.02
         ),
         "level must be one": lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),
