@@ -52,15 +52,15 @@ def words(page: str) -> str:
     [
         ("flm.draw.mesh(mesh)", "8 devices, cpu"),
         ("resolution.show()", "parameters: 9 leaves, 448.5 KiB, 112.5 KiB per device"),
-        ("flm.lint(renamed.resolve(make))", "rule 4 'attention/query/kernel'"),
-        ("resolution.diff(elsewhere.resolve(make))", "leaves: 7 moved"),
+        ("flm.lint(renamed.resolve(make)).show()", "rule 4 'attention/query/kernel'"),
+        ("resolution.diff(elsewhere.resolve(make)).show()", "leaves: 7 moved"),
         ("flm.draw.array(model.layers[0].up.kernel)", "4 slices, 2 devices each"),
         (
-            "flm.pod.plan(train_step, model, optimizer, batch, **there)",
+            "flm.pod.plan(train_step, model, optimizer, batch, **there).show()",
             "plan of train_step on mesh data=16,model=4 (v5e:8x8): 64 devices",
         ),
         (
-            "flm.suggest(train_step, model, optimizer, batch, **there)",
+            "flm.suggest(train_step, model, optimizer, batch, **there).show()",
             "suggestion for train_step on mesh data=16,model=4 (v5e:8x8): 64 devices",
         ),
     ],
