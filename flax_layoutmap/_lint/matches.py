@@ -67,13 +67,14 @@ class Model:
 
     def groups(self, wanted: Wanted, role: str | None = None) -> list[Group]:
         """The leaves of some decisions; those that differ in numbers alone together."""
-        alike: dict[tuple[int, str], Group] = {}
+        alike: dict[Any, Group] = {}
         resolution = self.resolution
         total, columns = resolution.total_bytes or 1, resolution.columns(wanted)
         for path, shape, dtype, row, its_role in zip(*columns, strict=True):
             if role not in (None, its_role):
                 continue
-            key = id(row), NUMBER.sub("0", path)
+            why = row.reason, row.rule, row.fallback, row.problem, row.owner
+            key = why, row.dims, shape, NUMBER.sub("0", path)
             if key not in alike:
                 section = "optimizer" if row.reason == "optimizer rule" else "rules"
                 at = row.rule

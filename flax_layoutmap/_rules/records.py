@@ -149,10 +149,7 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
 
 
 def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
-    """Number and rule whose pattern is most like the end of a path, if one is similar.
-
-    The end has as many parts as the pattern.
-    """
+    """Number and rule whose pattern is most like the end of a path, if any."""
     best, closest = 0.6, None
     for number, rule in enumerate(rules, start=1):
         ending = "/".join(path.split("/")[-rule.pattern.count("/") - 1 :])

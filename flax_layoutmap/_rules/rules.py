@@ -29,19 +29,14 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 
 @dataclasses.dataclass(slots=True)
 class Caches:
-    """What a rule set remembers; not a part of its value.
-
-    Attributes:
-        matchers: the matcher of each section.
-        announced: keys of the remarks that were emitted; shared by the same rules on
-            other meshes.
-        fired: ids of the activation rules that matched.
-        resolved: the last structures of trees and their Resolutions, newest first.
-    """
+    """What a rule set remembers; not a part of its value."""
 
     matchers: dict[str, Matcher] = dataclasses.field(default_factory=dict)
+    # Keys of emitted remarks; shared by the same rules on other meshes.
     announced: set[str] = dataclasses.field(default_factory=set)
+    # Ids of the activation rules that matched.
     fired: set[int] = dataclasses.field(default_factory=set)
+    # The last structures of trees and their Resolutions, newest first.
     resolved: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -112,9 +107,11 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
+        """The matcher of the parameter rules."""
         return self.matcher_of("rules")
 
     def matcher_of(self, section: str) -> Matcher:
+        """The matcher of a section, made on first use."""
         matchers = self._caches.matchers
         if section not in matchers:
             mode = "fullmatch" if section == "names" else self.match

@@ -96,10 +96,7 @@ def warnings(
 
 
 def is_large(size: int, total: int, held: int) -> bool:
-    """Whether unmatched leaves are worth a warning.
-
-    All in bytes: theirs, of the whole tree, and what each device holds.
-    """
+    """Whether unmatched leaves of this size, in bytes, are worth a warning."""
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
@@ -174,10 +171,7 @@ class Near(NamedTuple):
 
 
 def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
-    """The path that is most like a pattern, preferably one that no rule matches.
-
-    `paths` has each path and whether no rule matches it.
-    """
+    """The path that is most like a pattern, preferably one that no rule matches."""
     parts = pattern.count("/") + 1
     endings: dict[str, bool] = {}
     for path, is_free in itertools.islice(paths, _MOST_PATHS):

@@ -31,13 +31,7 @@ _OTHER = ("random state", "not an array", "scalar")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ResolvedTable:
-    """The columns of a Resolution.
-
-    Attributes:
-        rules: the rule set.
-        shapes: global shape of each leaf.
-        dtypes: dtype of each leaf; None for a leaf that is not an array.
-    """
+    """The columns of a Resolution."""
 
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -54,6 +48,7 @@ class ResolvedTable:
 
     @property
     def mesh(self) -> DeviceMesh | None:
+        """The mesh of the rule set."""
         return self.rules.mesh
 
     def __len__(self) -> int:

@@ -101,11 +101,7 @@ def show(
     text: Callable[[int | None], str],
     file: IO[str] | None,
 ) -> None:
-    """Print on a terminal in colour and as wide as it; else as plain text.
-
-    `lines` and `text` give it for a width, or for None (any). In a job of several
-    processes process 0 prints, unless there is a `file`.
-    """
+    """Print the lines in colour on a terminal or in a notebook, else the text."""
     import jax
     from rich.console import Console, Group
 
