@@ -43,14 +43,14 @@ def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def separate(program: Any, call: Call, leaves: list[Any]) -> None:
-    """Copy the donated leaves of a call that share memory with others.
+    """Copy the leaves of state that share memory with other arrays of a call.
 
     Raises:
         LayoutError: an array is donated and used twice.
     """
     shared = sharing(program, leaves)
     count = collections.Counter(map(id, leaves if shared else ()))
-    for at in shared:
+    for at in set(shared) & {*program.donated}:
         if count[id(leaves[at])] > 1:
             pairs = zip(leaves, call.table, strict=True)
             paths = [a.path(n) for x, (a, n) in pairs if x is leaves[at]]
@@ -63,8 +63,9 @@ def separate(program: Any, call: Call, leaves: list[Any]) -> None:
 
 
 def sharing(program: Any, leaves: Sequence[Any], *, is_sure: bool = False) -> list[int]:
-    """Positions of the donated leaves that share memory with others.
+    """Positions of the leaves of state that share memory with other arrays.
 
+    Also those of an array that is donated and used twice.
     Of state that is known to share none (`is_sure`: all of it), only what looks like
     data is compared.
     """
@@ -76,12 +77,16 @@ def sharing(program: Any, leaves: Sequence[Any], *, is_sure: bool = False) -> li
     if not compared:
         return []
     parts = {at: _buffers_of(leaves[at]) for at in compared}
-    uses = collections.Counter(itertools.chain.from_iterable(parts.values()))
-    return [
-        at
-        for at in program.donated
-        if any(uses[part] > 1 for part in parts.get(at, ()))
-    ]
+    count = collections.Counter(id(leaves[at]) for at in parts)
+    arrays = {id(leaves[at]): part for at, part in parts.items()}
+    uses = collections.Counter(itertools.chain.from_iterable(arrays.values()))
+    # All state is recorded as apart later, also what is not donated here.
+    shared = {at for at in program.donated if count[id(leaves[at])] > 1}
+    return sorted(
+        shared.union(
+            at for at in program.state if any(uses[x] > 1 for x in parts.get(at, ()))
+        )
+    )
 
 
 def _buffers_of(leaf: Any) -> set[Any]:

@@ -148,6 +148,28 @@ def test_donated_state_that_shares_memory_with_data(calls: int) -> None:
         np.testing.assert_array_equal(part.w[...], np.full(8, count + 2.0))
 
 
+def test_state_that_shares_memory_and_is_donated_later() -> None:
+    """In a step that changes neither part of it, it is not donated."""
+
+    def both(part: Part, other: Part) -> None:
+        part.w[...] += 1
+        other.w[...] += 2
+
+    def neither(part: Part, other: Part) -> None:
+        part.count[...] += 1
+
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    part, other = layout_map.place((Part(), Part()))
+    whole = flm.TensorLayout((), flm.DeviceMesh("a=2,b=4"))
+    other.w.set_raw_value(flm.distribute_tensor(part.w[...], whole))
+    for step in (neither, neither, both):
+        flm.jit(step, layout_map=layout_map, donate_argnames=("part", "other"))(
+            part, other
+        )
+    np.testing.assert_array_equal(part.w[...], np.full(8, 2.0))
+    np.testing.assert_array_equal(other.w[...], np.full(8, 3.0))
+
+
 def test_deleted_data_is_named_in_every_call() -> None:
     step = flm.jit(lambda part, x: part.w[...] * x)
     part, x = Part(), jnp.ones(8)
