@@ -131,7 +131,7 @@ class _Flattening:
         if separate:
             self.split(tree, prefix, role, separate)
         elif self.kind(tree) in _WHOLE:
-            self.add(tree, "", prefix, role)
+            self.add(tree, None, prefix, role)
         else:
             self.below(tree, "", prefix, role)
 
@@ -190,11 +190,11 @@ class _Flattening:
             else:
                 self.add(child, path, prefix, role)
 
-    def add(self, node: Any, path: str, prefix: str, role: Role) -> None:
-        """Add the leaves of a node that has a path."""
-        kind, start = self.kind(node), f"{path}/" if path else ""
+    def add(self, node: Any, path: str | None, prefix: str, role: Role) -> None:
+        """Add the leaves of a node; the path of a root is None, as "" is a key's."""
+        kind, start = self.kind(node), "" if path is None else f"{path}/"
         if kind == "leaf":
-            self.records.append(Leaf(path, prefix, role))
+            self.records.append(Leaf(path or "", prefix, role))
             self.leaves.append(node)
         elif kind in _BOXES:
             self.box(node, kind, path, prefix, role)
@@ -214,7 +214,9 @@ class _Flattening:
         kind = self.kind(node)
         return kind == "model" or (kind == "tuple" and is_optax_state(node))
 
-    def box(self, box: Any, kind: _Kind, path: str, prefix: str, role: Role) -> None:
+    def box(
+        self, box: Any, kind: _Kind, path: str | None, prefix: str, role: Role
+    ) -> None:
         """Add the content of a Variable or a Linen box, under the path of the box."""
         if kind != "linen":
             metadata, value = metadata_of(box), box.get_raw_value()
@@ -226,7 +228,7 @@ class _Flattening:
             value, is_annotated = box.value, True
         first, role = len(self.leaves), "optimizer" if kind == "moment" else role
         if self.kinds.get(type(value)) == "leaf":
-            self.records.append(Leaf(path, prefix, role))
+            self.records.append(Leaf(path or "", prefix, role))
             self.leaves.append(value)
         else:
             self.add(value, path, prefix, role)
