@@ -26,6 +26,7 @@ from flax_layoutmap._tree.trace import trace
 P = PartitionSpec
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 NAMES = ("data", "model")
+REDUCED = P(None, unreduced=frozenset({"x"}))
 PINNED = TensorLayout(("data",), memory_kind="pinned_host")
 
 
@@ -477,9 +478,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "a layout cannot be an array": lambda: TensorLayout(jnp.ones(2)),
         "not a layout: (3,)": lambda: TensorLayout((3,)),
         "the layout ('data', 'data') uses the": lambda: TensorLayout(("data", "data")),
-        "P(None, unreduced={'x'}) has reduced or unreduced axes": lambda: TensorLayout(
-            P(None, unreduced=frozenset({"x"}))
-        ),
+        f"{REDUCED!r} has reduced or unreduced axes": lambda: TensorLayout(REDUCED),
         "a layout may hold one '...'": lambda: TensorLayout((..., ...)),
         "(UNCONSTRAINED,) leaves a dim": lambda: TensorLayout((P.UNCONSTRAINED,)),
         "rule 'a': the layout": lambda: flm.Rule("a", (None, TensorLayout.MATCH)),
