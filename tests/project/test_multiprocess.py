@@ -144,7 +144,7 @@ def test_storage_that_is_not_shared(job_part: launch.Part) -> None:
         assert (
             "process 1 differs from process 0 in its checkpoint" in said["other steps"]
         )
-        text = "process 1 differs from process 0 in its verify"
+        text = "process 1 differs from process 0 in its broadcast or verify"
         assert text in said["only one verifies"]
         text = f"no device of the processes {without}"
         assert text in said["a mesh without devices of some"]
