@@ -38,7 +38,12 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Return the number of devices of all processes: Keras's `get_device_count`."""
+    """Return the number of devices of all processes: Keras's `get_device_count`.
+
+    >>> import flax_layoutmap as flm
+    >>> flm.keras.get_device_count("cpu")
+    8
+    """
     return len(list_devices(device_type))
 
 

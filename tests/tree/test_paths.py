@@ -420,3 +420,9 @@ def test_a_module_attribute_called_params_is_no_linen_collection() -> None:
     for tx in (optax.sgd(1.0), optax.adam(1.0)):
         both = nnx.state((Odd(), nnx.Optimizer(Odd(), tx, wrt=nnx.Param)))
         assert sections(both)[0][2] == ["params/bias", "params/kernel"]
+
+
+def test_two_copies_of_parameters_are_no_optimizer_state() -> None:
+    copies = optax.LookaheadParams({"w": X}, {"w": X})  # type: ignore[arg-type]
+    assert [leaf.role for leaf in flatten(copies).records] == ["parameter"] * 2
+    assert paths(copies) == ["fast/w", "slow/w"]
