@@ -79,9 +79,11 @@ def jit(
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
             as `("data", None)` (or a prefix tree of them), which overrides the rules.
         out_shardings: the same for the function's result.
-        static_argnames, static_argnums: arguments that are compile-time constants.
-        donate_argnames, donate_argnums: arguments whose buffers may be reused for the
-            results. Of an NNX object only what the function changes is donated.
+        static_argnames: arguments that are compile-time constants.
+        static_argnums: the same by position.
+        donate_argnames: arguments whose buffers may be reused for the results. Of an
+            NNX object only what the function changes is donated.
+        donate_argnums: the same by position.
         explicit: on an Explicit mesh, trace the function with its types of layouts,
             for code that gives them (`out_sharding=`, `jax.sharding.reshard`).
 

@@ -174,7 +174,8 @@ def resolve(
         path: a checkpoint, or a directory of steps (then its latest, unless `step`).
         layout_map: the rules; None: those that the checkpoint was saved with.
         mesh: the mesh for them; None: their own, or that of the save, abstract.
-        step, rename: as in `restore`.
+        step: as in `restore`.
+        rename: as in `restore`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm

@@ -64,7 +64,12 @@ def restore_safetensors(
             `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
             with a regular expression, lists tensors that no leaf needs. None maps a
             leaf `a/b/c` to the tensor `a.b.c`.
-        layout_map, mesh, include, exclude, dtype, progress: as in `restore`.
+        layout_map: as in `restore`.
+        mesh: as in `restore`.
+        include: as in `restore`.
+        exclude: as in `restore`.
+        dtype: as in `restore`.
+        progress: as in `restore`.
         missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
 

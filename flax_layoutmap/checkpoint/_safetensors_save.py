@@ -68,7 +68,8 @@ def save_safetensors(
         tree: NNX modules, States, Linen variables or any tree of arrays.
         mapping: the mapping of `restore_safetensors`; each step is undone. Of several
             names the first is written. The leaves made of one tensor must cover it.
-        include, exclude: as in `restore`: which leaves are saved.
+        include: as in `restore`: which leaves are saved.
+        exclude: as in `restore`.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: the maximal size of a file in a directory, unless one tensor is
             larger. Several files have an index, and a random tag in their names.
