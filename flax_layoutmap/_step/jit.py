@@ -79,7 +79,7 @@ def jit(
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
             as `("data", None)` (or a prefix tree of them), which overrides the rules.
         out_shardings: the same for the function's result.
-        static_argnames: arguments that are compile-time constants.
+        static_argnames: arguments that are compile-time constants (hashable).
         static_argnums: the same by position.
         donate_argnames: arguments whose buffers may be reused for the results. Of an
             NNX object only what the function changes is donated.
