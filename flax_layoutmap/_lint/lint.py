@@ -14,8 +14,8 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._lint import leaves, matches
 from flax_layoutmap._lint.issue import SEVERITIES, LintIssue, Severity
+from flax_layoutmap._lint.leaves import swapped
 from flax_layoutmap._lint.matches import Model
-from flax_layoutmap._lint.swapped import swapped
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Matcher, Rule

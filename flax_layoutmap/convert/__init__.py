@@ -5,8 +5,11 @@ that names the entry which rules by paths cannot express.
 """
 
 from flax_layoutmap.convert._shardings import from_logical, from_shardings
-from flax_layoutmap.convert._tables import from_keras, from_partition_rules
-from flax_layoutmap.convert._tp_plan import from_tp_plan
+from flax_layoutmap.convert._tables import (
+    from_keras,
+    from_partition_rules,
+    from_tp_plan,
+)
 
 __all__ = [
     "from_keras",

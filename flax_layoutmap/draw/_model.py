@@ -12,7 +12,7 @@ from flax_layoutmap._show.remarks import UNMATCHED, explain
 from flax_layoutmap._show.report import held, report
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import human_bytes, human_share, path_cell
-from flax_layoutmap.draw._colours import GREY, NO_RULE, OTHERS, PALETTE, Colour
+from flax_layoutmap.draw._arrays import GREY, NO_RULE, OTHERS, PALETTE, Colour
 
 _NO_RULE = "no rule: replicated"
 

@@ -9,8 +9,7 @@ from rich.cells import cell_len, set_cell_size
 
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import wrapped
-from flax_layoutmap.draw._arrays import Cell, Grids, Panel
-from flax_layoutmap.draw._colours import Colour
+from flax_layoutmap.draw._arrays import Cell, Colour, Grids, Panel
 from flax_layoutmap.draw._model import Node, Tree
 
 _WIDTH, _HEIGHT, _MARGIN = 1000.0, 560.0, 16.0  # of a tree-map

@@ -8,8 +8,7 @@ from rich.text import Text
 
 from flax_layoutmap._show.table import human_bytes, human_share
 from flax_layoutmap._show.terminal import wrapped
-from flax_layoutmap.draw._arrays import Grids, Panel
-from flax_layoutmap.draw._colours import INK, Colour
+from flax_layoutmap.draw._arrays import INK, Colour, Grids, Panel
 from flax_layoutmap.draw._model import Node, Tree
 
 _BETWEEN = 4  # columns between two panels

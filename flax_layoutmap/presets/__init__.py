@@ -8,9 +8,8 @@ import functools
 from typing import Any
 
 from flax_layoutmap._core.errors import did_you_mean
-from flax_layoutmap.presets._detect import detect, family_of
+from flax_layoutmap.presets._families import detect, family_of, load, names
 from flax_layoutmap.presets._fsdp import fsdp, zero1
-from flax_layoutmap.presets._load import load, names
 
 __all__ = ["detect", "family_of", "fsdp", "load", "names", "zero1"]
 
