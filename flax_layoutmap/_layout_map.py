@@ -11,6 +11,12 @@ from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import place
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.files import (
+    read_rules,
+    rules_from_json,
+    rules_to_json,
+    write_rules,
+)
 from flax_layoutmap._rules.matching import MatchMode, Rule
 from flax_layoutmap._rules.rules import (
     OPTIONS,
@@ -21,9 +27,7 @@ from flax_layoutmap._rules.rules import (
     batch_axes,
     make_rules,
 )
-from flax_layoutmap._rules.rules_file import read_rules, write_rules
 from flax_layoutmap._rules.scope import Block
-from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 
 _MISSING = object()
 _SECTIONS = ("activations", "names", "optimizer")

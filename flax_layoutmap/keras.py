@@ -10,6 +10,119 @@ Example:
     (8, 'cpu:7')
 """
 
-from flax_layoutmap._core.devices import get_device_count as get_device_count
-from flax_layoutmap._core.devices import list_devices as list_devices
-from flax_layoutmap._core.initialize import initialize as initialize
+import os
+from typing import Any
+
+import jax
+
+from flax_layoutmap._core.errors import MeshError, ProcessError
+
+_ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+_PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+_PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return the devices of all processes, as `"platform:id"`: Keras's `list_devices`.
+
+    `device_type` is `"cpu"`, `"gpu"`, `"tpu"`, or None for what JAX uses by default.
+    `flm.DeviceMesh(..., devices=)` takes these names.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.keras.list_devices("cpu")[0]
+        'cpu:0'
+
+    Plain JAX: `jax.devices(device_type)`.
+    """
+    kind = device_type if device_type is None else device_type.lower()
+    try:
+        return [f"{device.platform}:{device.id}" for device in jax.devices(kind)]
+    except RuntimeError as error:
+        raise MeshError(
+            f"there are no devices of type {device_type!r}; by default JAX uses "
+            f"{jax.default_backend()!r} here"
+        ) from error
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """Return the number of devices of all processes: Keras's `get_device_count`.
+
+    >>> import flax_layoutmap as flm
+    >>> flm.keras.get_device_count("cpu")
+    8
+    """
+    return len(list_devices(device_type))
+
+
+def initialize(
+    job_addresses: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **options: Any,
+) -> None:
+    """Join a job of several processes; call it before any other use of JAX.
+
+    Keras's `initialize`, over `jax.distributed`. Arguments left as None are read from
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `…_NUM_PROCESSES` and `…_PROCESS_ID`, then by
+    JAX from its own variables or the cluster that it detects (Cloud TPU, Slurm, Open
+    MPI, Kubernetes). A second call without arguments does nothing. Unlike Keras's it
+    sets no seed.
+
+    JAX ends processes that wait for `initialization_timeout` seconds (300 by default)
+    for one that does not come, and `shutdown_timeout_seconds` after one has ended.
+
+    Args:
+        job_addresses: `"host:port"` of process 0, or of all processes, separated by
+            commas, that of process 0 first.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
+        **options: further arguments of `jax.distributed.initialize`, such as these.
+
+    Example:
+        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
+
+        >>> import flax_layoutmap as flm
+        >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        Traceback (most recent call last):
+        ...
+        flax_layoutmap.errors.ProcessError: ...
+
+    Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
+    """
+    given = (job_addresses, num_processes, process_id)
+    if jax.distributed.is_initialized() and given == (None, None, None) and not options:
+        return
+    listed = job_addresses or os.environ.get(_ADDRESSES) or ""
+    addresses = [address.strip() for address in listed.split(",") if address.strip()]
+    coordinator = addresses[0] if addresses else None
+    try:
+        count = _number(num_processes, _PROCESSES)
+        number = _number(process_id, _PROCESS)
+        if count is None and len(addresses) > 1:
+            count = len(addresses)
+        _check(addresses, count, number)
+        jax.distributed.initialize(coordinator, count, number, **options)
+    except (ValueError, RuntimeError) as error:
+        raise ProcessError(
+            f"this process could not join the job at {coordinator or 'no address'}: "
+            f"{error}; call flm.keras.initialize once, before anything else of JAX "
+            "(jax.devices() is too late), in every process, with an address that all "
+            'of them reach, flm.keras.initialize("host:1234", 2, 0); leave the call '
+            "out for one process"
+        ) from error
+
+
+def _number(given: int | None, variable: str) -> int | None:
+    text = os.environ.get(variable)
+    return int(text) if given is None and text is not None else given
+
+
+def _check(addresses: list[str], count: int | None, number: int | None) -> None:
+    """Raise ValueError for what JAX would only notice after a wait, or not at all."""
+    if addresses and not addresses[0].rpartition(":")[2].isdigit():
+        raise ValueError(f'an address is "host:port", got {addresses[0]!r}')
+    if len(addresses) > 1 and count != len(addresses):
+        raise ValueError(f"there are {len(addresses)} addresses for {count} processes")
+    if count is not None and number is not None and not 0 <= number < count:
+        raise ValueError(f"process_id is {number}, but must be from 0 to {count - 1}")

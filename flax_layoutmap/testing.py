@@ -8,10 +8,10 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._core.whole_file import write_whole
 from flax_layoutmap._lint.lint import Ignored, lint
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
+from flax_layoutmap._rules.files import write_whole
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.diff import difference

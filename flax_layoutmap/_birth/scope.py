@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 
 from flax_layoutmap._birth.create import create, create_optimizer, refuse_unfit
 from flax_layoutmap._birth.slices import arrays_of, trace_lines
+from flax_layoutmap._core.jax_internals import patched
 from flax_layoutmap._core.mesh import spread
-from flax_layoutmap._core.patches import patched
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import is_eager, need_devices, put

@@ -99,7 +99,7 @@ def plan(args: Namespace) -> bool:
 
 def suggest(args: Namespace) -> bool:
     """Suggests rules for a step on a mesh or a topology."""
-    from flax_layoutmap._rules.rules_file import suffix_of
+    from flax_layoutmap._rules.files import suffix_of
 
     if args.output is not None:
         suffix_of(args.output)  # before the search
@@ -134,7 +134,7 @@ def verify(args: Namespace) -> bool:
 
 def preset(args: Namespace) -> None:
     """Prints the rules of a model family for a mesh; or which family a model is of."""
-    from flax_layoutmap._rules.rules_file import to_toml
+    from flax_layoutmap._rules.files import to_toml
 
     mesh = None if args.mesh is None else flm.DeviceMesh.abstract(args.mesh)
     options: Any = {"variant": args.variant, "axes": dict(args.axis)}

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,11 +17,12 @@ from flax_layoutmap._core.axes import (
     normal_spec,
     not_a_layout,
     read_dims,
+    shard_offsets,
     spec_entries,
+    whole,
 )
 from flax_layoutmap._core.dtensor_format import MATCH, UNSHARDED
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
-from flax_layoutmap._core.grid import shard_offsets, whole
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same_grid
 
 
@@ -469,3 +471,11 @@ def own_memory_kind(sharding: Any) -> str | None:
         return kind
     default = sharding.mesh.devices.flat[0].default_memory().kind
     return None if kind == default else kind
+
+
+def memory_kinds(device: Any) -> list[str]:
+    """The kinds of memory that a device has; empty if it does not say."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except jax.errors.JaxRuntimeError:  # that of a topology without devices
+        return []

@@ -9,15 +9,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core import dtensor_format
-from flax_layoutmap._core.devices import devices_here, long_name, require_here
+from flax_layoutmap._core.axes import whole
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
-from flax_layoutmap._core.grid import whole
 from flax_layoutmap._core.mesh_shape import (
     Shape,
     axis_types_of,
+    devices_here,
     grid_shape,
     hybrid_grid,
+    long_name,
     one_slice_grid,
+    require_here,
     sizes_and_names,
 )
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -203,3 +204,65 @@ def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
         if part < size:
             break
     return None if left != 1 else between + [1] * (len(sizes) - len(between))
+
+
+# ------------------------------------------------------------- devices by name
+
+# "TPU:0", "/device:TPU:0" and "/job:localhost/replica:0/task:0/device:TPU:0".
+_NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*):(\d+)")
+Key = tuple[str, int]
+
+
+def key_of(device: Any) -> Key:
+    """Platform and id of a device, or of its name; they identify it in the job."""
+    if isinstance(device, str):
+        match = _NAME.fullmatch(device)
+        if match is None:
+            raise MeshError(
+                f'cannot read the device {device!r}; write its platform and id, "cpu:0"'
+            )
+        return match[1].lower(), int(match[2])
+    if not hasattr(device, "device_kind"):
+        raise MeshError(
+            "devices must be JAX devices, such as jax.devices()[:4], or names like "
+            f'"cpu:0", got {device!r}'
+        )
+    return device.platform, device.id
+
+
+def long_name(device: Any) -> str:
+    """DTensor's name of a device; the number is JAX's id, which is global."""
+    return (
+        f"/job:localhost/replica:0/task:{device.process_index}/device:"
+        f"{device.platform.upper()}:{device.id}"
+    )
+
+
+def devices_here(given: Sequence[Any]) -> list[Any | None]:
+    """The devices, given as such or by name; None where there is no such device."""
+    keys = [key_of(device) for device in given]
+    if len(set(keys)) != len(keys):
+        raise MeshError(f"devices holds one device twice: {list(given)}")
+    known = {}
+    for platform in {key_of(name)[0] for name in given if isinstance(name, str)}:
+        with contextlib.suppress(RuntimeError):  # it is unknown, or without devices
+            known |= {(platform, d.id): d for d in jax.devices(platform)}
+    pairs = zip(keys, given, strict=True)
+    return [known.get(key) if isinstance(d, str) else d for key, d in pairs]
+
+
+def require_here(given: Sequence[Any]) -> list[Any]:
+    """The same devices; raises if some are missing."""
+    devices = devices_here(given)
+    pairs = zip(given, devices, strict=True)
+    if missing := [key_of(name) for name, device in pairs if device is None]:
+        raise MeshError(
+            f"there are no devices {_listed(missing)}; this job has "
+            f"{_listed(map(key_of, jax.devices()))}"
+        )
+    return devices
+
+
+def _listed(keys: Iterable[Key]) -> str:
+    names = [f"{platform}:{number}" for platform, number in keys]
+    return ", ".join(names if len(names) < 9 else [*names[:7], "…", names[-1]])

@@ -9,9 +9,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.axes import divisible, normal_spec
-from flax_layoutmap._core.devices import memory_kinds
 from flax_layoutmap._core.errors import did_you_mean
-from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.layout import TensorLayout, memory_kinds
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._rules.matching import MatchedRules, Rule

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.files import mesh_to_json
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._tree.paths import Role
 
 Shape = tuple[int, ...]

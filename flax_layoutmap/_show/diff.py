@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flax_layoutmap._core.grid import received
+from flax_layoutmap._core.axes import received
 from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.files import rules_to_json
 from flax_layoutmap._rules.records import (
     Columns,
     Decision,
@@ -20,7 +21,6 @@ from flax_layoutmap._rules.records import (
     show_spec,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import rules_to_json
 from flax_layoutmap._show.fold import Fold, relation
 from flax_layoutmap._show.remarks import UNMATCHED, remarks
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of

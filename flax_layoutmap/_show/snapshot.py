@@ -5,14 +5,12 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flax_layoutmap._core.axes import dim_axes, normal_spec
+from flax_layoutmap._core.axes import Placement, dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.grid import Placement
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.whole_file import readable_json
+from flax_layoutmap._rules.files import mesh_from_json, readable_json, rules_from_json
 from flax_layoutmap._rules.records import show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import mesh_from_json, rules_from_json
 from flax_layoutmap._show.fold import natural_key
 from flax_layoutmap._show.report import array_text
 

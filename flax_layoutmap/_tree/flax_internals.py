@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_layoutmap._core.patches import patched
+from flax_layoutmap._core.jax_internals import patched
 
 _SLOTS = ("_raw_value", "_trace_state", "_var_metadata")
 

@@ -32,13 +32,13 @@ from flax_layoutmap._resolve.optimizer_state import Origin, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve as resolve_tree
 from flax_layoutmap._resolve.resolve import resolve_origins
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.serialise import (
+from flax_layoutmap._rules.files import (
     mesh_from_json,
     mesh_to_json,
     rules_from_json,
     rules_to_json,
 )
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, unescape
 from flax_layoutmap._tree.paths import Leaf as TreeLeaf
 from flax_layoutmap.checkpoint import _orbax

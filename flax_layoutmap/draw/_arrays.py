@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.axes import shard_offsets
 from flax_layoutmap._core.errors import LayoutError, MeshError, visible
 from flax_layoutmap._core.fetch import known_layout, unboxed
-from flax_layoutmap._core.grid import shard_offsets
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.records import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._rules.serialise import mesh_to_json
+from flax_layoutmap._rules.files import mesh_to_json
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import Shown
 from flax_layoutmap.pod import _report_text

@@ -17,10 +17,10 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.files import read_rules
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import SECTIONS, RuleSet
-from flax_layoutmap._rules.rules_file import read_rules
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.convert._compress import INDEX
 

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_layoutmap._core.grid import Placement, received
+from flax_layoutmap._core.axes import Placement, received
 
 Elements = list[set[tuple[int, ...]]]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flax_layoutmap._core import patches
+from flax_layoutmap._core import jax_internals as patches
 
 
 @pytest.mark.parametrize("name", ["run", "stop"])

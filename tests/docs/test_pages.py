@@ -26,7 +26,7 @@ from helpers import ROOT, run_python
 
 import flax_layoutmap as flm
 from flax_layoutmap._lint.lint import CODES
-from flax_layoutmap._rules import serialise as _serialise
+from flax_layoutmap._rules import files as _files
 from flax_layoutmap.pod._topologies import GENERATIONS
 
 DOCS = ROOT / "docs"
@@ -327,7 +327,7 @@ def test_the_files_of_rules_are_read() -> None:
 
 def test_every_key_of_rule_files_is_on_the_page() -> None:
     page = PAGES["rule_files"]
-    for key in {*_serialise.FILE_KEYS, "extends"}:
+    for key in {*_files.FILE_KEYS, "extends"}:
         assert re.search(rf"`\[?{key}\b|\b{key}\b.* = ", page), key
-    for key in _serialise.ENTRY_KEYS:
+    for key in _files.ENTRY_KEYS:
         assert f"{key} = " in page

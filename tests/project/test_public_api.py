@@ -159,7 +159,7 @@ def test_golden_list_of_a_namespace(namespace: str) -> None:
     module = getattr(flm, namespace)
     assert inspect.ismodule(module)
     # These only give names to what other files define.
-    gathers = namespace in ("dtensor", "errors", "keras")
+    gathers = namespace in ("dtensor", "errors")
     prefix = "flax_layoutmap" if gathers else module.__name__
     own = [
         name

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.serialise import (
+from flax_layoutmap._rules.files import (
     rules_from_json,
 )
 

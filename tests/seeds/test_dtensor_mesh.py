@@ -14,12 +14,12 @@ from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.devices import key_of, long_name
 from flax_layoutmap._core.dtensor_format import (
     mesh_text,
     read_mesh_proto,
     read_mesh_text,
 )
+from flax_layoutmap._core.mesh_shape import key_of, long_name
 
 CPUS = [f"CPU:{at}" for at in range(8)]
 SIX = flm.DeviceMesh.from_dtensor(CPUS[:6], [("x", 3), ("y", 2)])

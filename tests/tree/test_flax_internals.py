@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from flax_layoutmap._core.patches import patched
+from flax_layoutmap._core.jax_internals import patched
 from flax_layoutmap._tree import flax_internals as internals
 
 
