@@ -315,9 +315,9 @@ def lay_scales(made: Decisions) -> None:
         winner = rules.winner(rules.rules, row.matched)
         if winner is None or row.reason not in ("rule", "exact key", "no rule"):
             continue
-        roles = (leaf.role for leaf in leaves.flat.records)
+        roles = enumerate(leaves.flat.roles())
         below = below or _paths_below(
-            {full[x]: x for x, role in enumerate(roles) if role == "parameter"}, 1
+            {full[x]: x for x, role in roles if role == "parameter"}, 1
         )
         parts = full[at].split("/")
         is_named = any(map(_SCALE.search, parts[-2:]))

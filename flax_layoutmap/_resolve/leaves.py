@@ -21,7 +21,7 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
-from flax_layoutmap._tree.paths import Flat, Leaf, is_optimizer
+from flax_layoutmap._tree.paths import Flat, Section, is_optimizer
 
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]
@@ -93,10 +93,10 @@ def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
     if treedef is None or flat.has_objects:
         treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
     live = {
-        at: TensorLayout(value.sharding)
-        for at, (leaf, value) in enumerate(zip(flat.records, flat.leaves, strict=True))
-        if leaf.role == "optimizer"
-        and isinstance(getattr(value, "sharding", None), NamedSharding)
+        at: TensorLayout(flat.leaves[at].sharding)
+        for start, stop, _, role in flat.sections
+        for at in (range(start, stop) if role == "optimizer" else ())
+        if isinstance(getattr(flat.leaves[at], "sharding", None), NamedSharding)
     }
     trees = jax.tree.leaves(tree, is_leaf=is_nnx_object) if flat.nodes else []
     return Leaves(
@@ -129,20 +129,23 @@ def leaves_beside(
     `layouts` are those of the parameters; None lets the rules decide.
     """
     own = leaves_of(flatten(params), params)
-    as_one_state = [
-        Leaf(leaf.full_path, "", "optimizer", leaf.others) for leaf in flat.records
-    ]
-    added = dataclasses.replace(flat, records=as_one_state, nodes={})
+    as_one_state = [Section(0, len(flat.paths), "", "optimizer")] if flat.paths else []
+    added = dataclasses.replace(
+        flat, paths=flat.full_paths(), sections=as_one_state, nodes={}
+    )
     state, start = leaves_of(added, tree), len(own.shapes)
 
     def joined(first: Mapping[int, Any], second: Mapping[int, Any]) -> dict[int, Any]:
         return {**first, **{at + start: entry for at, entry in second.items()}}
 
+    moved = [Section(start, start + len(flat.paths), "", "optimizer")]
     both = dataclasses.replace(
         own.flat,
-        records=[*own.flat.records, *as_one_state],
+        paths=[*own.flat.paths, *added.paths],
+        sections=[*own.flat.sections, *(moved if flat.paths else ())],
         annotations=joined(own.flat.annotations, state.flat.annotations),
         fixed=own.flat.fixed | {at + start for at in added.fixed},
+        others=joined(own.flat.others, added.others),
     )
     return dataclasses.replace(
         state,

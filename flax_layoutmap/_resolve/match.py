@@ -44,7 +44,7 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
 def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
     """The parameter rules of each leaf; of similar paths in a section, one is tried."""
     flat, none = origins.leaves.flat, MatchedRules()
-    state = origins.state or [None] * len(flat.records)
+    state = origins.state or [None] * len(flat.paths)
     matched: list[MatchedRules] = []
     for start, stop, *_ in flat.sections:
         if all(state[start:stop]):
@@ -54,11 +54,11 @@ def _by_path(origins: Origins, matcher: Matcher) -> list[MatchedRules]:
         tried = dict(zip(similar, range(start, stop), strict=True))
         known = {path: matcher.match(flat.forms(at)) for path, at in tried.items()}
         matched += map(known.__getitem__, similar)
-    for at, leaf in enumerate(flat.records):
-        if state[at] is not None:
+    for at in flat.others:
+        matched[at] = _match(matcher, flat.forms_of_names(at))
+    for at, origin in enumerate(origins.state or ()):
+        if origin is not None:
             matched[at] = none
-        elif leaf.others:
-            matched[at] = _match(matcher, flat.forms_of_names(at))
     return matched
 
 

@@ -74,9 +74,8 @@ class Resolution(ResolvedTable, Shown):
     @functools.cached_property
     def _positions(self) -> dict[str, int]:
         positions = {path: at for at, path in enumerate(self.paths)}
-        for at, leaf in enumerate(self._flat.records):
-            if leaf.others:
-                positions |= dict.fromkeys(leaf.names(), at)
+        for at in self._flat.others:
+            positions |= dict.fromkeys(self._flat.records[at].names(), at)
         return positions
 
     def _position(self, path: str) -> int:

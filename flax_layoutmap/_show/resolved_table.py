@@ -85,11 +85,10 @@ class ResolvedTable:
 
     @functools.cached_property
     def _roles(self) -> list[Role]:
-        roles: list[Role] = [leaf.role for leaf in self._flat.records]
-        other = {key for key, row in self._distinct.items() if row.reason in _OTHER}
-        for at, row in enumerate(self._rows if other else ()):
-            if id(row) in other and roles[at] == "parameter":
-                if row.reason != "scalar" or self.dtypes[at].kind in "iub":
+        roles = self._flat.roles()
+        for at in [at for at, row in enumerate(self._rows) if row.reason in _OTHER]:
+            if roles[at] == "parameter":
+                if self._rows[at].reason != "scalar" or self.dtypes[at].kind in "iub":
                     roles[at] = "other"
         return roles
 

@@ -6,6 +6,7 @@ optimizer state.
 """
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,9 +20,9 @@ from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
 from flax_layoutmap._tree.paths import (
     Flat,
-    Leaf,
     Role,
     Roots,
+    Section,
     escape,
     is_optax_state,
     is_optimizer,
@@ -29,7 +30,7 @@ from flax_layoutmap._tree.paths import (
     is_train_state,
     key_of,
 )
-from flax_layoutmap._tree.shared import Names, names_of_shared, with_names
+from flax_layoutmap._tree.shared import Names, names_of_shared, other_names
 
 # Metadata of a Variable about its layout.
 _LAYOUT_METADATA = frozenset(("layout", "out_sharding", "sharding_names", "sharding"))
@@ -52,18 +53,13 @@ def flatten(tree: Any, names: Names | None = None) -> Flat:
     """
     flattening = _Flattening()
     flattening.section(tree, "", "parameter", is_root=True)
-    records = _without_saved_boxes(tree, flattening.records, flattening.leaves)
-    if names is None and flattening.has_objects:
+    flat = flattening.flat()
+    paths = _without_saved_boxes(tree, flat)
+    if flat.has_objects and names is None:
         names = names_of_shared(tree)
-    flat = Flat(
-        [with_names(leaf, names) for leaf in records] if names else records,
-        flattening.leaves,
-        flattening.annotations,
-        flattening.fixed,
-        flattening.nodes,
-        flattening.has_objects,
-        flattening.unseen,
-    )
+    if names or paths is not flat.paths:
+        flat = dataclasses.replace(flat, paths=paths)
+        flat = dataclasses.replace(flat, others=other_names(flat, names or {}))
     if flattening.has_odd_keys:
         _check_that_paths_differ(flat.full_paths())
     return flat
@@ -92,8 +88,10 @@ class _Flattening:
     """Names the leaves of one tree, section by section."""
 
     def __init__(self) -> None:
-        self.records: list[Leaf] = []
+        self.paths: list[str] = []
         self.leaves: list[Any] = []
+        self.here: tuple[str, Role] = "", "parameter"  # prefix and role of the section
+        self.starts: list[tuple[int, str, Role]] = [(0, *self.here)]
         self.annotations: dict[int, Any] = {}
         self.fixed: set[int] = set()
         self.nodes: dict[str, Any] = {}
@@ -102,6 +100,31 @@ class _Flattening:
         self.unseen: list[str] = []
         self.has_objects = False
         self.has_odd_keys = False  # keys that are not strings, but may read the same
+
+    def flat(self) -> Flat:
+        """What was added."""
+        sections: list[Section] = []
+        stops = [*(start for start, *_ in self.starts[1:]), len(self.paths)]
+        for (start, prefix, role), stop in zip(self.starts, stops, strict=True):
+            if sections and sections[-1][2:] == (prefix, role):
+                start = sections.pop().start
+            if start < stop:
+                sections.append(Section(start, stop, prefix, role))
+        return Flat(
+            self.paths,
+            sections,
+            self.leaves,
+            self.annotations,
+            self.fixed,
+            self.nodes,
+            self.has_objects,
+            self.unseen,
+        )
+
+    def enter(self, prefix: str, role: Role) -> None:
+        """The leaves that are added from now on are in this section."""
+        self.here = prefix, role
+        self.starts.append((len(self.paths), prefix, role))
 
     def section(
         self, tree: Any, prefix: str, role: Role, *, is_root: bool = False
@@ -117,7 +140,7 @@ class _Flattening:
                     self.unseen.append(f"{name}/")
                 self.section(part, f"{prefix}{name}/", role, is_root=True)
             return
-        separate: set[Any] = set()
+        around, separate = self.here, set[Any]()
         if is_nnx_object(tree):
             if is_optimizer(tree):
                 role, self.nodes[prefix] = "optimizer", tree
@@ -128,12 +151,14 @@ class _Flattening:
         elif is_train_state(tree):
             self.nodes[f"{prefix}opt_state/"] = tree
         separate = separate or self.separate(tree, role, is_root)
+        self.enter(prefix, role)
         if separate:
-            self.split(tree, prefix, role, separate)
+            self.split(tree, separate)
         elif self.kind(tree) in _WHOLE:
-            self.add(tree, None, prefix, role)
+            self.add(tree, None)
         else:
-            self.below(tree, "", prefix, role)
+            self.below(tree, "")
+        self.enter(*around)
 
     def separate(self, tree: Any, role: Role, is_root: bool) -> set[Any]:
         """The keys of the children that are sections by themselves."""
@@ -153,71 +178,70 @@ class _Flattening:
             return {key for key, x in children.items() if _is_variables(x)}
         return set()
 
-    def split(self, tree: Any, prefix: str, role: Role, separate: set[Any]) -> None:
+    def split(self, tree: Any, separate: set[Any]) -> None:
         """Add the leaves of a tree with children that are sections by themselves."""
-        for key, child in self.children(tree, prefix):
+        prefix, _ = self.here
+        for key, child in self.children(tree, ""):
             part = self.part(key)
             if key in separate and isinstance(tree, nnx.State):
                 child = nnx.State(child)  # as parts of a State are
-            if self.is_optimizer_state(key, child, role):
+            if self.is_optimizer_state(key, child):
                 self.section(child, f"{prefix}{part}/", "optimizer")
             elif key in separate:
                 self.section(child, f"{prefix}{part}/", "parameter")
             else:
-                self.add(child, part, prefix, role)
+                self.add(child, part)
 
     def params(self, tree: Any) -> set[str]:
         """The key of parameters that are not a single array."""
         return set() if self.kind(tree) == "leaf" else {"params"}
 
-    def below(self, node: Any, start: str, prefix: str, role: Role) -> None:
+    def below(self, node: Any, start: str) -> None:
         """Add the leaves below a node; the hot loop."""
         kinds, parts = self.kinds, self.parts
         is_single = type(node) is dict and len(node) == 1
-        children = node.items() if is_single else self.children(node, prefix + start)
-        for key, child in children:
+        for key, child in node.items() if is_single else self.children(node, start):
             path = start + (parts.get(key) or self.part(key))
             kind = kinds.get(type(child)) or self.kind(child)
             if kind == "leaf":
-                self.records.append(Leaf(path, prefix, role))
+                self.paths.append(path)
                 self.leaves.append(child)
             elif kind == "box":
-                self.box(child, kind, path, prefix, role)
+                self.box(child, kind, path)
             elif kind == "dict" and key != "opt_state":
-                self.below(child, path + "/", prefix, role)
-            elif self.is_optimizer_state(key, child, role):
-                self.section(child, f"{prefix}{path}/", "optimizer")
+                self.below(child, path + "/")
+            elif self.is_optimizer_state(key, child):
+                self.section(child, f"{self.here[0]}{path}/", "optimizer")
             else:
-                self.add(child, path, prefix, role)
+                self.add(child, path)
 
-    def add(self, node: Any, path: str | None, prefix: str, role: Role) -> None:
+    def add(self, node: Any, path: str | None) -> None:
         """Add the leaves of a node; the path of a root is None, as "" is a key's."""
         kind, start = self.kind(node), "" if path is None else f"{path}/"
+        prefix, role = self.here
         if kind == "leaf":
-            self.records.append(Leaf(path or "", prefix, role))
+            self.paths.append(path or "")
             self.leaves.append(node)
         elif kind in _BOXES:
-            self.box(node, kind, path, prefix, role)
+            self.box(node, kind, path)
         elif is_optimizer(node) if role == "optimizer" else self.is_section(node):
             self.section(node, prefix + start, "parameter")
         else:
-            self.below(node, start, prefix, role)
+            self.below(node, start)
 
-    def is_optimizer_state(self, key: Any, node: Any, role: Role) -> bool:
+    def is_optimizer_state(self, key: Any, node: Any) -> bool:
         """Whether a child is optimizer state by its name."""
-        return (
-            key == "opt_state" and role == "parameter" and self.kind(node) not in _WHOLE
-        )
+        is_named = key == "opt_state" and self.here[1] == "parameter"
+        return is_named and self.kind(node) not in _WHOLE
 
     def is_section(self, node: Any) -> bool:
         """Whether a node among parameters is a section wherever it is."""
         kind = self.kind(node)
         return kind == "model" or (kind == "tuple" and is_optax_state(node))
 
-    def box(
-        self, box: Any, kind: _Kind, path: str | None, prefix: str, role: Role
-    ) -> None:
+    def box(self, box: Any, kind: _Kind, path: str | None) -> None:
         """Add the content of a Variable or a Linen box, under the path of the box."""
+        first, around = len(self.leaves), self.here
         if kind != "linen":
             metadata, value = metadata_of(box), box.get_raw_value()
             # An empty tuple has a meaning too: replicated.
@@ -226,12 +250,16 @@ class _Flattening:
             )
         else:
             value, is_annotated = box.value, True
-        first, role = len(self.leaves), "optimizer" if kind == "moment" else role
+        is_moment = kind == "moment" and around[1] != "optimizer"
+        if is_moment:
+            self.enter(around[0], "optimizer")
         if self.kinds.get(type(value)) == "leaf":
-            self.records.append(Leaf(path or "", prefix, role))
+            self.paths.append(path or "")
             self.leaves.append(value)
         else:
-            self.add(value, path, prefix, role)
+            self.add(value, path)
+        if is_moment:
+            self.enter(*around)
         if is_annotated and len(self.leaves) == first + 1:
             self.annotations[first] = box
         if kind == "random":
@@ -249,7 +277,7 @@ class _Flattening:
             kind = self.kinds[type(node)] = _kind_of(node)
         return kind
 
-    def children(self, node: Any, where: str) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Any, start: str) -> Iterable[tuple[Any, Any]]:
         """The children of a node with their keys, in JAX's order."""
         if type(node) is not dict:
             if is_nnx_object(node):
@@ -263,7 +291,7 @@ class _Flattening:
                 node, is_leaf=lambda child: child is not node
             )
         except (TypeError, ValueError) as error:
-            raise _refused(where, node, error) from error
+            raise _refused(self.here[0] + start, node, error) from error
         return [(key_of(entries[0]), child) for entries, child in children if entries]
 
 
@@ -324,23 +352,21 @@ def _refused(where: str, node: Any, error: Exception) -> StructureError:
 # ------------------------------------------------------------- metadata of Orbax
 
 
-def _without_saved_boxes(
-    tree: Any, records: list[Leaf], leaves: list[Any]
-) -> list[Leaf]:
-    """Orbax's metadata of an `nnx.State`, or of a dict of States, without the boxes.
+def _without_saved_boxes(tree: Any, flat: Flat) -> Sequence[str]:
+    """Paths in Orbax's metadata of an `nnx.State`, or of a dict of States, unboxed.
 
     There a Variable is a dict with the one key `value`. A single parameter may have
     that name, so it is a box only where every leaf of the State has it.
     """
-    kinds = set(map(type, leaves))
+    kinds = set(map(type, flat.leaves))
     orbax = {kind: kind.__module__.startswith("orbax.") for kind in kinds}
     if not any(orbax.values()) or not isinstance(tree, Mapping):
-        return records
+        return flat.paths
     folders = {escape(key) for key, x in tree.items() if isinstance(x, Mapping)}
-    boxed: dict[str, bool] = {}  # of each child of the root
-    for leaf, value in zip(records, leaves, strict=True):
-        child = leaf.full_path.partition("/")[0]
-        is_box = leaf.full_path.endswith("/value") and orbax[type(value)]
+    full, boxed = flat.full_paths(), dict[str, bool]()  # of each child of the root
+    for path, value in zip(full, flat.leaves, strict=True):
+        child = path.partition("/")[0]
+        is_box = path.endswith("/value") and orbax[type(value)]
         boxed[child] = boxed.get(child, True) and is_box
 
     def is_boxed(path: str) -> bool:
@@ -349,8 +375,6 @@ def _without_saved_boxes(
         return is_one or all(boxed.values())
 
     return [
-        leaf._replace(path=leaf.path.removesuffix("value").removesuffix("/"))
-        if is_boxed(leaf.full_path)
-        else leaf
-        for leaf in records
+        path.removesuffix("value").removesuffix("/") if is_boxed(whole) else path
+        for path, whole in zip(flat.paths, full, strict=True)
     ]

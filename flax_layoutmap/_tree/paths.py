@@ -17,12 +17,12 @@ state. Rules see the path within its section, so that they hold for any wrapping
 longer forms of it if they name the section; see `forms`.
 """
 
+import bisect
 import dataclasses
 import functools
-import itertools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -83,7 +83,8 @@ class Flat:
     """The leaves of a tree, in JAX's order.
 
     Attributes:
-        records: what each leaf is called.
+        paths: path of each leaf within its section.
+        sections: the sections, in order.
         leaves: the leaves themselves.
         annotations: position → the Variable or Linen box with layout metadata.
         fixed: positions of random state, which no rule shards.
@@ -91,61 +92,69 @@ class Flat:
             TrainState that holds it.
         has_objects: whether NNX objects were read through `nnx.state`.
         unseen: beginnings of prefixes that rules do not see, see `Roots`.
+        others: position → the other paths of a shared Variable within the section.
     """
 
-    records: Sequence[Leaf]
+    paths: Sequence[str]
+    sections: Sequence[Section]
     leaves: Sequence[Any] = ()
-    annotations: dict[int, Any] = dataclasses.field(default_factory=dict)
-    fixed: set[int] = dataclasses.field(default_factory=set)
+    annotations: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    fixed: Set[int] = frozenset()
     nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_objects: bool = False
     unseen: Sequence[str] = ()
+    others: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def paths(self) -> list[str]:
-        """Path of each leaf within its section."""
-        return [leaf.path for leaf in self.records]
+    def records(self) -> list[Leaf]:
+        """What each leaf is called."""
+        return [
+            Leaf(path, prefix, role, self.others.get(at, ()))
+            for start, stop, prefix, role in self.sections
+            for at, path in enumerate(self.paths[start:stop], start)
+        ]
 
-    @functools.cached_property
-    def sections(self) -> list[Section]:
-        """The sections, in order."""
-        sections: list[Section] = []
-        key = operator.attrgetter("prefix", "role")
-        for (prefix, role), leaves in itertools.groupby(self.records, key):
-            start = sections[-1].stop if sections else 0
-            sections.append(Section(start, start + len([*leaves]), prefix, role))
-        return sections
+    def section(self, at: int) -> Section:
+        """The section of a leaf."""
+        place = bisect.bisect(self.sections, at, key=operator.attrgetter("start"))
+        return self.sections[place - 1]
 
     def full_paths(self) -> list[str]:
         """Path of each leaf within the whole tree."""
         return [
             prefix + path if path else prefix.removesuffix("/")
-            for path, prefix, _, _ in self.records
+            for start, stop, prefix, _ in self.sections
+            for path in self.paths[start:stop]
         ]
+
+    def roles(self) -> list[Role]:
+        """The role of each leaf."""
+        return [s.role for s in self.sections for _ in range(s.start, s.stop)]
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
         """The forms that rules see of a leaf's path, or of another in its section."""
-        leaf = self.records[at]
-        prefix = leaf.prefix
+        prefix = self.section(at).prefix
         for name in self.unseen:
             prefix = prefix.removeprefix(name)
-        return forms(prefix, leaf.path if path is None else path)
+        return forms(prefix, self.paths[at] if path is None else path)
 
     def forms_of_names(self, at: int) -> list[tuple[str, ...]]:
         """The forms of each path of a leaf: several of a shared Variable."""
-        return [self.forms(at), *(self.forms(at, x) for x in self.records[at].others)]
+        others = self.others.get(at, ())
+        return [self.forms(at), *(self.forms(at, path) for path in others)]
 
     def representatives(self) -> Iterable[int]:
         """One position for each distinct path, without regard to numbers."""
         paths = _NUMBER.sub("0", "\n".join(self.paths)).split("\n")
         first: dict[tuple[str, str], int] = {}
-        for at, leaf in enumerate(self.records):
-            first.setdefault((leaf.prefix, paths[at]), at)
+        for start, stop, prefix, _ in self.sections:
+            for at in range(start, stop):
+                first.setdefault((prefix, paths[at]), at)
         return first.values()
 
     def every_form(self) -> Iterator[str]:
         """All forms of the paths of all leaves."""
-        for at in range(len(self.records)):
+        for at in range(len(self.paths)):
             for forms_of_name in self.forms_of_names(at):
                 yield from forms_of_name
 
@@ -245,13 +254,15 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
     """
     keys: dict[int, str] = {}
     taken: set[str] = set()
-    for at, leaf in enumerate(flat.records):
-        if leaf.role == "parameter" and at not in flat.fixed:
-            key = leaf.prefix + leaf.path if leaf.path in taken else leaf.path
-            while key in taken:  # a leaf has the path within a section
-                key = f"./{key}"
-            taken.add(key)
-            keys[at] = key
+    for start, stop, prefix, role in flat.sections:
+        for at in range(start, stop) if role == "parameter" else ():
+            if at not in flat.fixed:
+                path = flat.paths[at]
+                key = prefix + path if path in taken else path
+                while key in taken:  # a leaf has the path within a section
+                    key = f"./{key}"
+                taken.add(key)
+                keys[at] = key
     return keys
 
 

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from flax_layoutmap._tree.flax_internals import children_of, is_nnx_object
-from flax_layoutmap._tree.paths import Leaf, join_keys
+from flax_layoutmap._tree.paths import Flat, join_keys
 
 # Each path of a shared Variable → all of its paths.
 Names = Mapping[str, tuple[str, ...]]
@@ -17,11 +17,15 @@ Names = Mapping[str, tuple[str, ...]]
 _MOST_NAMES = 256
 
 
-def with_names(leaf: Leaf, names: Names) -> Leaf:
-    """The leaf with its other names."""
-    paths = (x for x in names.get(leaf.full_path, ()) if x.startswith(leaf.prefix))
-    inside = [path.removeprefix(leaf.prefix) for path in paths]
-    return leaf._replace(others=tuple(path for path in inside if path != leaf.path))
+def other_names(flat: Flat, names: Names) -> dict[int, tuple[str, ...]]:
+    """The other paths of shared Variables within their sections, by position."""
+    others: dict[int, tuple[str, ...]] = {}
+    for at, path in enumerate(flat.full_paths() if names else ()):
+        if path in names:
+            prefix = flat.section(at).prefix
+            inside = [x for x in names[path] if x.startswith(prefix) and x != path]
+            others[at] = tuple(x.removeprefix(prefix) for x in inside)
+    return others
 
 
 def names_of_shared(tree: Any) -> Names:

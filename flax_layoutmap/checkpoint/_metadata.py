@@ -39,8 +39,7 @@ from flax_layoutmap._rules.files import (
     rules_to_json,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, unescape
-from flax_layoutmap._tree.paths import Leaf as TreeLeaf
+from flax_layoutmap._tree.paths import Flat, Section, unescape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
@@ -341,27 +340,29 @@ def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    named, origins = dict[str, TreeLeaf](), {}
+    inner, sections, owners = list[str](), list[Section](), {}
     for entry in record["sections"]:
-        prefix, role = entry["prefix"], entry["role"]
-        leaves = [TreeLeaf(path, prefix, role) for path in entry["paths"]]
-        named |= {leaf.full_path: leaf for leaf in leaves}
-        if role == "optimizer":
-            for leaf, (owner, dims) in zip(leaves, entry["owners"], strict=True):
-                dims = None if dims is None else tuple(dims)
-                origin = Origin(owner, dims, "unknown when it was saved")
-                origins[leaf.full_path] = origin
+        start, paths = len(inner), entry["paths"]
+        inner += paths
+        sections.append(Section(start, len(inner), entry["prefix"], entry["role"]))
+        if entry["role"] == "optimizer":
+            owners |= zip(range(start, len(inner)), entry["owners"], strict=True)
+    flat = Flat(inner, sections)
+    full, origins = flat.full_paths(), {}
+    for at, (owner, dims) in owners.items():
+        dims = None if dims is None else tuple(dims)
+        origins[full[at]] = Origin(owner, dims, "unknown when it was saved")
     special, sums = record["leaves"], record.get("checksums")
-    positions = {path: at for at, path in enumerate(named)}
+    positions = {path: at for at, path in enumerate(full)}
     marks = {positions[path]: _mark(x) for path, x in record["layouts"].items()}
     fixed = {positions[path] for path in record["random"]}
-    leaves = {path: _leaf(path, special.get(path, {}), held) for path in named}
+    leaves = {path: _leaf(path, special.get(path, {}), held) for path in full}
     stored = {path for path, leaf in leaves.items() if not leaf.is_empty}
-    if wrong := (stored ^ held.keys()) | (special.keys() - named.keys()):
+    if wrong := (stored ^ held.keys()) | (special.keys() - positions.keys()):
         raise KeyError(min(wrong))
     return {
         "leaves": leaves,
-        "flat": Flat([*named.values()], annotations=marks, fixed=fixed),
+        "flat": dataclasses.replace(flat, annotations=marks, fixed=fixed),
         "origins": origins,
         "mesh": mesh_from_json(record["mesh"]),
         "rules": record["rules"],

@@ -424,5 +424,5 @@ def test_a_module_attribute_called_params_is_no_linen_collection() -> None:
 
 def test_two_copies_of_parameters_are_no_optimizer_state() -> None:
     copies = optax.LookaheadParams({"w": X}, {"w": X})  # type: ignore[arg-type]
-    assert [leaf.role for leaf in flatten(copies).records] == ["parameter"] * 2
+    assert flatten(copies).roles() == ["parameter"] * 2
     assert paths(copies) == ["fast/w", "slow/w"]
