@@ -8,16 +8,17 @@ The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64
 it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
-Each shard is summed where it is, by NumPy on CPUs and by XLA elsewhere. A change within
-one word, such as a flipped bit, always changes the checksum; random changes of several
-words escape with a chance of 2^-64, but two flips of last bits cancel.
+Each process sums its own shards by NumPy, after a copy to the host from accelerators. A
+change within one word, such as a flipped bit, always changes the checksum; random
+changes of several words escape with a chance of 2^-64, but two flips of last bits
+cancel.
 """
 
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 _MODULUS = 1 << 64
 _ROW_BITS = 14
 _ROW = 1 << _ROW_BITS
-# NumPy sums arrays in pieces of this size, along the first dim of at most this length.
+# Arrays are summed in pieces of this size, along the first dim of at most this length.
 _PIECE_BYTES, _PIECE_ROWS = 1 << 22, 1 << 17
 _THREADS = 1 + min(16, os.cpu_count() or 1)
 # Bits per element of dtypes that are narrower than the byte that holds them.
@@ -50,12 +51,9 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
         value if is_first or not getattr(value, "is_fully_addressable", True) else None
         for value in plain.values()
     ]
-    sums = np.zeros(len(plain), np.uint64)
     # In threads, where the caller's mesh and transfer guard do not apply.
     with ThreadPoolExecutor(_THREADS) as pool:
-        shares = [counted[number::_THREADS] for number in range(_THREADS)]
-        for number, found in enumerate(pool.map(_leaf_sums, shares)):
-            sums[number::_THREADS] = found
+        sums = np.array([*pool.map(_leaf_sum, counted)], np.uint64)
     if plain and not alone and jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -89,35 +87,37 @@ def _without_keys(value: Any) -> Any:
     return jax.random.key_data(value) if is_key else value
 
 
-def _leaf_sums(values: Sequence[Any]) -> list[int]:
-    return [_leaf_sum(value) % _MODULUS for value in values]
-
-
 def _leaf_sum(value: Any) -> int:
     """The sum over what this process holds; of equal shards, one process counts one."""
     if isinstance(value, np.ndarray | np.generic):
-        return _array_sum(value, (0,) * value.ndim)
-    return sum(
+        return _array_sum(value, (0,) * value.ndim) % _MODULUS
+    sums = (
         _array_sum(shard.data, tuple(part.start or 0 for part in shard.index))
         for shard in getattr(value, "addressable_shards", ())
         if shard.replica_id == 0
     )
+    return sum(sums) % _MODULUS
 
 
 def _array_sum(array: Any, start: _Index) -> int:
     """The sum of an array, which has the index `start` in the leaf."""
     if not array.size:
         return 0
-    if not array.ndim:
-        array, start = array.reshape(1), (0,)
-    if not _is_on_host(array):
-        return _sum_on_device(array, start)
-    block, (first, *others) = np.asarray(array), start
+    block, (first, *others) = np.atleast_1d(on_host(array)), start or (0,)
     rows = min(max(1, len(block) * _PIECE_BYTES // block.nbytes), _PIECE_ROWS)
     return sum(
         _block_sum(block[at : at + rows], (first + at, *others))
         for at in range(0, len(block), rows)
     )
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The values of a NumPy array, or of a JAX array on one device."""
+    if isinstance(array, jax.Array):
+        # JAX keeps a copy for as long as the Array object lives; this one does not.
+        args = array.shape, array.sharding, [array]
+        array = jax.make_array_from_single_device_arrays(*args)
+    return np.asarray(array)
 
 
 # ---------------------------------------------------------------- multipliers
@@ -141,9 +141,6 @@ def _multipliers(size: int, start: int, dim: int) -> np.ndarray:
     at = np.arange(start, start + size, dtype=np.uint64)
     low, high = at % np.uint64(_ROW), at >> np.uint64(_ROW_BITS)
     return _mixed(low, 2 * dim + 1) * _mixed(high, 2 * dim + 2)
-
-
-# ------------------------------------------------------------- on the host: NumPy
 
 
 def _block_sum(block: np.ndarray, start: _Index) -> int:
@@ -177,38 +174,3 @@ def _words(block: np.ndarray, start: _Index) -> tuple[np.ndarray, _Index]:
         edges = [(0, 0)] * (block.ndim - 1)
         block = np.pad(block, [*edges, (before, after)])
     return block.view(np.uint64), (*outer, first // per)
-
-
-# ---------------------------------------------------------- on accelerators: XLA
-
-
-def _is_on_host(array: Any) -> bool:
-    if not isinstance(array, jax.Array) or array.dtype.itemsize > 4:
-        return True
-    (device,) = array.devices()
-    in_own_memory = array.sharding.memory_kind in (None, device.default_memory().kind)
-    is_packed = array.dtype.name in _PACKED
-    return device.platform == "cpu" or is_packed or not in_own_memory
-
-
-def _sum_on_device(array: jax.Array, start: _Index) -> int:
-    """The sum by the device that holds an array."""
-    *outer, (size, first) = zip(array.shape, start, strict=True)
-    shifts = np.arange(0, 64, 8 * array.dtype.itemsize, dtype=np.uint64)
-    index, skip = divmod(first, len(shifts))
-    words = _multipliers(-(-(skip + size) // len(shifts)), index, 0)
-    last = (words[:, None] << shifts).reshape(-1)[skip : skip + size]
-    others = [_multipliers(*part, dim) for dim, part in enumerate(outer[::-1], 1)]
-    with jax.enable_x64(True):
-        return int(_xla_sum(array, [last, *others]))
-
-
-@jax.jit
-def _xla_sum(array: jax.Array, factors: list[Any]) -> jax.Array:
-    if array.dtype == np.bool_:
-        array = array.astype(np.uint8)
-    bits = f"uint{8 * array.dtype.itemsize}"
-    sums = jax.lax.bitcast_convert_type(array, bits).astype(np.uint64)
-    for dim, factor in enumerate(factors):
-        sums = sums * factor.reshape(-1, *(1,) * dim)
-    return jnp.sum(sums, dtype=np.uint64)
