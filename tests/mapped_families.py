@@ -255,10 +255,6 @@ L/mlp/experts/[gate,up]/kernel E d m
 L/mlp/experts/down/kernel E m d
 """)
 ROUTER = table("L.mlp.gate.weight E d")
-FUSED = table("""
-L.mlp.experts.gate_up_proj E 2*m d
-L.mlp.experts.down_proj E d m
-""")
 QWEN_EXPERTS = table("""
 L.mlp.experts.{e}.[gate,up]_proj.weight m d
 L.mlp.experts.{e}.down_proj.weight d m
@@ -567,10 +563,6 @@ FAMILIES = {
     ),
     "mixtral": Family(  # 8x7B
         *("mixtral", OTHERS | MIXTRAL, EXPERTS, MIXTRAL_SIZES, 46_702_792_704),
-    ),
-    "mixtral, fused": Family(
-        *("mixtral", OTHERS | ROUTER | FUSED, EXPERTS, MIXTRAL_SIZES, 46_702_792_704),
-        {"fused": True},
     ),
     "qwen3_moe": Family(  # 30B-A3B
         *("qwen3_moe", SPARSE | QWEN_EXPERTS, EXPERTS | HEAD_NORM_LEAVES),

@@ -1,4 +1,4 @@
-"""The entries of a mapping: which tensors a leaf is made of.
+"""The entries of a mapping, and the tables that `mappings` makes them of.
 
 An entry goes from the leaf to the tensor: `(path of the leaf, name of the tensor, steps
 between them)`. A stacked leaf is one entry with many tensors, and a fused tensor is one
@@ -7,14 +7,28 @@ that several leaves name. The first entry that matches a path counts.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import Leaf, unescape
 from flax_layoutmap.checkpoint._lazy import Array, nothing
-from flax_layoutmap.checkpoint._steps import Step, is_scaled, linear
+from flax_layoutmap.checkpoint._steps import (
+    Step,
+    dequantize,
+    is_scaled,
+    linear,
+    split,
+    stack,
+    transpose,
+    unflatten,
+)
+
+UNMATCHED = (
+    "no entry of the mapping matches (scanned=True is for stacked layers); add (path, "
+    "name of the tensor), or leave it out with exclude="
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,34 +122,19 @@ class NameMapping:
         recipes = (self.recipe(path, full_path) for path, full_path in names)
         return next((recipe for recipe in recipes if recipe is not None), None)
 
-    def unmatched(self, path: str) -> str:
-        for number, fix in (("/0", True), ("", False)):
-            other = re.sub(r"\blayers(/\d+)?(?=/)", f"layers{number}", path)
-            if other != path and self.recipe(other, other) is not None:
-                return (
-                    f"no entry of the mapping matches, but one would match {other}; "
-                    f"pass scanned={fix} to the function that makes the mapping"
-                )
-        return (
-            "no entry of the mapping matches; add (path, name of the tensor), or leave "
-            "it out with exclude="
-        )
-
     def ignores(self, name: str) -> bool:
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
 
 def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
-    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
+    is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3)
+    pattern, names, steps = (*entry, ())[:3] if is_entry else (None, (), ())
+    names = (names,) if isinstance(names, str) else names
+    is_entry = is_entry and isinstance(names, tuple | list)
+    if not is_entry or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             f"{where} is {entry!r}; an entry is (path of a leaf, name of a tensor) or "
-            "(path, name, steps)"
-        )
-    pattern, names, steps = (*entry, ())[:3]
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(
-            f"{where}: {names!r} is not the name of a tensor, nor several to try"
+            "(path, name, steps), where several names are tried in turn"
         )
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
     for step in steps:
@@ -148,7 +147,9 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
             raise CheckpointError(
                 f"{where}: {names} have no {{{step.field}}} to fill in"
             )
-    return pattern, Recipe(names, tuple(sorted(steps, key=lambda s: not is_scaled(s))))
+    return pattern, Recipe(
+        tuple(names), tuple(sorted(steps, key=lambda s: not is_scaled(s)))
+    )
 
 
 def _compiled(where: str, pattern: Any) -> re.Pattern[str]:
@@ -158,3 +159,110 @@ def _compiled(where: str, pattern: Any) -> re.Pattern[str]:
         raise CheckpointError(
             f"{where}: {pattern!r} is not a regular expression: {error}"
         ) from error
+
+
+# ------------------------------------------------------------------ tables of families
+
+# A line of a table is `kind, path of the module, name of its tensors`; `_KINDS` has the
+# leaves of a kind (those that a model lacks, such as a bias, do nothing). A line with
+# `[several,choices]` stands for as many lines, `^` for each prefix of the family, and
+# `a|b` for names to try in turn. After a line `at PATH NAME`, paths and names are below
+# these, and a `#` in them is the number of a layer; a number at the end of that line is
+# the first layer of a stack. `ignore PATTERN` is for tensors that no leaf needs.
+
+Entry = tuple[Any, ...]
+
+# Kind → end of the path, end of the name, steps.
+_BIAS = ("/bias", ".bias", ())
+_KINDS: dict[str, list[tuple[str, str, tuple[Any, ...]]]] = {
+    "leaf": [("", "", ())],
+    "embed": [("/embedding", ".weight", ())],
+    "norm": [("/scale", ".weight", ()), _BIAS],
+    "head": [("/kernel", ".weight", (linear(),))],
+    "router": [("/kernel", ".weight", (linear(),)), _BIAS],
+    "dense": [("/kernel", ".weight", (linear(),)), _BIAS],
+    # Heads may be dims of their own.
+    "heads": [("/kernel", ".weight", (linear(),)), ("/bias", ".bias", (unflatten(),))],
+    "out": [("/kernel", ".weight", (linear(outputs=1),)), _BIAS],
+    # Kernels that are (in, out) in the file, too.
+    "plain": [("/kernel", ".weight", ()), _BIAS],
+    "plain_out": [("/kernel", ".weight", (transpose(), linear(outputs=1))), _BIAS],
+    "conv1d": [("/kernel", ".weight", (transpose(2, 1, 0),)), _BIAS],
+    "conv2d": [("/kernel", ".weight", (transpose(2, 3, 1, 0),)), _BIAS],
+    # Experts, (experts, in, out): a tensor for each; as they are.
+    "experts": [("/kernel", ".weight", (linear(), stack(0, field="expert")))],
+    "flat": [("/kernel", "", ()), ("/bias", "_bias", ())],
+    "mxfp4": [
+        ("/kernel", "_blocks", (dequantize("mxfp4"), transpose(0, 2, 1))),
+        ("/bias", "_bias", ()),
+    ],
+}
+for at in range(3):
+    # A third of GPT-2's attention.
+    _KINDS[f"third{at}"] = [
+        ("/kernel", ".weight", (split(1, at, 3), transpose(), linear())),
+        ("/bias", ".bias", (split(0, at, 3), unflatten())),
+    ]
+for at in range(2):
+    # Gate and up of experts, which alternate in one tensor.
+    for kind in ("flat", "mxfp4"):
+        (leaf, name, steps), (bias, bias_name, _) = _KINDS[kind]
+        _KINDS[f"{kind}{at}"] = [
+            (leaf, name, (*steps, split(2, at, 2, alternating=True))),
+            (bias, bias_name, (split(1, at, 2, alternating=True),)),
+        ]
+
+
+def entries(
+    table: str,
+    scanned: bool,
+    prefixes: tuple[str, ...] = ("model.",),
+    float8: bool = False,
+) -> list[Entry]:
+    """The entries of a table; `scanned`: layers are stacked along dim 0.
+
+    `float8`: kernels of the layers are multiplied by their scales, where they have any.
+    """
+    made: list[Entry] = []
+    path, name, stacked = "", "", stack()
+    for kind, *words in _lines(table):
+        if kind == "ignore":
+            made.append((None, *words))
+        elif kind == "at":
+            path, name, *start = f"{words[0]}/", f"{words[1]}.", *words[2:]
+            stacked = stack(start=int(*start))
+        else:
+            for leaf, tensor, steps in _KINDS[kind]:
+                if float8 and leaf == "/kernel" and kind not in ("head", "router"):
+                    steps = (dequantize(), *steps)
+                names = _names(name + words[1], tensor, prefixes)
+                made.append(
+                    _entry(path + words[0] + leaf, names, steps, scanned and stacked)
+                )
+    return made
+
+
+def _names(text: str, tensor: str, prefixes: tuple[str, ...]) -> list[str]:
+    return [
+        f"{name.replace('^', prefix)}{tensor}"
+        for name in text.split("|")
+        for prefix in (prefixes if "^" in name else ("",))
+    ]
+
+
+def _entry(path: str, names: list[str], steps: tuple[Any, ...], stacked: Any) -> Entry:
+    """An entry with the numbers of layers, which are groups of the path or a stack."""
+    number = r"\1"
+    if stacked and "#" in path:
+        path, number, steps = path.replace("/#", ""), "{layer}", (*steps, stacked)
+    names = [name.replace("#", number) for name in names]
+    return path.replace("#", r"(\d+)"), tuple(names), steps
+
+
+def _lines(table: str) -> Iterator[list[str]]:
+    """The words of each line, for each of its choices."""
+    for line in filter(str.strip, table.splitlines()):
+        choices = [part.split(",") for part in re.findall(r"\[([\w,]+)\]", line)]
+        for chosen in zip(*choices, strict=True) if choices else [()]:
+            words = iter(chosen)
+            yield re.sub(r"\[[\w,]+\]", lambda _, it=words: next(it), line).split()

@@ -175,17 +175,12 @@ def read_metadata(
     options = {} if item is None else {"checkpointable_name": item}
     with translated(f"cannot read the metadata of {path}", _ADVICE), v1().Context():
         read = v1().metadata(path, **options)
-    if hasattr(read.metadata, "shape"):
-        raise CheckpointError(
-            f"the checkpoint {path} is a single array, which has no path for rules to "
-            "match; read it with orbax.checkpoint.v1.load, and save it under a name"
-        )
     # For a damaged file Orbax logs the reason and returns None.
     if not isinstance(read.metadata, dict | list):
         raise CheckpointError(
-            f"Orbax cannot read the metadata of {path}, and has logged why: a file is "
-            "missing or damaged (then restore another checkpoint), or the tree holds a "
-            "Python bool, which Orbax writes and cannot read"
+            f"Orbax finds no tree in {path}: it is a single array (then read it with "
+            "orbax.checkpoint.v1.load), or a file is missing or damaged, or it holds a "
+            "Python bool, which Orbax writes and cannot read, and Orbax has logged why"
         )
     custom = read.custom_metadata
     return Metadata(
@@ -298,7 +293,7 @@ def translated(failing: str, advice: str = "") -> Iterator[None]:
 # -------------------------------------------------------------- training loops
 
 
-def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) -> Any:
+def open_steps(directory: str, every: Any, keep: Any) -> Any:
     """Open Orbax's Checkpointer, which removes what interrupted saves left.
 
     Numbers stand for Orbax's policies; `keep` None keeps all steps.
@@ -310,13 +305,10 @@ def open_steps(directory: str, every: Any, keep: Any, keep_every: int | None) ->
             "move it to another directory"
         )
     training = v1().training
-    kept = training.preservation_policies
     if isinstance(every, int):
         every = training.save_decision_policies.FixedIntervalPolicy(every)
     if isinstance(keep, int):
-        keep = kept.LatestN(keep)
-    if keep_every is not None:
-        keep = kept.AnyPreservationPolicy([keep, kept.EveryNSteps(keep_every)])
+        keep = training.preservation_policies.LatestN(keep)
     with translated(f"cannot save steps to {directory}"):
         return training.Checkpointer(
             directory,

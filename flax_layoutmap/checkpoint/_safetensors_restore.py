@@ -20,7 +20,7 @@ from flax_layoutmap._tree.paths import escape
 from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
+from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, Recipe
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
@@ -153,7 +153,7 @@ class _Tensors:
             try:
                 recipe = self._names.recipe(path, full_path)
                 if recipe is None:
-                    raise LookupError(self._names.unmatched(path))
+                    raise LookupError(UNMATCHED)
                 return _maker(recipe, shape, self._tensors)
             except LookupError as error:
                 errors.append(error)

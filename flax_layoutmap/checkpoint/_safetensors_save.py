@@ -10,18 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.checksums import on_host
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Leaf
-from flax_layoutmap.checkpoint._lazy import (
-    Box,
-    Lazy,
-    assembled,
-    box_shape,
-    full,
-)
+from flax_layoutmap.checkpoint._lazy import Box, Lazy, assembled, box_shape, full
 from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     leaf_of,
@@ -29,7 +24,7 @@ from flax_layoutmap.checkpoint._leaves import (
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, undone
+from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, undone
 from flax_layoutmap.checkpoint._options import (
     Selection,
     check_bytes,
@@ -150,7 +145,7 @@ def _made(
         raise ValueError("it has no NamedSharding; place it with layout_map.place")
     recipe = names.recipe_of(record)
     if recipe is None:
-        raise ValueError(names.unmatched(record.path))
+        raise ValueError(UNMATCHED)
     if any(step.key[0] == "mxfp4" for step in recipe.steps):
         raise ValueError(
             "cannot be saved in MXFP4; save it by a mapping without "
@@ -163,12 +158,7 @@ def _made(
     name, recipe = recipe.names[0], recipe.without_scales()
     if name == "__metadata__":
         raise ValueError("'__metadata__' names the texts of the header; rename it")
-    try:
-        recipe.shapes(name, leaf.shape)
-    except ValueError as error:
-        raise ValueError(
-            f"the mapping's steps do not make this shape: {error}"
-        ) from error
+    recipe.shapes(name, leaf.shape)
     is_jax = isinstance(value, jax.Array)
     fetched = functools.partial(_fetched, value)
     values = Lazy(leaf.shape, fetched) if is_jax else np.asarray(value)
@@ -260,15 +250,15 @@ def _write(
 def _fetched(leaf: jax.Array, box: Box) -> np.ndarray:
     """A box of an array; a collective if several processes have parts of it."""
     if leaf.is_fully_addressable and box == full(leaf.shape):
-        # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.
         made = np.empty(leaf.shape, leaf.dtype)
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
-                made[shard.index] = np.asarray(shard.data)
+                made[shard.index] = on_host(shard.data)
         return made
-    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+    if not isinstance(leaf.sharding, NamedSharding):
+        return np.asarray(leaf[box])
     starts = tuple(part.start for part in box)
-    return np.asarray(_slicer(box_shape(box), mesh)(leaf, starts))
+    return np.asarray(_slicer(box_shape(box), leaf.sharding.mesh)(leaf, starts))
 
 
 @functools.lru_cache(maxsize=256)
@@ -276,8 +266,6 @@ def _slicer(sizes: Shape, mesh: Any) -> Callable[..., jax.Array]:
     def cut(x: jax.Array, starts: Any) -> jax.Array:
         return jax.lax.dynamic_slice(x, starts, sizes)
 
-    if mesh is None:
-        return jax.jit(cut)
     everywhere = NamedSharding(mesh, PartitionSpec())
     # JAX cannot slice sharded dims on Explicit axes.
     on_auto_axes = jax.sharding.auto_axes(cut, out_sharding=everywhere)

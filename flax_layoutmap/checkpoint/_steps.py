@@ -278,7 +278,7 @@ def dequantize(
             "dequantize('float8'), with blocks of at least 1 row"
         )
 
-    def float8_inputs(leaf: Array) -> Inputs:
+    def scales_of(leaf: Array) -> Inputs:
         if len(leaf.shape) != 2:
             raise ValueError(
                 f"dequantize is for tensors of two dims, not {show_shape(leaf.shape)}"
@@ -286,15 +286,13 @@ def dequantize(
         scales = nothing(math.ceil(size / block) for size in leaf.shape)
         return [(str, leaf), (lambda name: name + suffix, scales)]
 
-    def float8(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-        return scaled(parts[0], parts[1], block, dtype)
-
     if format == "float8":
-        return Step(("float8", block, suffix), float8_inputs, float8)
-    return Step(("mxfp4",), _mxfp4_inputs, _mxfp4)
+        key = ("float8", block, suffix)
+        return Step(key, scales_of, lambda x, _, dtype: scaled(*x, block, dtype))
+    return Step(("mxfp4",), _mxfp4_parts, lambda x, _, dtype: from_mxfp4(*x, dtype))
 
 
-def _mxfp4_inputs(leaf: Array) -> Inputs:
+def _mxfp4_parts(leaf: Array) -> Inputs:
     *lead, last = leaf.shape or (1,)
     blocks = (*lead, last // MXFP4_BLOCK)
     if last % MXFP4_BLOCK:
@@ -306,10 +304,6 @@ def _mxfp4_inputs(leaf: Array) -> Inputs:
         (str, nothing((*blocks, 16))),
         (lambda name: name.removesuffix("_blocks") + "_scales", nothing(blocks)),
     ]
-
-
-def _mxfp4(parts: Sequence[Array], shape: Shape, dtype: Any) -> Array:
-    return from_mxfp4(parts[0], parts[1], dtype)
 
 
 def is_scaled(step: Step) -> bool:

@@ -1,5 +1,6 @@
 """flm.checkpoint.Checkpointer."""
 
+import base64
 import contextlib
 import json
 import operator
@@ -8,16 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from flax_layoutmap._birth.create import create
+from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import tell_of_others
-from flax_layoutmap.checkpoint import _data_states, _metadata, _orbax
+from flax_layoutmap.checkpoint import _metadata, _orbax
 from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     absolute,
-    cannot_name,
     check_shared,
 )
 from flax_layoutmap.checkpoint._restore import restore
@@ -25,6 +27,8 @@ from flax_layoutmap.checkpoint._save import prepare
 
 # The user's own metadata, beside our record in the custom metadata of a step.
 _USER = "metadata"
+# The folder of a step with the states of data iterators, one file for each process.
+_DATA = "data"
 
 
 class Checkpointer:
@@ -49,7 +53,6 @@ class Checkpointer:
             `orbax.checkpoint.v1.training.save_decision_policies`.
         keep: how many of the latest steps to keep; None for all; or one of the policies
             in `….preservation_policies` (which see `metadata` as the metrics).
-        keep_every: also keep the steps that are multiples of this.
         checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
     Example:
@@ -70,44 +73,32 @@ class Checkpointer:
         layout_map: Any = None,
         every: Any = 1,
         keep: Any = None,
-        keep_every: int | None = None,
         checksums: bool = True,
     ) -> None:
-        self._directory = absolute(directory)
+        self.directory = absolute(directory)
         self._rules = rules_of(layout_map)
-        if reason := cannot_name(self._directory):
-            raise CheckpointError(f"cannot save to {self._directory}: {reason}")
-        if os.path.isfile(os.path.join(self._directory, METADATA_FILE)):
+        if os.path.isfile(os.path.join(self.directory, METADATA_FILE)):
             raise CheckpointError(
-                f"{self._directory} is a checkpoint itself; give the one above it"
+                f"{self.directory} is a checkpoint itself; give the one above it"
             )
-        _check_policies(every, keep, keep_every)
-        self._policies = (every, keep, keep_every)
+        _check_policies(every, keep)
+        self._policies = (every, keep)
         self._checksums = checksums
-        self._is_inside = self._reached_preemption = False
+        self._is_inside = False
+        self.reached_preemption = False  # whether the last save was due to SIGTERM
         self._writer: Any = None  # Orbax's Checkpointer, opened by the first save
         self._pending: tuple[int, Any] | None = None  # step, and Orbax's response
         self._last: int | None = None  # the latest step, saved or being saved
 
     @property
-    def directory(self) -> str:
-        """The directory of the steps."""
-        return self._directory
-
-    @property
     def steps(self) -> list[int]:
         """The finished steps, in order, without one that is still being saved."""
-        return _orbax.steps_below(self._directory)
+        return _orbax.steps_below(self.directory)
 
     @property
     def latest(self) -> int | None:
         """The latest finished step, as in `steps`, or None."""
         return max(self.steps, default=None)
-
-    @property
-    def reached_preemption(self) -> bool:
-        """Whether the job was asked to end, and the last save is for that."""
-        return self._reached_preemption
 
     # ------------------------------------------------------------------ saving
 
@@ -143,7 +134,7 @@ class Checkpointer:
         self.wait()
         self._start(step, state, data, metadata)
         self._last = step
-        self._reached_preemption |= preempted
+        self.reached_preemption |= preempted
         if preempted or not self._is_inside:
             self.wait()
         return True
@@ -155,7 +146,7 @@ class Checkpointer:
             return
         step, response = pending
         try:
-            with _orbax.translated(f"cannot save step {step} to {self._directory}"):
+            with _orbax.translated(f"cannot save step {step} to {self.directory}"):
                 response.result()
         except CheckpointError:
             # A new one reads again which steps are there, and removes what is left.
@@ -170,7 +161,7 @@ class Checkpointer:
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
-                with _orbax.translated(f"cannot finish the saves to {self._directory}"):
+                with _orbax.translated(f"cannot finish the saves to {self.directory}"):
                     writer.close()
 
     def __enter__(self) -> Self:
@@ -178,7 +169,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        where = f"; the latest step saved in {self._directory}: "
+        where = f"; the latest step saved in {self.directory}: "
         tell_of_others(error, lambda: f"{where}{self.latest}")
         self.close()
 
@@ -189,7 +180,7 @@ class Checkpointer:
         if number <= self._last:
             raise CheckpointError(
                 f"step {number} does not come after step {self._last}, the latest in "
-                f"{self._directory}; to go back, remove the later steps"
+                f"{self.directory}; to go back, remove the later steps"
             )
         return number
 
@@ -211,7 +202,7 @@ class Checkpointer:
         def obstacle() -> str | None:
             custom[_USER] = None if metadata is None else _plain_json(metadata)
             if data is not None:
-                items[_data_states.FOLDER] = _data_states.StateFile(data)
+                items[_DATA] = _DataFile(data)
             return _orbax.cannot_write(place, overwrite=False)
 
         with _orbax.TURN:
@@ -235,7 +226,7 @@ class Checkpointer:
 
     def _opened(self) -> Any:
         if self._writer is None:
-            self._writer = _orbax.open_steps(self._directory, *self._policies)
+            self._writer = _orbax.open_steps(self.directory, *self._policies)
         return self._writer
 
     # --------------------------------------------------------------- restoring
@@ -275,27 +266,27 @@ class Checkpointer:
         `data` is as in `save`; its state is set.
         """
         step, place = self._existing(step)
-        states = None if data is None else _data_states.read_states(place)
+        states = [] if data is None else _states_for(data, place)
         restored = restore(place, target, layout_map=self._rules, **options)
-        if states is not None:
-            _data_states.set_states(data, states, place)
-        elif _data_states.has_states(place):
+        for iterator, state in states:
+            iterator.set_state(state)
+        if data is None and _data_folder(place).exists():
             warn(f"step {step} holds the state of data; to restore it too, pass data=")
         return restored
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata that a step was saved with; None is the latest step."""
-        _, place = self._existing(step)
+        place = self._existing(step)[1]
         custom = _orbax.read_metadata(place, tree_of=lambda _: {}).custom
         _metadata.check_intact(custom, place)
         return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
         """Return the data state that each process saved; None is the latest step."""
-        return _data_states.read_states(self._existing(step)[1])
+        return [_decode(held["state"]) for held in _read_data(self._existing(step)[1])]
 
     def _place(self, step: int) -> str:
-        return f"{self._directory.rstrip('/')}/{step}"
+        return f"{self.directory.rstrip('/')}/{step}"
 
     def _existing(self, step: int | None) -> tuple[int, str]:
         self.wait()
@@ -303,19 +294,17 @@ class Checkpointer:
         chosen = max(steps, default=-1) if step is None else operator.index(step)
         if chosen not in steps:
             which = "step" if step is None else f"step {step}, the last: {steps[-5:]}"
-            raise CheckpointError(f"{self._directory} has no {which}")
+            raise CheckpointError(f"{self.directory} has no {which}")
         return chosen, self._place(chosen)
 
 
-def _check_policies(every: Any, keep: Any, keep_every: Any) -> None:
+def _check_policies(every: Any, keep: Any) -> None:
     numbers = [] if hasattr(every, "should_save") else [every]
     numbers += [] if keep is None or hasattr(keep, "should_preserve") else [keep]
-    numbers += [] if keep_every is None else [keep_every]
-    are_right = all(isinstance(number, int) and number > 0 for number in numbers)
-    if not are_right or (keep is None and keep_every is not None):
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
         raise CheckpointError(
-            f"every={every!r}, keep={keep!r}, keep_every={keep_every!r}: give positive "
-            "whole numbers of steps; keep_every= goes with keep="
+            f"every={every!r}, keep={keep!r}: give positive whole numbers of steps, or "
+            "Orbax's policies"
         )
 
 
@@ -338,3 +327,125 @@ def _plain_json(metadata: Mapping[str, Any]) -> Any:
             f"metadata= cannot be written as JSON: {error}; use numbers, strings, "
             "lists and dicts; arrays belong in the state"
         ) from error
+
+
+# ------------------------------------------------------------------ states of data
+
+
+class _DataFile:
+    """An Orbax `StatefulCheckpointable`: the state of this process's data in a file."""
+
+    def __init__(self, data: Any) -> None:
+        parts = _iterators(data)
+        states = {name: part.get_state() for name, part in parts.items()}
+        is_dict = isinstance(data, dict)
+        state = _encode(states if is_dict else states[""], "data")
+        held = {"processes": jax.process_count(), "is_dict": is_dict, "state": state}
+        self._text = json.dumps({**held, "digest": json_digest(held)})
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            name = f"process_{jax.process_index()}.json"
+            (await directory.await_creation() / name).write_text(self._text)
+
+        return write()
+
+    async def load(self, directory: Any) -> Any:
+        raise NotImplementedError
+
+
+def _data_folder(place: str) -> Any:
+    from etils import epath
+
+    return epath.Path(place) / _DATA
+
+
+def _read_data(place: str) -> list[dict[str, Any]]:
+    """The contents of the files of all processes."""
+    folder = _data_folder(place)
+    if not folder.exists():
+        raise CheckpointError(f"{place} has no state of data; restore it without data=")
+    count, contents = len(list(folder.glob("process_*.json"))), []
+    try:
+        for process in range(count):
+            held = json.loads((folder / f"process_{process}.json").read_text())
+            digest = held.pop("digest", None)  # older versions wrote none
+            if digest not in (None, json_digest(held)):
+                raise ValueError("it differs from what was saved")
+            if held["processes"] != count:
+                raise ValueError(f"there are {count} of {held['processes']} files")
+            contents.append(held)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        text = f"the states of data in {place} are damaged: {error!r}"
+        raise CheckpointError(text) from error
+    return contents
+
+
+def _states_for(data: Any, place: str) -> list[tuple[Any, Any]]:
+    """Each iterator, with the state that this process saved.
+
+    Other numbers of processes can restore what all processes saved alike.
+    """
+    contents, parts = _read_data(place), _iterators(data)
+    is_alike = len({json.dumps(held["state"]) for held in contents}) == 1
+    if len(contents) != jax.process_count() and not is_alike:
+        raise CheckpointError(
+            f"{len(contents)} processes saved different states of data in {place}, and "
+            f"this job has {jax.process_count()}: restore without data=, and set the "
+            "iterator from checkpointer.data_states(step)"
+        )
+    held = contents[0 if is_alike else jax.process_index()]
+    state, is_dict = _decode(held["state"]), isinstance(data, dict)
+    # Older versions did not write whether it was a dict.
+    states = state if held.get("is_dict", is_dict) else {"": state}
+    if not isinstance(states, dict) or states.keys() != parts.keys():
+        which = f"a dict of {sorted(parts)}" if is_dict else "one iterator"
+        raise CheckpointError(f"{place} was not saved with data= of {which}")
+    return [(part, states[name]) for name, part in parts.items()]
+
+
+def _iterators(data: Any) -> dict[str, Any]:
+    parts = data if isinstance(data, dict) else {"": data}
+    for name, part in parts.items():
+        if not (hasattr(part, "get_state") and hasattr(part, "set_state")):
+            raise CheckpointError(
+                f"data{f'[{name!r}]' if name else ''} is a {type(part).__qualname__}: "
+                "give an object with get_state and set_state, or a dict of such objects"
+            )
+    return parts
+
+
+def _encode(value: Any, where: str) -> Any:
+    """Encode a value as JSON, with tags for bytes, tuples and NumPy arrays."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes():
+            return {"__bytes__": base64.b64encode(value).decode()}
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufcSU":
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"__array__": [value.dtype.str, list(value.shape), raw]}
+        case list() | tuple():
+            parts = [_encode(part, f"{where}[{at}]") for at, part in enumerate(value)]
+            return parts if isinstance(value, list) else {"__tuple__": parts}
+        case dict() if all(isinstance(key, str) for key in value):
+            return {k: _encode(part, f"{where}[{k!r}]") for k, part in value.items()}
+    raise CheckpointError(
+        f"the state of {where} is a {type(value).__qualname__}; it can hold numbers, "
+        "strings, bytes, lists, tuples, NumPy arrays and dicts with strings as keys"
+    )
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case list():
+            return [_decode(part) for part in value]
+        case {"__bytes__": text}:
+            return base64.b64decode(text)
+        case {"__tuple__": parts}:
+            return tuple(_decode(part) for part in parts)
+        case {"__array__": [dtype, shape, text]}:
+            return np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+        case dict():
+            return {key: _decode(part) for key, part in value.items()}
+    return value

@@ -28,13 +28,11 @@ the heads as a dim of their own (`nnx.LinearGeneral`) or not (`nnx.Linear`).
 
 What other families have besides is said at each. `scanned` says that the model has its
 layers stacked along dim 0 (`layers/…` in place of `layers/0/…`); `tied`, that its
-output is its embedding; `fused`, that the experts of a layer are one tensor, as in the
-modules of `transformers` 5, where the published files have one for each. Weights in
-float8 are multiplied by their scales; see `dequantize`. Rotary embeddings use the
-half-split convention of `transformers`.
+output is its embedding. Weights in float8 are multiplied by their scales; see
+`dequantize`. Rotary embeddings use the half-split convention of `transformers`.
 """
 
-from flax_layoutmap.checkpoint._families import Entry, entries
+from flax_layoutmap.checkpoint._mapping import Entry, entries
 from flax_layoutmap.checkpoint._steps import dequantize as dequantize
 from flax_layoutmap.checkpoint._steps import linear as linear
 from flax_layoutmap.checkpoint._steps import merge as merge
@@ -53,15 +51,12 @@ ignore model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 """
 _TIED = r"ignore lm_head\.weight" + "\n"
 _NORMS = """
-norm attention_norm input_layernorm
-norm mlp_norm post_attention_layernorm
+norm [attention,mlp]_norm [input,post_attention]_layernorm
 """
 # Gemma 2 and 3 also norm what attention and mlp return.
 _FOUR_NORMS = """
-norm attention_norm input_layernorm
-norm attention_post_norm post_attention_layernorm
-norm mlp_norm pre_feedforward_layernorm
-norm mlp_post_norm post_feedforward_layernorm
+norm attention_[norm,post_norm] [input,post_attention]_layernorm
+norm mlp_[norm,post_norm] [pre,post]_feedforward_layernorm
 """
 _ATTENTION = """
 heads attention/[query,key,value] self_attn.[q,k,v]_proj
@@ -114,29 +109,19 @@ def gemma(
 
 # -------------------------------------------------------------------------- experts
 
-_FUSED_EXPERTS = """
-half[0,1] mlp/experts/[gate,up] mlp.experts.gate_up_proj
-turned mlp/experts/down mlp.experts.down_proj
-"""
 _EXPERTS = """
+router mlp/router mlp.gate
 experts mlp/experts/[gate,up,down] mlp.experts.{expert}.[gate,up,down]_proj
 """
 _MIXTRAL_EXPERTS = """
 router mlp/router block_sparse_moe.gate
 experts mlp/experts/[gate,up,down] block_sparse_moe.experts.{expert}.[w1,w3,w2]
 """
-_ROUTER = """
-router mlp/router mlp.gate
-"""
 # V2 Lite has queries without a low rank.
 _LATENT_ATTENTION = """
-dense attention/q_a self_attn.q_a_proj
-norm attention/q_a_norm self_attn.q_a_layernorm
-dense attention/q_b self_attn.q_b_proj
-dense attention/query self_attn.q_proj
+dense attention/[query,q_a,q_b,kv_b] self_attn.[q,q_a,q_b,kv_b]_proj
 dense attention/kv_a self_attn.kv_a_proj_with_mqa
-norm attention/kv_a_norm self_attn.kv_a_layernorm
-dense attention/kv_b self_attn.kv_b_proj
+norm attention/[q_a,kv_a]_norm self_attn.[q_a,kv_a]_layernorm
 out attention/out self_attn.o_proj
 """
 # The bias comes before the router, which may have another one.
@@ -152,24 +137,18 @@ flat mlp/experts/down mlp.experts.down_proj
 """
 
 
-def mixtral(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
+def mixtral(*, scanned: bool = False) -> list[Entry]:
     """Mapping for Mixtral."""
-    experts = _ROUTER + _FUSED_EXPERTS if fused else _MIXTRAL_EXPERTS
-    return entries(_SPARSE + experts, scanned)
+    return entries(_SPARSE + _MIXTRAL_EXPERTS, scanned)
 
 
-def qwen3_moe(*, scanned: bool = False, fused: bool = False) -> list[Entry]:
+def qwen3_moe(*, scanned: bool = False) -> list[Entry]:
     """Mapping for Qwen 3 with experts, also in float8."""
-    experts = _FUSED_EXPERTS if fused else _EXPERTS
-    return entries(_DENSE + _ROUTER + experts, scanned, float8=True)
+    return entries(_DENSE + _EXPERTS, scanned, float8=True)
 
 
 def deepseek_v3(
-    *,
-    scanned: bool = False,
-    fused: bool = False,
-    dense_layers: int = 3,
-    layers: int = 61,
+    *, scanned: bool = False, dense_layers: int = 3, layers: int = 61
 ) -> list[Entry]:
     """Mapping for DeepSeek V2, V3 and R1, and Kimi K2, also in float8.
 
@@ -181,7 +160,7 @@ def deepseek_v3(
     """
     table = _TOP + rf"ignore model\.layers\.{layers}\..*" + "\n"
     shared = _NORMS + _LATENT_ATTENTION
-    experts = _SHARED_EXPERTS + _ROUTER + (_FUSED_EXPERTS if fused else _EXPERTS)
+    experts = _SHARED_EXPERTS + _EXPERTS
     if scanned:
         table += "at dense_layers/# model.layers.#" + shared + _GATED
         table += f"at moe_layers/# model.layers.# {dense_layers}" + shared + experts
@@ -209,8 +188,7 @@ norm norm ^ln_f
 head lm_head lm_head|^wte
 ignore (?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias
 at layers/# ^h.#
-norm attention_norm ln_1
-norm mlp_norm ln_2
+norm [attention,mlp]_norm [ln_1,ln_2]
 third[0,1,2] attention/[query,key,value] attn.c_attn
 plain_out attention/out attn.c_proj
 plain (?:mlp/)?[up,down] mlp.[c_fc,c_proj]
@@ -251,8 +229,7 @@ _WHISPER_LAYER = """
 at {side}/layers/# model.{side}.layers.#
 heads attention/[query,key,value] self_attn.[q,k,v]_proj
 out attention/out self_attn.out_proj
-norm attention_norm self_attn_layer_norm
-norm mlp_norm final_layer_norm
+norm [attention,mlp]_norm [self_attn,final]_layer_norm
 dense mlp/[up,down] [fc1,fc2]
 """
 _WHISPER_CROSS = """
@@ -268,10 +245,9 @@ norm norm ^layernorm
 dense classifier classifier
 ignore (?:vit\.)?pooler\.dense\.(?:weight|bias)
 at layers/# ^encoder.layer.#
-norm attention_norm layernorm_before
+norm [attention,mlp]_norm layernorm_[before,after]
 heads attention/[query,key,value] attention.attention.[query,key,value]
 out attention/out attention.output.dense
-norm mlp_norm layernorm_after
 dense mlp/[up,down] [intermediate,output].dense
 """
 _CLIP = r"""
@@ -287,10 +263,9 @@ ignore (?:text|vision)_model\.embeddings\.position_ids
 """
 _CLIP_LAYER = """
 at {side}/layers/# {side}_model.encoder.layers.#
-norm attention_norm layer_norm1
+norm [attention,mlp]_norm [layer_norm1,layer_norm2]
 heads attention/[query,key,value] self_attn.[q,k,v]_proj
 out attention/out self_attn.out_proj
-norm mlp_norm layer_norm2
 dense mlp/[up,down] mlp.[fc1,fc2]
 """
 

@@ -207,6 +207,8 @@ def test_states_of_data_come_back(tmp_path: Path, state: Any) -> None:
     checkpointer.save(0, weights(0), data={"train": Holder(state)})
     with pytest.warns(flm.LayoutWarning, match="step 0 holds the state of data"):
         checkpointer.restore()
+    with refused("was not saved with data= of one iterator"):
+        checkpointer.restore(data=after)
     checkpointer.restore(data={"train": after})
     np.testing.assert_equal(after.state, state)
     assert type(after.state) is type(state)
@@ -233,7 +235,7 @@ def test_data_is_set_only_where_the_step_could_be_restored(tmp_path: Path) -> No
     holder.state = 6
     with refused("shape mismatch"):
         checkpointer.restore({"w": jnp.ones((4, 4))}, data=holder)
-    with refused("was not saved with data= of ['train']"):
+    with refused("was not saved with data= of a dict of ['train']"):
         checkpointer.restore(data={"train": holder})
     checkpointer.save(1, weights(1))
     with refused("has no state of data", "restore it without data="):
@@ -265,11 +267,14 @@ def test_data_of_another_number_of_processes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ policies
 
 
+two_and_fourths = kept.AnyPreservationPolicy([kept.LatestN(2), kept.EveryNSteps(4)])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"every": 3}, [0, 3, 6, 7]),
-        ({"every": 2, "keep": 2, "keep_every": 4}, [0, 4, 6, 7]),
+        ({"every": 2, "keep": two_and_fourths}, [0, 4, 6, 7]),
         ({"every": policies.SpecificStepsPolicy([2, 3])}, [2, 3, 7]),
         ({"keep": kept.BestN(get_metric_fn=lambda x: -abs(x["at"] - 4), n=2)}, [4, 5]),
     ],
@@ -375,7 +380,7 @@ def test_what_cannot_be_saved_is_told_before_anything_is_written(
         open_at(run / "4/_CHECKPOINT_METADATA").save(0, weights(0))
     with refused("new has no step"):
         Checkpointer(tmp_path / "new").restore()
-    bad: list[dict[str, Any]] = [{"every": 2.5}, {"keep": 0}, {"keep_every": 5}]
+    bad: list[dict[str, Any]] = [{"every": 2.5}, {"keep": 0}]
     for options in bad:
         with refused(str(*options), "give positive whole numbers of steps"):
             Checkpointer(tmp_path, **options)

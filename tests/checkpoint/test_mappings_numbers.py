@@ -30,8 +30,6 @@ MADE: dict[str, Value] = {
     "heads": lambda w: w.reshape(4, -1, w.shape[-1]).transpose(2, 0, 1),
     "from heads": lambda w: w.T.reshape(4, -1, len(w)),
     "second of three": lambda w: w[:, 32:64].reshape(32, 4, 8),
-    "first half": lambda w: w[:, :32].swapaxes(-1, -2),
-    "second half": lambda w: w[:, 32:].swapaxes(-1, -2),
     "even": lambda w: w[..., ::2],
     "odd": lambda w: w[..., 1::2],
     "conv1d": lambda w: w.transpose(2, 1, 0),
@@ -48,8 +46,6 @@ mixtral; mlp/router/kernel; L.block_sparse_moe.gate.weight; turned
 mixtral; mlp/experts/gate/kernel; L.block_sparse_moe.experts.{}.w1.weight; turned
 mixtral; mlp/experts/up/kernel; L.block_sparse_moe.experts.{}.w3.weight; turned
 mixtral; mlp/experts/down/kernel; L.block_sparse_moe.experts.{}.w2.weight; turned
-mixtral, fused; mlp/experts/gate/kernel; L.mlp.experts.gate_up_proj; first half
-mixtral, fused; mlp/experts/up/kernel; L.mlp.experts.gate_up_proj; second half
 qwen3_moe; mlp/experts/up/kernel; L.mlp.experts.{}.up_proj.weight; turned
 deepseek_v3; attention/kv_b/kernel; L.self_attn.kv_b_proj.weight; heads
 deepseek_v3; mlp/router/bias; L.mlp.gate.e_score_correction_bias; same
