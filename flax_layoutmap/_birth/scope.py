@@ -37,8 +37,8 @@ from flax_layoutmap._tree.flax_internals import (
     objects_of,
     restore_eager_flag,
 )
+from flax_layoutmap._tree.graph import names_of_shared
 from flax_layoutmap._tree.objects import leaves_in, objects_in
-from flax_layoutmap._tree.shared import names_of_shared
 from flax_layoutmap._tree.trace import Traced, is_tracing_constructor, trace
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)

@@ -25,8 +25,8 @@ from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._tree.graph import Names, names_of_shared
 from flax_layoutmap._tree.paths import is_train_state
-from flax_layoutmap._tree.shared import Names, names_of_shared
 from flax_layoutmap._tree.trace import Traced, trace
 
 

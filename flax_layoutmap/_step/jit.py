@@ -45,7 +45,7 @@ from flax_layoutmap._step.recognise import KnownCalls
 from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import avals_of
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
-from flax_layoutmap._tree.watch import Uncomparable, contents, is_hashable
+from flax_layoutmap._tree.graph import Uncomparable, contents, is_hashable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64

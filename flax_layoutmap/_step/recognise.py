@@ -21,7 +21,7 @@ from jax.core import Tracer
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Call, spans
+from flax_layoutmap._step.arguments import Call
 from flax_layoutmap._step.donation import are_deleted, note_apart, sharing
 from flax_layoutmap._step.program import Program, check_level
 from flax_layoutmap._step.trace import context_key, mesh_needed
@@ -29,16 +29,17 @@ from flax_layoutmap._tree.flax_internals import (
     is_bookkeeping,
     is_nnx_object,
     read_metadata,
-    reader_of,
+    read_value,
     write_value,
 )
-from flax_layoutmap._tree.watch import Uncomparable, contents, is_hashable
+from flax_layoutmap._tree.graph import Uncomparable, contents
 
 # How many calls one function remembers: modes of its objects, shapes of its batches.
 _CALLS = 16
 
-# Types of constants that cannot change.
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.dtype)
+# The hashes of constants that cannot change, or are compared by identity.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.dtype, object)
+_UNCHANGING = {kind.__hash__ for kind in _ATOMS}
 
 
 class KnownCalls:
@@ -54,13 +55,13 @@ class KnownCalls:
         kind = _kind(args, kwargs, rules)
         values = (*args, *kwargs.values())
         for known in self._calls:
-            leaves = known.leaves(values) if known.kind == kind else None
-            if leaves is None:
+            inputs = known.inputs(values) if known.kind == kind else None
+            if inputs is None:
                 continue
             if self._calls[:1] != [known]:  # others may have gone meanwhile
                 self._calls = [known, *(x for x in self._calls if x is not known)]
             known.program.misses = 1
-            return True, known.run(leaves)
+            return True, known.run(*inputs)
         return False, None
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
@@ -88,12 +89,10 @@ class KnownCalls:
         except Uncomparable:
             return
         # What a call with other Variables in the same objects holds is not kept alive.
-        others = [
-            x
-            for x in self._calls
-            if x.watch.ids[0] != known.watch.ids[0] or x.watch.ids == known.watch.ids
-        ]
-        self._calls = [known, *others[: _CALLS - 1]]
+        ids = known.watch.ids
+        pairs = [(x, x.watch.ids) for x in self._calls[: _CALLS - 1]]
+        others = [x for x, own in pairs if own == ids or own[0] != ids[0]]
+        self._calls = [known, *others]
 
 
 def _kind(args: Sequence[Any], kwargs: Mapping[str, Any], rules: Any) -> Any:
@@ -109,50 +108,48 @@ class _KnownCall:
         call: Call,
         program: Program,
         leaves: Sequence[Any],
-        on_death: Callable[[Any], None],
+        forget: Callable[[Any], None],  # it is called when an NNX object is gone
     ) -> None:
-        """`on_death` is called when one of its NNX objects is gone."""
         self.program = program
         self.kind = _kind(call.args, call.kwargs, call.rules)
         self._rules = call.rules  # lives on, so that its id stays its own
         self._mesh = mesh_needed(call.rules)
         # Positional arguments are the first of the signature.
         names = [slot.name for slot, _ in call.slots[: len(call.args)]]
-        place = {name: at for at, name in enumerate((*names, *call.kwargs))}
-        self._static = [(place[s.name], type(v), v) for s, v in call.static.items()]
-        pairs = list(zip(call.arguments, spans(call.arguments), strict=True))
-        trees = [(a, span) for a, span in pairs if not a.objects]
-        data = [pair for a, span in trees for pair in zip(span, a.raw, strict=True)]
-        moved = [at for at, x in data if leaves[at] is not x]
-        objects = [(a, span) for a, span in pairs if a.objects]
-        held = [at for _, span in objects for at in span]
-        # State is placed only once; and each Variable has to hold one array.
-        if {*moved} & {*program.state} or len(held) != len(call.parts):
+        place = [*names, *call.kwargs].index
+        self._static = [(place(s.name), type(v), v) for s, v in call.static.items()]
+        trees = [a for a in call.arguments if not a.objects]
+        objects = [a for a in call.arguments if a.objects]
+        self._trees = [place(a.name) for a in trees]
+        self._objects = [place(a.name) for a in objects]
+        self._treedef = jax.tree.structure([a.value for a in trees])
+        table = list(enumerate(call.table))
+        data = [at for at, (a, _) in table if not a.objects]
+        held = [at for at, (a, _) in table if a.objects]
+        raw = [a.raw[number] for a, number in call.table]
+        moved = [at for at, leaf in enumerate(leaves) if leaf is not raw[at]]
+        # State is placed only once, but for PRNG keys, for whose shardings JAX has
+        # several spellings; and each Variable has to hold one array.
+        key = jax.dtypes.prng_key
+        once = {at for at in moved if not jax.dtypes.issubdtype(leaves[at].dtype, key)}
+        if once & {*program.state} or len(held) != len(call.parts):
             raise Uncomparable
-        self._moves = [(at, leaves[at].sharding) for at in moved]
-        # PRNG keys, for whose shardings JAX has several spellings.
-        every = enumerate(zip(leaves, program.wanted, strict=True))
-        keys = [(at, x, where) for at, (x, where) in every if where and _is_key(x)]
-        self._moves += [(at, where) for at, x, where in keys if x.sharding != where]
-        self._trees = [place[a.name] for a, _ in trees]
-        self._treedef = jax.tree.structure([a.value for a, _ in trees])
-        self._data = _arrays([x for _, x in data])
-        self._objects = [place[a.name] for a, _ in objects]
+        self._moves = [(at, program.wanted[at] or leaves[at].sharding) for at in moved]
         # The Variables, those that the program changes first.
-        changed = list(program.outcome.changed)
+        changed = program.outcome.changed
         numbers = [*changed, *sorted({*range(len(held))} - {*changed})]
         variables = [call.parts[number] for number in numbers]
         held = [held[number] for number in numbers]
         self._changed = variables[: len(changed)]
-        self._kept = _picker(held[len(changed) :])
+        self._data = _arrays([raw[at] for at in data])
         self._held = _arrays([leaves[at] for at in held])
-        self.watch = _Watch([a.value for a, _ in objects], variables, on_death)
-        order = [*(at for at, _ in data), *held]
-        self._order = _picker(sorted(range(len(order)), key=order.__getitem__))
+        self.watch = _Watch([a.value for a in objects], variables, forget)
+        order = sorted(range(len(leaves)), key=[*data, *held].__getitem__)
+        self._in_order: Any = operator.itemgetter(*order) if order[1:] else list
         self._written: list[Any] = []  # references to what the Variables held after it
 
-    def leaves(self, values: Sequence[Any]) -> Sequence[Any] | None:
-        """The leaves for the program, if a call with these values equals this one."""
+    def inputs(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any]] | None:
+        """If a call is equal: leaves for the program, and what the Variables hold."""
         for at, kind, value in self._static:
             if type(values[at]) is not kind or values[at] != value:
                 return None
@@ -162,46 +159,32 @@ class _KnownCall:
         held = self.watch.values([values[at] for at in self._objects])
         if held is None or are_deleted(held) or are_deleted(data):
             return None
-        try:  # whether these are the very arrays after the last run
-            refs = [*map(weakref.ref, held)]
-        except TypeError:  # not arrays
-            return None
-        is_written = bool(self._written) and all(map(operator.is_, refs, self._written))
+        # Whether these are the very arrays after the last run.
+        last = map(operator.call, self._written)
+        is_written = bool(self._written) and all(map(operator.is_, held, last))
         if not is_written and _arrays(held) != self._held:
             return None
-        leaves = self._order([*data, *held])
+        leaves = self._in_order([*data, *held])
         if self._moves:
             leaves = list(leaves)
             for at, where in self._moves:
                 leaves[at] = put(leaves[at], where)
-        program = self.program
         # What the last run has written shares no memory.
-        is_sure = is_written and not program.gives_trees
-        if program.donated and sharing(program, leaves, is_sure=is_sure):
+        is_sure = is_written and not self.program.gives_trees
+        if self.program.donated and sharing(self.program, leaves, is_sure=is_sure):
             return None
-        return leaves
+        return leaves, held
 
-    def run(self, leaves: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Any], held: Sequence[Any]) -> Any:
         """Run the program, and write its changes into the Variables."""
         check_level(self._changed)
         mesh = self._mesh
         with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
             new, result = self.program.run(leaves)
         collections.deque(map(write_value, self._changed, new), maxlen=0)
-        self._written = [*map(weakref.ref, (*new, *self._kept(leaves)))]
+        self._written = [*map(weakref.ref, (*new, *held[len(new) :]))]
         note_apart(self.program, self._written, new, result, id(self))
         return result
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that picks these positions of a list."""
-    if len(positions) < 2:
-        return lambda values: [values[at] for at in positions]
-    return operator.itemgetter(*positions)
 
 
 _GETTERS = tuple(map(operator.attrgetter, ("aval", "sharding", "committed")))
@@ -218,95 +201,92 @@ def _arrays(leaves: Sequence[Any]) -> list[Any]:
 class _Watch:
     """The structure and the constants of NNX objects, to see whether they change.
 
-    The outermost objects themselves are not kept alive, but what is in them.
+    The outermost objects themselves are not kept alive, but what is in them. The
+    garbage collector lists what all of them refer to in one call, types included.
     """
 
     def __init__(
         self,
         roots: Sequence[Any],
         variables: Sequence[Any],
-        on_death: Callable[[Any], None],
+        forget: Callable[[Any], None],
     ) -> None:
         if not all(map(is_nnx_object, roots)):  # in a tree, or a Variable
             raise Uncomparable
-        self._roots = [weakref.ref(root, on_death) for root in roots]
+        self._roots = [weakref.ref(root, forget) for root in roots]
         self.ids = [*map(id, roots)], set(map(id, variables))
         # Below the roots: objects; the dicts and lists of attributes and entries;
         # constants that can change in place.
         self._objects: list[Any] = []
         self._containers: list[Any] = []
         self._constants: list[Any] = []
-        seen: dict[int, Any] = {}
-        for root in roots:
-            self._look_below(root, seen, roots)
-        in_graph = {at for at, x in seen.items() if isinstance(x, nnx.Variable)}
-        # The garbage collector lists what they hold in one call, types included.
+        in_graph = self._look_below(roots)
         self._held = gc.get_referents(*roots, *self._objects, *self._containers)
         inside = {id(x) for each in self._containers for x in _values(each)}
         if in_graph != self.ids[1] or not inside.issubset(map(id, self._held)):
             raise Uncomparable
         self._keys = [*map(list, self._containers)]
-        self._variables, self._types = variables, [*map(type, variables)]
-        self._read = reader_of(variables)
-        shared: dict[Any, dict[str, Any]] = {}  # as few differ
-        self._metadata = [
-            shared.setdefault((*own, *map(id, own.values())), {**own})
-            for own in self._read()[1]
+        self._described = [*map(contents, self._constants)]
+        self._variables = variables
+        # Of each Variable: value, level of tracing, metadata (a copy) and class.
+        values, *columns = _columns(variables)
+        if [*map(id, values)] != [*map(id, map(read_value, variables))]:
+            raise Uncomparable
+        self._columns = [
+            [{**x} if isinstance(x, dict) else x for x in column] for column in columns
         ]
-        self._described = [*map(_description, self._constants)]
 
     def values(self, roots: Sequence[Any]) -> list[Any] | None:
         """The values of the Variables, if these are the objects, and as they were."""
         if not all(ref() is root for ref, root in zip(self._roots, roots, strict=True)):
             return None
         held = gc.get_referents(*roots, *self._objects, *self._containers)
-        values, metadata = self._read()
+        values, *columns = _columns(self._variables)
         try:
             # By identity, as equal Variables are not the same; then keys, in order.
             is_same = (
                 all(map(operator.is_, held, self._held))
                 and [*map(list, self._containers)] == self._keys
-                and [*map(type, self._variables)] == self._types
-                and metadata == self._metadata
-                and [*map(_description, self._constants)] == self._described
+                and columns == self._columns
+                and [*map(contents, self._constants)] == self._described
             )
         except (TypeError, ValueError):  # not comparable
             return None
         return values if is_same else None
 
-    def _look_below(self, node: Any, seen: dict[int, Any], roots: Any) -> None:
-        """Find the objects, containers and constants that a node refers to."""
-        if type(node) in _ATOMS:
-            return
-        is_root = any(node is root for root in roots)
-        if id(node) in seen:
-            if is_root:
-                raise Uncomparable  # what refers to it would keep it alive
-            return
-        seen[id(node)] = node
-        children: Iterable[Any] = ()
-        if isinstance(node, nnx.Variable):
-            children = read_metadata(node).values()
-        elif isinstance(node, nnx.Pytree):
-            self._objects += [] if is_root else [node]
-            self._containers.append(vars(node))
-            children = [x for key, x in vars(node).items() if not is_bookkeeping(key)]
-        elif isinstance(node, nnx.State) or type(node) in (dict, list):
-            held = node.raw_mapping if isinstance(node, nnx.State) else node
-            self._containers.append(held)
-            children = _values(held)
-        elif isinstance(node, tuple):
-            children = node
-        elif type(node).__hash__ is not object.__hash__:
-            self._constants.append(node)
-        for child in children:
-            self._look_below(child, seen, roots)
+    def _look_below(self, roots: Sequence[Any]) -> set[int]:
+        """Find objects, containers and constants; the ids of the Variables."""
+        nodes, seen, variables = [*roots], set[int](), set[int]()
+        for at, node in enumerate(nodes):  # it grows
+            if id(node) in seen:
+                if any(node is root for root in roots):
+                    raise Uncomparable  # what refers to it would keep it alive
+                continue
+            seen.add(id(node))
+            if isinstance(node, nnx.Variable):
+                variables.add(id(node))
+                nodes += read_metadata(node).values()
+            elif isinstance(node, nnx.Pytree):
+                self._objects += [node] if at >= len(roots) else []
+                self._containers.append(vars(node))
+                nodes += [x for key, x in vars(node).items() if not is_bookkeeping(key)]
+            elif isinstance(node, nnx.State) or type(node) in (dict, list):
+                held = node.raw_mapping if isinstance(node, nnx.State) else node
+                self._containers.append(held)
+                nodes += _values(held)
+            elif isinstance(node, tuple):
+                nodes += node
+            elif type(node).__hash__ not in _UNCHANGING:
+                self._constants.append(node)
+        return variables
+
+
+def _columns(variables: Sequence[Any]) -> list[list[Any]]:
+    """What Variables refer to: a list of their values, and lists of the rest."""
+    held = gc.get_referents(*variables)
+    width = len(held) // (len(variables) or 1)
+    return [held[at::width] for at in range(width)] or [[]]
 
 
 def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, Mapping) else container
-
-
-def _description(constant: Any) -> Any:
-    """What tells whether a constant has changed in place."""
-    return hash(constant) if is_hashable(constant) else contents(constant)

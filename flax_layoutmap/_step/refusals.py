@@ -23,7 +23,7 @@ from flax_layoutmap._tree.flax_internals import (
     named_objects_of,
     nnx_state,
 )
-from flax_layoutmap._tree.watch import Uncomparable, contents
+from flax_layoutmap._tree.graph import Uncomparable, contents
 
 Named = Iterable[tuple[str, Any]]
 

@@ -18,6 +18,7 @@ from flax.nnx import OptState, RngState
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
+from flax_layoutmap._tree.graph import Names, names_of_shared, other_names
 from flax_layoutmap._tree.paths import (
     Flat,
     Role,
@@ -30,7 +31,6 @@ from flax_layoutmap._tree.paths import (
     is_train_state,
     key_of,
 )
-from flax_layoutmap._tree.shared import Names, names_of_shared, other_names
 
 # Metadata of a Variable about its layout.
 _LAYOUT_METADATA = frozenset(("layout", "out_sharding", "sharding_names", "sharding"))

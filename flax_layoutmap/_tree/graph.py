@@ -1,12 +1,19 @@
-"""The structure and the values of NNX objects, and new values for them."""
+"""The structure and the values of NNX objects, shared Variables, and constants."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import io
+import itertools
+import pickle
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+
+from flax_layoutmap._tree.flax_internals import children_of, is_nnx_object
+from flax_layoutmap._tree.paths import Flat, join_keys
 
 # Names the `nnx.update_context` of changes of structure.
 TAG = "flax_layoutmap"
@@ -110,3 +117,125 @@ def with_objects(tree: Any, nodes: Sequence[Any]) -> Any:
         tree,
         is_leaf=lambda node: isinstance(node, ObjectNumber),
     )
+
+
+# ------------------------------------------------------------- shared Variables
+
+# Each path of a shared Variable → all of its paths.
+Names = Mapping[str, tuple[str, ...]]
+
+# Names of one Variable that are looked for.
+_MOST_NAMES = 256
+
+
+def other_names(flat: Flat, names: Names) -> dict[int, tuple[str, ...]]:
+    """The other paths of shared Variables within their sections, by position."""
+    others: dict[int, tuple[str, ...]] = {}
+    for at, path in enumerate(flat.full_paths() if names else ()):
+        if path in names:
+            prefix = flat.section(at).prefix
+            inside = [x for x in names[path] if x.startswith(prefix) and x != path]
+            others[at] = tuple(x.removeprefix(prefix) for x in inside)
+    return others
+
+
+def names_of_shared(tree: Any) -> Names:
+    """The paths of the shared Variables of all NNX objects in a tree."""
+    names: dict[str, tuple[str, ...]] = {}
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx_object)
+    for keys, node in nodes:
+        if is_nnx_object(node):
+            start = "".join(f"{part}/" for part in [join_keys(keys)] if keys)
+            for paths in _paths_of_shared(node):
+                full = tuple(start + path for path in paths)
+                names |= dict.fromkeys(full, full)
+    return names
+
+
+def _paths_of_shared(root: Any) -> Iterator[list[str]]:
+    """The paths of each Variable that an NNX object holds more than once."""
+    edges: dict[int, list[tuple[int, str]]] = {id(root): []}  # node → its parents
+    nodes, is_shared = [root], False
+    for node in nodes:
+        for keys, child in children_of(node):
+            if id(child) in edges:
+                is_shared = True
+            else:
+                edges[id(child)] = []
+                nodes.append(child)
+            edges[id(child)].append((id(node), join_keys(keys)))
+
+    def paths(node: int, below: frozenset[int] = frozenset()) -> Iterator[str]:
+        for parent, name in edges[node]:
+            if parent == id(root):
+                yield name
+            elif parent not in below:  # an object may hold one that holds it
+                yield from (f"{p}/{name}" for p in paths(parent, below | {node}))
+
+    for node in nodes if is_shared else ():
+        # No rule is for random state, which every layer may share.
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState):
+            some = [*itertools.islice(paths(id(node)), _MOST_NAMES)]
+            if len(some) > 1:
+                yield some
+
+
+# ------------------------------------------------------------------- constants
+
+_BY_IDENTITY = (jax.Array, nnx.Pytree, nnx.Variable)
+
+
+class Uncomparable(TypeError):
+    """What cannot be compared: a constant, in `args`, or a call as a whole."""
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether a value has a usable hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def contents(value: Any) -> Any:
+    """A hashable description of a value: equal for values that hold the same.
+
+    Parts are compared by `==`, hash and type; JAX arrays and NNX objects by identity;
+    what cannot be hashed by the parts that `pickle` finds, or it raises Uncomparable.
+    """
+    text = io.BytesIO()
+    reader = _Reader(text, protocol=4)
+    try:
+        reader.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise Uncomparable(reader.last) from error
+    return text.getvalue(), tuple(reader.parts)
+
+
+class _Reader(pickle.Pickler):
+    """Writes the structure of a value; its hashable parts are collected in `parts`."""
+
+    last: Any = None
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.parts: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if isinstance(value, _BY_IDENTITY):
+            # Equal to another method of the very same object, which it keeps alive.
+            self.parts.append(types.MethodType(id, value))
+        elif type(value) is not tuple and is_hashable(value):
+            self.parts.append((type(value), value, hash(value)))
+        else:
+            self.last = value
+            return None
+        return len(self.parts)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, jax.tree_util.PyTreeDef):
+            return list, ((value.node_data(), value.children()),)
+        if isinstance(value, types.MappingProxyType):
+            return dict, (dict(value),)
+        return NotImplemented

@@ -31,6 +31,7 @@ from flax_layoutmap._tree.flax_internals import (
     variables_of,
     was_made_here,
 )
+from flax_layoutmap._tree.graph import Names, names_of_shared
 from flax_layoutmap._tree.objects import (
     adopt,
     arrays_as_data,
@@ -41,7 +42,6 @@ from flax_layoutmap._tree.objects import (
     refuse_traced,
     unfit,
 )
-from flax_layoutmap._tree.shared import Names, names_of_shared
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
