@@ -20,12 +20,11 @@ def bare(mesh: flm.DeviceMesh) -> Any:
 
 
 def grid(kind: Any = "auto") -> flm.DeviceMesh:
-    """The usual mesh of eight devices, with axes of a type; "mixed" has both."""
-    types = ("explicit", "auto") if kind == "mixed" else kind
-    return flm.DeviceMesh((2, 4), ("data", "model"), axis_types=types)
+    """The usual mesh of eight devices, with axes of a type."""
+    return flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kind)
 
 
-KINDS = ("auto", "explicit", "mixed")
+KINDS = ("auto", "explicit")
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
@@ -50,7 +49,6 @@ def divisible(
 
 
 def dim_axes(dim: Dim) -> tuple[str, ...]:
-    """The mesh axes of one dim, as a tuple."""
     if dim is None or dim is ...:
         return ()
     return (dim,) if isinstance(dim, str) else dim
@@ -119,26 +117,10 @@ def not_a_layout(value: Any) -> str:
 Shape = tuple[int, ...]
 
 
-def whole(value: Any) -> int | None:
-    """The whole number that this is, or None.
-
-    >>> whole(3), whole(3.0), whole("3")
-    (3, None, None)
-    """
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
 def shard_offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
     """The position in each dim of the shard at each place of a mesh, row-major.
 
-    `dims` has, per dim of the array, the positions of the mesh axes that shard it; the
-    first of them varies slowest.
-
-    >>> shard_offsets((3, 2), [(0,), ()]).tolist()
-    [[0, 0], [0, 0], [1, 0], [1, 0], [2, 0], [2, 0]]
+    `dims` has, per dim of the array, the positions of the mesh axes that shard it.
     """
     coords = np.indices(shape).reshape(len(shape), math.prod(shape))
     offsets = np.zeros((math.prod(shape), len(dims)), np.int64)
@@ -157,9 +139,8 @@ class Placement:
 
     def shard(self, shape: Shape) -> np.ndarray:
         """The shard shape of an array of this shape."""
-        parts = [
-            math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dims
-        ]
+        sizes = np.array(self.mesh_shape, np.int64)
+        parts = [sizes[[*axes]].prod() for axes in self.dims]
         return np.array(shape, np.int64) // np.array(parts, np.int64)
 
 
@@ -171,13 +152,8 @@ def received(
 ) -> np.ndarray:
     """How many elements each device receives when the layout changes.
 
-    Every device keeps what its old and its new shard have in common. `same` has, per
-    device of the new mesh, its number in the old mesh, or -1; None: equal numbers are
-    the same device.
-
-    >>> rows, columns = Placement((2,), ((0,), ())), Placement((2,), ((), (0,)))
-    >>> received((4, 4), rows, columns).tolist()
-    [4, 4]
+    `same` has, per device of the new mesh, its number in the old mesh, or -1; None:
+    equal numbers are the same device.
     """
     old, new = before.shard(shape), after.shard(shape)
     held = shard_offsets(before.mesh_shape, before.dims) * old

@@ -23,15 +23,10 @@ _XLA = "use_xla_spmd"
 # ---------------------------------------------------------------------- words
 
 
-def dim_of(word: str, strict: bool = False) -> None | str | tuple[str, ...]:
+def dim_of(word: str) -> None | str | tuple[str, ...]:
     """The dim that a word stands for."""
     if word == UNSHARDED:
         return None
-    if strict and "+" in word:
-        raise LayoutError(
-            f"the dim {word!r} is on several mesh axes, which DTensor cannot read; "
-            "leave out strict=True"
-        )
     return tuple(word.split("+")) if "+" in word else word
 
 

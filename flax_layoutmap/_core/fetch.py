@@ -106,7 +106,6 @@ def known_layout(x: Any) -> TensorLayout | None:
     """
     if is_traced(x):
         sharding = jax.typeof(x).sharding
-        # On a mesh of both types, JAX shows the Explicit axes only.
         if {*sharding.mesh.axis_types} != {AxisType.Explicit}:
             return None
     else:

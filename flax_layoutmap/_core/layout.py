@@ -1,5 +1,6 @@
 """TensorLayout: how the dims of an array are sharded over the axes of a mesh."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +20,13 @@ from flax_layoutmap._core.axes import (
     read_dims,
     shard_offsets,
     spec_entries,
-    whole,
 )
 from flax_layoutmap._core.dtensor_format import MATCH, UNSHARDED
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same_grid
 
 
+@dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
 class TensorLayout:
     """How the dims of an array are sharded over the axes of a mesh.
 
@@ -54,7 +55,6 @@ class TensorLayout:
     """
 
     __module__ = "flax_layoutmap"
-    __slots__ = ("axes", "device_mesh", "memory_kind", "_hash")
     UNSHARDED = UNSHARDED
     MATCH = MATCH
     axes: tuple[Dim, ...]
@@ -92,14 +92,6 @@ class TensorLayout:
         else:
             raise RuleError(not_a_layout(axes))
         self._fill(dims, on, memory_kind)
-        self._check_axes()
-
-    def _fill(
-        self, axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
-    ) -> None:
-        values = (axes, mesh, memory_kind)
-        for name, value in zip(self.__slots__, (*values, hash(values)), strict=True):
-            object.__setattr__(self, name, value)
 
     @classmethod
     def _exactly(
@@ -109,13 +101,16 @@ class TensorLayout:
         memory_kind: str | None = None,
     ) -> Self:
         """A layout of exactly these dims; none of them is rank 0, not any rank."""
-        if axes:
-            return cls(axes, mesh, memory_kind=memory_kind)
         layout = object.__new__(cls)
-        layout._fill((), mesh, memory_kind)
+        layout._fill(axes, mesh, memory_kind)
         return layout
 
-    def _check_axes(self) -> None:
+    def _fill(
+        self, axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
+    ) -> None:
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "device_mesh", mesh)
+        object.__setattr__(self, "memory_kind", memory_kind)
         names = self.axis_names
         for position, name in enumerate(names):
             if name in names[:position]:
@@ -123,7 +118,6 @@ class TensorLayout:
                     f"the layout {self} uses the mesh axis {name!r} twice; each axis "
                     "may shard one dim only"
                 )
-            mesh = self.device_mesh
             if mesh is not None and name not in mesh.axis_names:
                 raise RuleError(
                     f"the layout {self} names the axis {name!r}, but the mesh "
@@ -290,8 +284,7 @@ class TensorLayout:
         grid, offset = self.shape, tuple(offset_tuple)
         try:
             # NumPy has no index into an array of rank 0.
-            indices = tuple(map(operator.index, offset))
-            return int(np.ravel_multi_index((0, *indices), (1, *grid)))
+            return int(np.ravel_multi_index((0, *offset), (1, *grid)))
         except (TypeError, ValueError) as error:
             raise LayoutError(
                 f"the layout {self} has {grid} shards along its dims, so none at "
@@ -320,10 +313,9 @@ class TensorLayout:
     @classmethod
     def replicated(cls, mesh: Any, rank: int) -> Self:
         """Make a replicated layout of this rank."""
-        count = whole(rank)
-        if count is None or count < 0:
+        if not isinstance(rank, int | np.integer) or rank < 0:
             raise LayoutError(f"the rank must be 0 or more, got {rank!r}")
-        return cls._exactly((None,) * count, as_mesh(mesh))
+        return cls._exactly((None,) * int(rank), as_mesh(mesh))
 
     @classmethod
     def batch_sharded(
@@ -354,20 +346,14 @@ class TensorLayout:
         return dtensor_format.layout_proto(self.sharding_specs, self.mesh_proto())
 
     @classmethod
-    def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
+    def from_proto(cls, proto: Any) -> Self:
         """Read a `LayoutProto`, from here or TensorFlow, or its bytes.
 
         The mesh has devices if all of them are listed and here; its axes are Auto.
-        With `strict`, a dim `x+y` is an error, as it is for DTensor.
         """
-        return cls._from_proto(dtensor_format.read_layout_proto(proto), strict)
-
-    @classmethod
-    def _from_proto(cls, proto: Any, strict: bool) -> Self:
-        words, mesh = dtensor_format.words_in(proto), mesh_from_proto(proto.mesh_config)
-        return cls._exactly(
-            tuple(dtensor_format.dim_of(word, strict) for word in words), mesh
-        )
+        proto = dtensor_format.read_layout_proto(proto)
+        dims = tuple(map(dtensor_format.dim_of, dtensor_format.words_in(proto)))
+        return cls._exactly(dims, mesh_from_proto(proto.mesh_config))
 
     def mesh_proto(self) -> Any:
         """Return the mesh as a `MeshProto`."""
@@ -378,18 +364,18 @@ class TensorLayout:
         return self.as_proto().SerializeToString(deterministic=True)
 
     @classmethod
-    def from_str(cls, proto_str: bytes, *, strict: bool = False) -> Self:
+    def from_str(cls, proto_str: bytes) -> Self:
         """Read the bytes of `serialized_string`, from here or TensorFlow."""
-        return cls.from_proto(proto_str, strict=strict)
+        return cls.from_proto(proto_str)
 
     def to_string(self) -> str:
         """Return the text of DTensor's `Layout.to_string`; see `as_proto`."""
         return dtensor_format.layout_text(self.as_proto())
 
     @classmethod
-    def from_string(cls, text: str, *, strict: bool = False) -> Self:
+    def from_string(cls, text: str) -> Self:
         """Read the text of `to_string`, from here or TensorFlow; see `from_proto`."""
-        return cls._from_proto(dtensor_format.read_layout_text(text), strict)
+        return cls.from_proto(dtensor_format.read_layout_text(text))
 
     def _every_dim(self) -> tuple[Dim, ...]:
         if ... in self.axes:
@@ -404,28 +390,15 @@ class TensorLayout:
 
     def _position(self, dim: Any) -> int:
         """The dim counted from 0, of one that may be counted from the end."""
-        rank, number = len(self._every_dim()), whole(dim)
-        if number is None or not -rank <= number < rank:
+        rank = len(self._every_dim())
+        try:
+            return range(rank)[dim]
+        except (IndexError, TypeError) as error:
             among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
-            raise LayoutError(f"the layout {self} has {among}, got dim {dim!r}")
-        return number % rank
+            text = f"the layout {self} has {among}, got dim {dim!r}"
+            raise LayoutError(text) from error
 
     # ------------------------------------------------------------ Python's protocols
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"TensorLayout is immutable: cannot set {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, TensorLayout)
-            and self._hash == other._hash
-            and self.axes == other.axes
-            and self.device_mesh == other.device_mesh
-            and self.memory_kind == other.memory_kind
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __str__(self) -> str:
         text = "replicated" if self.axes == (...,) else self._axes_text()
@@ -442,9 +415,6 @@ class TensorLayout:
         mesh = "" if self.device_mesh is None else f", {self.device_mesh!r}"
         kind = "" if self.memory_kind is None else f", memory_kind={self.memory_kind!r}"
         return f"TensorLayout({axes}{mesh}{kind})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorLayout._exactly, (self.axes, self.device_mesh, self.memory_kind)
 
 
 def _parts(dims: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Iterator[int]:

@@ -1,7 +1,8 @@
 """DeviceMesh: a named grid of devices, with or without the devices."""
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core import dtensor_format
-from flax_layoutmap._core.axes import whole
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._core.mesh_shape import (
     Shape,
@@ -24,13 +24,15 @@ from flax_layoutmap._core.mesh_shape import (
 )
 
 
+@dataclasses.dataclass(
+    frozen=True, slots=True, weakref_slot=True, init=False, repr=False
+)
 class DeviceMesh:
     """A named grid of devices.
 
-    Keras's `DeviceMesh`, also from one line, a dict or an existing mesh. Values are
-    immutable, hashable, and equal when shape, axis names, axis types and devices are.
-    The members of DTensor's `Mesh` number the devices by their place in the mesh,
-    row-major, which need not be `jax.Device.id`.
+    Keras's `DeviceMesh`, also from one line, a dict or an existing mesh. Immutable,
+    hashable, and equal when shape, axis names, axis types and devices are. The members
+    of DTensor's `Mesh` number the devices by their place in the mesh, row-major.
 
     Args:
         shape: sizes of the axes, of which one may be -1, `(2, 4)`; or one line,
@@ -39,8 +41,8 @@ class DeviceMesh:
         axis_names: one name per axis, unless `shape` has the names.
         devices: the devices in the order of the grid (row-major), or their names,
             `"cpu:0"`; None takes all of all processes, in the order of `jax.make_mesh`.
-        axis_types: `"auto"` (the compiler decides what no layout sets), `"explicit"`,
-            or one of these (or a `jax.sharding.AxisType`) per axis.
+        axis_types: `"auto"` (the compiler decides what no layout sets) or `"explicit"`,
+            or the `jax.sharding.AxisType`; one type for all axes.
         allow_split_physical_axes: allow a mesh axis to use part of a physical TPU axis
             (`jax.experimental.mesh_utils`); not for explicit `devices`.
 
@@ -53,7 +55,6 @@ class DeviceMesh:
     """
 
     __module__ = "flax_layoutmap"
-    __slots__ = ("_mesh", "__weakref__")
     _mesh: Mesh | AbstractMesh
 
     def __init__(
@@ -72,6 +73,11 @@ class DeviceMesh:
                     "axis_names, devices and axis_types"
                 )
             mesh = shape._mesh if isinstance(shape, DeviceMesh) else shape
+            if {AxisType.Auto, AxisType.Explicit} <= {*mesh.axis_types}:
+                raise MeshError(
+                    f"the mesh has Auto and Explicit axes, {mesh}; make it with axes "
+                    "of one type"
+                )
         else:
             chosen = jax.devices() if devices is None else _checked_devices(devices)
             sizes, names = grid_shape(shape, axis_names, len(chosen))
@@ -140,8 +146,6 @@ class DeviceMesh:
         cls,
         devices: Sequence[Any],
         dims: Sequence[tuple[str, int]] | Mapping[str, int],
-        *,
-        axis_types: Any = "auto",
     ) -> "DeviceMesh":
         """Make a mesh with the arguments of DTensor's `Mesh`.
 
@@ -149,7 +153,6 @@ class DeviceMesh:
             devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
                 some do not exist here, the mesh is abstract, with a LayoutWarning.
             dims: name and size of each axis; one size may be -1.
-            axis_types: as for `DeviceMesh`.
 
         Example:
             >>> import flax_layoutmap as flm
@@ -157,7 +160,7 @@ class DeviceMesh:
             >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
             DeviceMesh('x=3,y=2')
         """
-        mesh = _of_devices(devices, dims, axis_types)
+        mesh = _of_devices(devices, dims)
         if mesh.is_abstract:
             listed = ", ".join(map(str, devices))
             warn(
@@ -253,13 +256,13 @@ class DeviceMesh:
 
     def coords(self, device_id: int) -> tuple[int, ...]:
         """Return the coordinates of the device with this place in the mesh, from 0."""
-        place = whole(device_id)
-        if place is None or not 0 <= place < self.size:
+        try:
+            return tuple(map(int, np.unravel_index(device_id, self.shape)))
+        except (TypeError, ValueError) as error:
             raise MeshError(
                 f"the mesh {str(self)!r} has the device ids 0 to {self.size - 1}, got "
                 f"{device_id!r}"
-            )
-        return tuple(map(int, np.unravel_index(place, self.shape)))
+            ) from error
 
     def unravel_index(self) -> dict[int, dict[str, int]]:
         """Return device id → axis name → position along that axis."""
@@ -308,33 +311,24 @@ class DeviceMesh:
         )
 
     @classmethod
-    def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
+    def from_proto(cls, proto: Any) -> "DeviceMesh":
         """Read a `MeshProto`, from here or TensorFlow, or its bytes.
 
         The mesh has devices if the message lists all of them and they exist here, else
-        it is abstract.
+        it is abstract. Its axes are Auto.
         """
-        return mesh_from_proto(dtensor_format.read_mesh_proto(proto), axis_types)
+        return mesh_from_proto(dtensor_format.read_mesh_proto(proto))
 
     def to_string(self) -> str:
         """Return the text of DTensor's `Mesh.to_string`; see `as_proto`."""
         return dtensor_format.mesh_text(self.as_proto())
 
     @classmethod
-    def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
+    def from_string(cls, text: str) -> "DeviceMesh":
         """Read the text of `to_string`, or of TensorFlow's; see `from_proto`."""
-        return mesh_from_proto(dtensor_format.read_mesh_text(text), axis_types)
+        return mesh_from_proto(dtensor_format.read_mesh_text(text))
 
     # ------------------------------------------------------------ Python's protocols
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"DeviceMesh is immutable: cannot set {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceMesh) and self._mesh == other._mesh
-
-    def __hash__(self) -> int:
-        return hash(self._mesh)
 
     def __str__(self) -> str:
         sizes = self.axis_sizes.items()
@@ -342,16 +336,15 @@ class DeviceMesh:
 
     def __repr__(self) -> str:
         notes = ["abstract"] if self.is_abstract else []
-        if any(kind is not AxisType.Auto for kind in self.axis_types):
-            kinds = "/".join(kind.name.lower() for kind in self.axis_types)
-            notes.append(f"axis_types={kinds}")
+        kinds = dict.fromkeys(kind.name.lower() for kind in self.axis_types)
+        if [*kinds] != ["auto"]:
+            notes.append(f"axis_types={'/'.join(kinds)}")
         return f"DeviceMesh({', '.join([repr(str(self)), *notes])})"
 
     def __copy__(self) -> "DeviceMesh":
         return self
 
     def __deepcopy__(self, memo: Any) -> "DeviceMesh":
-        # Immutable; so that settings that hold a LayoutMap can be copied.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -388,8 +381,7 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
     """The same devices and axis names with all axes of one type."""
     if all(axis_type is kind for axis_type in mesh.axis_types):
         return mesh
-    types = (kind,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, (kind,) * len(mesh.axis_names))
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
@@ -409,29 +401,31 @@ def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(auto, PartitionSpec(*spec))
 
 
-def mesh_from_proto(proto: Any, axis_types: Any = "auto") -> DeviceMesh:
+def mesh_from_proto(proto: Any) -> DeviceMesh:
     """A mesh with devices if all are listed and present, else an abstract one."""
     dims = [(dim.name, dim.size) for dim in proto.mesh_dimensions]
     local = dict(zip(proto.local_device_ids, proto.local_devices, strict=True))
     devices = proto.global_devices or [local.get(n) for n in proto.global_device_ids]
     if not all(devices):
-        names, sizes = zip(*dims, strict=True) if dims else ((), ())
-        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
-    return _of_devices(devices, dims, axis_types)
+        return DeviceMesh.abstract(*_sizes_names(dims))
+    return _of_devices(devices, dims)
 
 
 def _of_devices(
-    devices: Sequence[Any],
-    dims: Sequence[tuple[str, int]] | Mapping[str, int],
-    axis_types: Any,
+    devices: Sequence[Any], dims: Sequence[tuple[str, int]] | Mapping[str, int]
 ) -> DeviceMesh:
     """A mesh of devices by name; an abstract one if some of them do not exist here."""
-    pairs = list(dims.items() if isinstance(dims, Mapping) else dims)
     here = devices_here(devices)
-    sizes, names = grid_shape([n for _, n in pairs], [n for n, _ in pairs], len(here))
+    pairs = dims.items() if isinstance(dims, Mapping) else dims
+    sizes, names = grid_shape(*_sizes_names(pairs), len(here))
     if None in here:
-        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
-    return DeviceMesh(sizes, names, here, axis_types=axis_types)
+        return DeviceMesh.abstract(sizes, names)
+    return DeviceMesh(sizes, names, here)
+
+
+def _sizes_names(pairs: Iterable[tuple[str, int]]) -> tuple[list[int], list[str]]:
+    pairs = list(pairs)
+    return [size for _, size in pairs], [name for name, _ in pairs]
 
 
 def _rebuild(

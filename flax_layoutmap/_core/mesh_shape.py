@@ -106,18 +106,14 @@ def _line(sizes: Sequence[int], names: Sequence[str]) -> str:
 
 
 def axis_types_of(kinds: Any, count: int) -> tuple[AxisType, ...]:
-    is_list = isinstance(kinds, Sequence) and not isinstance(kinds, str)
-    given: tuple[Any, ...] = tuple(kinds) if is_list else (kinds,) * count
-    if len(given) != count:
-        raise MeshError(f"{len(given)} axis types for {count} axes: {given}")
-    types: list[Any] = [_AXIS_TYPES.get(kind, kind) for kind in given]
-    for kind in types:
-        if kind not in _AXIS_TYPES.values():
-            raise MeshError(
-                'an axis type must be "auto" or "explicit" (or '
-                f"jax.sharding.AxisType.Auto or .Explicit), got {kind!r}"
-            )
-    return tuple(types)
+    given = {*kinds} if isinstance(kinds, list | tuple) else {kinds}
+    types: set[Any] = {_AXIS_TYPES.get(kind, kind) for kind in given}
+    if len(types) != 1 or not types <= {*_AXIS_TYPES.values()}:
+        raise MeshError(
+            'axis_types must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
+            f".Explicit), one type for all axes, got {kinds!r}"
+        )
+    return (types.pop(),) * count
 
 
 def one_slice_grid(

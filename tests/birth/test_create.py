@@ -216,7 +216,6 @@ def nothing(_: Any) -> Iterator[None]:
         ("auto", jax.set_mesh),
         ("explicit", nothing),
         ("explicit", jax.set_mesh),
-        ("mixed", jax.set_mesh),
     ],
 )
 def test_inside_and_outside_of_contexts(kind: str, around: Any) -> None:

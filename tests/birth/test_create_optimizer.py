@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "auto") for name in OPTIMIZERS), ("adam", "explicit"), ("adam", "mixed")],
+    [*((name, "auto") for name in OPTIMIZERS), ("adam", "explicit")],
 )
 def test_state_is_that_of_the_eager_optimizer_and_its_own(name: str, kind: str) -> None:
     """In structure and values; moments lie as their parameters; both can be donated."""

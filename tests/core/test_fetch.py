@@ -68,11 +68,9 @@ def test_explicit_axes_inside_jit() -> None:
     assert seen[0].equivalent(layout, 2) and seen[0].device_mesh.is_abstract
 
 
-@pytest.mark.parametrize("kinds", ["auto", ("explicit", "auto")], ids=str)
 @pytest.mark.parametrize("look", [flm.dtensor.fetch_layout, flm.dtensor.is_distributed])
-def test_never_a_false_replicated(kinds: Any, look: Any) -> None:
-    """JAX's own type of such a value says that nothing is sharded, or only a part."""
-    mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kinds)
+def test_never_a_false_replicated(mesh: flm.DeviceMesh, look: Any) -> None:
+    """JAX's own type of such a value says that nothing is sharded."""
     x = flm.relayout(X, flm.TensorLayout((None, "model"), mesh))
     for way in (jax.jit, jax.vmap, lambda f: jax.jit(jax.grad(f))):
         with pytest.raises(flm.LayoutError, match="Auto axes"):

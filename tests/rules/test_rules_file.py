@@ -82,7 +82,6 @@ def test_what_is_written(tmp_path: Path) -> None:
     [
         None,
         flm.DeviceMesh.abstract("x=3", axis_types="explicit"),
-        flm.DeviceMesh.abstract((2, 2), ("a", "b"), axis_types=("auto", "explicit")),
         flm.DeviceMesh.abstract((2, 2), ("a=1", "b,c")),
         flm.DeviceMesh.abstract((2,), (" a ",)),
     ],

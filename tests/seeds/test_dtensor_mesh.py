@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
 
@@ -193,14 +192,10 @@ def test_the_constructor_keeps_the_order() -> None:
     assert [name[-5:] for name in mesh.local_devices()] == ["CPU:5", "CPU:2"]
 
 
-def test_axis_types_are_given_anew() -> None:
-    mesh = flm.DeviceMesh.from_dtensor(CPUS, [("x", 8)], axis_types="explicit")
-    assert mesh.axis_types == (AxisType.Explicit,)
-    again = flm.DeviceMesh.from_string(mesh.to_string(), axis_types="explicit")
-    assert again == mesh != flm.DeviceMesh.from_string(mesh.to_string())
-    assert flm.DeviceMesh.from_proto(mesh.as_proto(), axis_types="explicit") == mesh
-    planned = flm.DeviceMesh.from_string("|x=2|0,1||", axis_types="explicit")
-    assert planned == flm.DeviceMesh.abstract("x=2", axis_types="explicit")
+def test_axes_that_are_read_are_auto() -> None:
+    mesh = flm.DeviceMesh("x=8", axis_types="explicit")
+    again = flm.DeviceMesh.from_string(mesh.to_string())
+    assert again == flm.DeviceMesh("x=8") == flm.DeviceMesh.from_proto(mesh.as_proto())
 
 
 @pytest.mark.parametrize(

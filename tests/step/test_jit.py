@@ -86,7 +86,7 @@ def refuses(error: type[Exception], text: str) -> Iterator[None]:
 # ------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_drifts(kind: str) -> None:
     """Values are compared in `test_explicit.py` and `test_jit_machine.py`."""
     mesh = grid(kind)
