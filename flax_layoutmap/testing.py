@@ -14,9 +14,8 @@ from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
 from flax_layoutmap._rules.files import write_whole
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.diff import difference
-from flax_layoutmap._show.fold import fold
-from flax_layoutmap._show.snapshot import golden_text, snapshot_of
+from flax_layoutmap._show.diff import difference, golden_text, snapshot_of
+from flax_layoutmap._show.table import fold
 
 __all__ = ("assert_covers", "assert_golden", "write_golden")
 

@@ -32,7 +32,7 @@ from flax_layoutmap._core.mesh import retyped, spread
 from flax_layoutmap._core.processes import digest_of_value
 from flax_layoutmap._place.place import is_eager, put
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.trace import Traced
 

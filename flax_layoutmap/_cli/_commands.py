@@ -49,16 +49,14 @@ def lint(args: Namespace) -> bool:
 
 def explain(args: Namespace) -> None:
     """Explains why a leaf got its layout, or none."""
-    from flax_layoutmap._show.fold import fold
+    from flax_layoutmap._show.table import fold
 
     resolution = _sources.resolution_of(args)
     paths = _paths(resolution, args.path)
     # Leaves that differ in the numbers of their paths alone are explained once.
     texts = [resolution.explain(path).replace(visible(path), "\0") for path in paths]
     for row in fold(paths, texts):
-        count = len(row.members)
-        name = visible(row.text) + (f" ×{count}" if count > 1 else "")
-        print(texts[row.members[0]].replace("\0", name))
+        print(texts[row.members[0]].replace("\0", visible(row.cell)))
 
 
 def _paths(resolution: "flm.Resolution", text: str) -> list[str]:

@@ -22,7 +22,7 @@ from flax_layoutmap._lint.matches import DECIDED, Model
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.records import closest_rule
-from flax_layoutmap._show.remarks import LARGE_SHARE, is_large
+from flax_layoutmap._show.report import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
 

@@ -22,7 +22,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.matching import Matcher, MatchMode, Rule
 from flax_layoutmap._rules.records import Decision, leaf_bytes
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.remarks import nearest
+from flax_layoutmap._show.report import nearest
 
 DECIDED = ("rule", "exact key")  # the reasons of leaves that a rule decides
 
@@ -69,20 +69,23 @@ class Model:
         """The leaves of some decisions; those that differ in numbers alone together."""
         alike: dict[Any, Group] = {}
         resolution = self.resolution
-        total, columns = resolution.total_bytes or 1, resolution.columns(wanted)
-        for path, shape, dtype, row, its_role in zip(*columns, strict=True):
-            if role not in (None, its_role):
+        total = resolution.total_bytes or 1
+        for at in resolution.positions(wanted):
+            if role not in (None, resolution._roles[at]):
                 continue
+            path, shape = resolution.paths[at], resolution.shapes[at]
+            row, size = resolution._rows[at], leaf_bytes(shape, resolution.dtypes[at])
             why = row.reason, row.rule, row.fallback, row.problem, row.owner
             key = why, row.dims, shape, NUMBER.sub("0", path)
             if key not in alike:
                 section = "optimizer" if row.reason == "optimizer rule" else "rules"
-                at = row.rule
-                rule = None if at is None else nth(resolution.rules, at, section)
+                rule = None
+                if row.rule is not None:
+                    rule = nth(resolution.rules, row.rule, section)
                 alike[key] = Group(row, path, shape, rule)
             group = alike[key]
             group.leaves += 1
-            group.bytes += leaf_bytes(shape, dtype)
+            group.bytes += size
             group.share = group.bytes / total
         return list(alike.values())
 

@@ -27,7 +27,7 @@ from flax_layoutmap._place.slices import in_slices
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 
 

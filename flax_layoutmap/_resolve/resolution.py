@@ -22,14 +22,16 @@ from flax_layoutmap._resolve.decide import decide
 from flax_layoutmap._resolve.match import Matches
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
 from flax_layoutmap._rules.rules import RuleSet, announce
-from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff, difference, rule_lines
-from flax_layoutmap._show.fold import fold
+from flax_layoutmap._show.diff import (
+    ResolutionDiff,
+    difference,
+    rule_lines,
+    snapshot_of,
+)
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap._show.snapshot import snapshot_of
-from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import Shown, show
+from flax_layoutmap._show.table import fold, human_bytes
+from flax_layoutmap._show.terminal import Shown, plain, show
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -186,7 +188,7 @@ class Resolution(ResolvedTable, Shown):
         return tuple(
             path
             for path, row in zip(self.paths, self._rows, strict=True)
-            if row.reason in _remarks.UNMATCHED
+            if row.reason in _report.UNMATCHED
         )
 
     @property
@@ -195,7 +197,7 @@ class Resolution(ResolvedTable, Shown):
         return tuple(
             self.leaf(at)
             for at, row in enumerate(self._rows)
-            if row.fallback and row.reason not in _remarks.UNMATCHED
+            if row.fallback and row.reason not in _report.UNMATCHED
         )
 
     @property
@@ -232,7 +234,7 @@ class Resolution(ResolvedTable, Shown):
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        return _remarks.explain(self.leaf(at), self._rows[at], self.rules)
+        return _report.explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
 
@@ -243,20 +245,21 @@ class Resolution(ResolvedTable, Shown):
         fold: bool = True,
         width: int | None = None,
     ) -> str:
-        """Return the table: path, shape, dtype, spec, rule, shard, bytes, and totals.
+        """Return the table: path, array, spec, rule, bytes, and totals.
 
         Args:
             format: `"text"`, `"markdown"`, or `"json"` (schema 1).
             fold: whether leaves whose paths differ only in indices share a row,
                 `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
-            width: most characters in a line of text; where the full table is wider, a
-                narrow one has the rules as numbers. None for the full one.
+            width: most characters in a line of text; None for any number.
 
         Raises:
             LayoutError: there is no such format.
         """
-        if format == "text" or format == "markdown":
-            return _report.report(self, format, folded=fold, width=width)
+        if format == "text":
+            return plain(self._lines(width, fold=fold))
+        if format == "markdown":
+            return _report.markdown(self, folded=fold)
         return super().report(format)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
@@ -290,21 +293,18 @@ class Resolution(ResolvedTable, Shown):
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Print the report as wide as the terminal, with a colour per mesh axis.
 
-        To a pipe or a file it prints `report()`: without colours, and full or as wide
-        as the environment variable COLUMNS says. `rich.print(resolution)` is the same.
+        To a pipe or a file it prints `report()`: without colours, and as wide as the
+        environment variable COLUMNS says, if it is set. `rich.print(resolution)` is
+        the same.
 
         Args:
             file: where to; None for standard output, and then only process 0 prints.
             fold: as for `report`.
         """
-        show(
-            functools.partial(self._lines, fold=fold),
-            lambda width: self.report(fold=fold, width=width),
-            file,
-        )
+        show(functools.partial(self._lines, fold=fold), file)
 
     def _lines(self, width: int | None, *, fold: bool = True) -> "Iterator[Text]":
-        return _report.coloured_report(self, width, folded=fold)
+        return _report.report_lines(self, width, folded=fold)
 
     def remarks(self, *, fold: bool = False) -> list[str]:
         """Return unused rules, unmatched leaves and fallbacks, one line each.
@@ -312,7 +312,7 @@ class Resolution(ResolvedTable, Shown):
         Args:
             fold: whether leaves that are alike share a line, as in `report`.
         """
-        return _remarks.remarks(self, folded=fold)
+        return _report.remarks(self, folded=fold)
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain JSON values, schema 1."""
@@ -328,7 +328,7 @@ class Resolution(ResolvedTable, Shown):
         """
         if self.rules.strict is False or self._announced:
             return
-        announce(self.rules, _remarks.warnings(self, besides))
+        announce(self.rules, _report.warnings(self, besides))
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:

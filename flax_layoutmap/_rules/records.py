@@ -5,7 +5,7 @@ import difflib
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
@@ -91,16 +91,6 @@ class ResolvedLeaf:
     owner: str | None = None
     note: str | None = None
     others: tuple[str, ...] = ()
-
-
-class Columns(NamedTuple):
-    """The columns of a table of leaves."""
-
-    paths: Sequence[str]
-    shapes: Sequence[Shape]
-    dtypes: Sequence[Any]
-    rows: Sequence[Decision]
-    roles: Sequence[Role]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,19 +4,21 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from flax_layoutmap._core.axes import received
+from flax_layoutmap._core.axes import Placement, dim_axes, normal_spec, received
+from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.files import mesh_from_json, readable_json, rules_from_json
+from flax_layoutmap._rules.records import show_spec
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
-from flax_layoutmap._show.fold import fold, natural_key
-from flax_layoutmap._show.report import ROLES
-from flax_layoutmap._show.snapshot import Record, Snapshot
-from flax_layoutmap._show.table import Grid, fitted, human_bytes, path_cell
+from flax_layoutmap._show.report import ROLES, array_text
+from flax_layoutmap._show.table import Grid, fitted, fold, human_bytes, natural_key
 from flax_layoutmap._show.terminal import Shown, coloured_grid, coloured_lines, wrapped
 
 if TYPE_CHECKING:
@@ -50,12 +52,6 @@ class LeafChange:
     text: str
     received_bytes: int | None = 0
     all_received_bytes: int | None = 0
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        """Bytes per device before and after; once where they are the same."""
-        leaves = (leaf for leaf in (self.before, self.after) if leaf is not None)
-        return tuple(dict.fromkeys(leaf["bytes_per_device"] for leaf in leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,20 +144,16 @@ def _growth(before: int, after: int) -> str:
 
 def _grid(changes: Sequence[LeafChange], width: int | None) -> Grid:
     """A row for each leaf that changed, or for those of which the row says the same."""
-    keys = [(row.change, row.text, row._sizes, row.received_bytes) for row in changes]
-    folds = fold([row.path for row in changes], keys)
+    keys = [(leaf.change, leaf.text, leaf.received_bytes) for leaf in changes]
+    folds = fold([leaf.path for leaf in changes], keys)
     rows = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
     columns = {
         "": [_SIGNS[leaf.change] for leaf, _ in rows],
-        "path": list(map(path_cell, folds)),
+        "path": [fold.cell for fold in folds],
         "change": [leaf.text for leaf, _ in rows],
-        "bytes/device": [
-            " → ".join(human_bytes(count * size) for size in leaf._sizes)
-            for leaf, count in rows
-        ],
         "to send": [_to_send(leaf, count) for leaf, count in rows],
     }
-    return fitted(columns, [leaf.change for leaf, _ in rows], width, "bytes/device")
+    return fitted(columns, [leaf.change for leaf, _ in rows], width)
 
 
 def _to_send(leaf: LeafChange, count: int) -> str:
@@ -169,6 +161,96 @@ def _to_send(leaf: LeafChange, count: int) -> str:
         return ""
     most = leaf.received_bytes
     return "?" if most is None else human_bytes(count * most)
+
+
+# ------------------------------------------------------- what is compared, as JSON
+
+
+class Record(NamedTuple):
+    """A leaf of a Resolution, as the report's JSON, and as it is compared."""
+
+    leaf: Mapping[str, Any]
+    array: str  # shape and dtype: `f32[8,16]`
+    spec: str  # `P(-, model)`
+    shard: str  # `[8,4]`, or `-` without a mesh
+    itemsize: int  # bytes of an element
+    placement: Placement | None  # None without a mesh
+
+
+class Snapshot(NamedTuple):
+    """Everything that a Resolution decided."""
+
+    rules: RuleSet
+    mesh: DeviceMesh | None  # of the rules or, where they have none, of a leaf
+    records: Mapping[str, Record]  # by path
+
+
+def snapshot_of(data: Any) -> Snapshot:
+    """Read what `Resolution.to_json` or `golden_text` wrote."""
+    schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if schema != 1:
+        raise LayoutError(
+            f"layouts of schema {schema!r} cannot be read; this is schema 1, what "
+            'resolution.report("json") and flm.testing.write_golden write'
+        )
+    try:
+        rules = rules_from_json(data["rules"])
+        meshes = [mesh_from_json(leaf.get("mesh")) for leaf in data["leaves"]]
+        records = {
+            leaf["path"]: _record(leaf, mesh or rules.mesh)
+            for leaf, mesh in zip(data["leaves"], meshes, strict=True)
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise LayoutError(f"the layouts are damaged: {error!r}") from error
+    mesh = next((mesh for mesh in (rules.mesh, *meshes) if mesh is not None), None)
+    return Snapshot(rules, mesh, records)
+
+
+def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
+    path, shape, shard = leaf["path"], tuple(leaf["shape"]), leaf.get("shard_shape")
+    dims = [tuple(a) if isinstance(a, list) else dim_axes(a) for a in leaf["spec"]]
+    if not isinstance(path, str) or len(dims) != len(shape):
+        raise ValueError(f"{path!r} of shape {shape} has a spec of {len(dims)} dims")
+    placement = None
+    if mesh is not None:
+        places = tuple(tuple(map(mesh.axis_names.index, axes)) for axes in dims)
+        placement = Placement(mesh.shape, places)
+    elements = math.prod(map(operator.index, shard or ()))
+    return Record(
+        leaf,
+        array_text(shape, leaf.get("dtype") or "-"),
+        show_spec(normal_spec(dims), leaf.get("memory_kind")),
+        "-" if shard is None else array_text(tuple(shard), ""),
+        operator.index(leaf["bytes_per_device"]) // (elements or 1),
+        placement,
+    )
+
+
+def golden_text(data: Mapping[str, Any]) -> str:
+    """What `Resolution.to_json` gives as JSON for review: sorted, one line per leaf.
+
+    The numbers of rules, which change with any rule before them, are left out.
+    """
+    leaves = [
+        {k: v for k, v in leaf.items() if v is not None and k not in ("rule", "note")}
+        for leaf in sorted(data["leaves"], key=lambda leaf: natural_key(leaf["path"]))
+    ]
+    kept = {key: data[key] for key in ("schema", "rules", "totals")}
+    return f"{_outline({**kept, 'leaves': leaves})}\n"
+
+
+def _outline(value: Any, indent: str = "\n") -> str:
+    below = f"{indent}  "
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        lines = ",".join(below + readable_json(entry) for entry in value)
+        return f"[{lines}{indent}]"
+    if isinstance(value, dict) and value and len(below) < 7:
+        lines = ",".join(
+            f"{below}{readable_json(key)}: {_outline(entry, below)}"
+            for key, entry in value.items()
+        )
+        return f"{{{lines}{indent}}}"
+    return readable_json(value)
 
 
 # ------------------------------------------------------------------- the comparison

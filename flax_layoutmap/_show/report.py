@@ -1,37 +1,37 @@
-"""The report of a Resolution: a table, totals and remarks; JSON and Markdown."""
+"""The report of a Resolution: a table, totals, remarks; and why one leaf lies so."""
 
 import dataclasses
+import difflib
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.files import rules_to_json
 from flax_layoutmap._rules.records import (
-    Columns,
     Decision,
+    ResolvedLeaf,
     Shape,
+    Totals,
     because,
+    closest_rule,
     leaf_bytes,
     leaf_json,
     section_of,
     show_shape,
     show_spec,
 )
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.fold import Fold, relation
-from flax_layoutmap._show.remarks import UNMATCHED, remarks
-from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
+from flax_layoutmap._rules.rules import Remark, RuleSet
+from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.table import (
     Grid,
     fitted,
-    grid_of,
     human_bytes,
     human_share,
     markdown_table,
-    path_cell,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import Role
@@ -45,34 +45,43 @@ ROLES: dict[Role, str] = {
     "other": "other",
 }
 
+# Unmatched leaves that are alike are worth a warning when they hold this share of the
+# bytes, or that share of what each device holds: the first is small on many devices.
+LARGE_SHARE = 0.01
+_LARGE_HELD = 0.1
+
+# Looking for similar paths is slow: it is done for so many unused rules and paths.
+_HINTS, _MOST_PATHS = 10, 2000
+
+# Reasons of leaves that no rule and no metadata places.
+UNMATCHED = {
+    "no rule": "is matched by no rule",
+    "unknown optimizer state": "is optimizer state of an unknown kind",
+}
+
 # Reasons in a word, where the first word of the reason does not tell.
 _WORDS = {"no rule": "none", "not an array": "-", "flax metadata": "metadata"}
 
 _NUMBER = re.compile(r"float|uint|int|complex")
 
 
-def report(
-    table: ResolvedTable,
-    format: Literal["text", "markdown"] = "text",
-    *,
-    folded: bool = True,
-    width: int | None = None,
-) -> str:
-    """The whole report as `"text"` or `"markdown"`; see `Resolution.report`."""
-    is_text = format == "text"
-    grid, lines = _grid_and_lines(table, folded, width if is_text else None)
-    if is_text:
-        return "\n".join([grid.text(), "", *lines])
-    return "\n".join([markdown_table(grid), "", *(f"    {line}" for line in lines)])
+# ------------------------------------------------------------------------ the report
 
 
-def coloured_report(
-    table: ResolvedTable, width: int | None, *, folded: bool = True
+def report_lines(
+    table: ResolvedTable, width: int | None = None, *, folded: bool = True
 ) -> "Iterator[Text]":
-    grid, lines = _grid_and_lines(table, folded, width)
+    """The lines in colour; see `Resolution.report`."""
+    grid, below = _grid_and_lines(table, folded, width)
     axes = () if table.mesh is None else table.mesh.axis_names
     yield from coloured_grid(grid, axes)
-    yield from coloured_lines(["", *lines], axes)
+    yield from coloured_lines(["", *wrapped(below, width)], axes)
+
+
+def markdown(table: ResolvedTable, *, folded: bool = True) -> str:
+    grid, below = _grid_and_lines(table, folded, None)
+    lines = (f"    {line}" for line in wrapped(below, None))
+    return "\n".join([markdown_table(grid), "", *lines])
 
 
 def to_json(table: ResolvedTable) -> dict[str, Any]:
@@ -97,76 +106,32 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
     }
 
 
-def _other_names(table: ResolvedTable, fold: Fold) -> str:
-    path, *others = table._flat.records[fold.members[0]].label().split(" = ")
-    return "".join(f" = {fold.spell(relation(path, other))}" for other in others)
-
-
 def _grid_and_lines(
     table: ResolvedTable, folded: bool, width: int | None
 ) -> tuple[Grid, list[str]]:
-    leaves = table.columns()
-    folds = folds_of(leaves, folded)
-    if len(folds) < len(leaves.rows):
-        firsts = [fold.members[0] for fold in folds]
-        leaves = Columns._make([column[at] for at in firsts] for column in leaves)
-    rows = list(map(_with_folded_owner, folds, leaves.paths, leaves.rows))
-    marks = [
-        "warning" if row.reason in UNMATCHED or row.fallback else "" for row in rows
-    ]
-    full = _full(table, leaves, folds, rows)
-    grid, below = grid_of(full, marks), list[str]()
-    if width is not None and grid.width() > width:
-        narrow = {
-            "path": full["path"],
-            "array": list(map(array_text, leaves.shapes, full["dtype"])),
-            "spec": full["spec"],
-            "rule": list(map(_number, rows)),
-            "per device": full["bytes/device"],
-        }
-        grid = fitted(narrow, marks, width, spare="array")
-        below = _numbered_rules(rows, table.rules)
+    folds = table.folds(folded=folded)
+    firsts = [fold.members[0] for fold in folds]
+    rows = [table._rows[at] for at in firsts]
+    arrays = [(table.shapes[at], table.dtypes[at]) for at in firsts]
+    columns = {
+        "path": [fold.cell for fold in folds],
+        "array": [array_text(shape, str(dtype or "-")) for shape, dtype in arrays],
+        "spec": [placed(row, table.mesh) for row in rows],
+        "rule": list(map(_rule, rows)),
+        "per device": [
+            human_bytes(len(fold.members) * leaf_bytes(row.shard_shape or shape, dtype))
+            for fold, row, (shape, dtype) in zip(folds, rows, arrays, strict=True)
+        ],
+    }
+    marks = ["warning" if _is_unplaced(row) else "" for row in rows]
+    below = _numbered_rules(rows, table.rules)
     most = max((len(fold.members) for fold in folds), default=1)
     if most > 1:
         below.append(
             f"×{most}: {most} leaves that are alike, with the sum of their bytes"
         )
     below += [*_totals(table), *remarks(table, folded=folded)]
-    return grid, wrapped(below, width)
-
-
-def _full(
-    table: ResolvedTable,
-    leaves: Columns,
-    folds: Sequence[Fold],
-    rows: Sequence[Decision],
-) -> dict[str, list[str]]:
-    names = {d: "-" if d is None else str(d) for d in set(leaves.dtypes)}
-    shards = [row.shard_shape for row in rows]
-    return {
-        "path": [path_cell(fold) + _other_names(table, fold) for fold in folds],
-        "shape": [
-            "-" if dtype is None else show_shape(shape)
-            for shape, dtype in zip(leaves.shapes, leaves.dtypes, strict=True)
-        ],
-        "dtype": [names[dtype] for dtype in leaves.dtypes],
-        "spec": [placed(row, table.mesh) for row in rows],
-        "rule": [visible(because(row, table.rules, short=True)) for row in rows],
-        "shard": ["-" if shape is None else show_shape(shape) for shape in shards],
-        "bytes/device": [
-            human_bytes(len(fold.members) * leaf_bytes(shard or shape, dtype))
-            for fold, shard, shape, dtype in zip(
-                folds, shards, leaves.shapes, leaves.dtypes, strict=True
-            )
-        ],
-    }
-
-
-def _with_folded_owner(fold: Fold, path: str, row: Decision) -> Decision:
-    """The decision of several leaves, with the indices of all in its owner."""
-    if row.owner is None or len(fold.members) == 1:
-        return row
-    return dataclasses.replace(row, owner=fold.spell(relation(path, row.owner)))
+    return fitted(columns, marks, width), below
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,7 +149,7 @@ def placed(row: Decision, mesh: DeviceMesh | None) -> str:
     return show_spec(row.spec, row.memory_kind) + where
 
 
-def _number(row: Decision) -> str:
+def _rule(row: Decision) -> str:
     if row.rule is None:
         return _WORDS.get(row.reason, row.reason.split()[0])
     return f"{'opt ' * (row.reason == 'optimizer rule')}{row.rule + 1}"
@@ -225,3 +190,160 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
     share = human_share(table.replicated_share)
     size = human_bytes(table.total_bytes)
     yield f"{where}: {in_memory} of {size}; {share} of the bytes replicated"
+
+
+# -------------------------------------------------------------------------- one leaf
+
+
+def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
+    """Explain in a few lines why a leaf got its layout, or none."""
+    note = f": {row.note}" if row.note else ""
+    lines = [
+        f"{' = '.join((leaf.path, *leaf.others))} {show_shape(leaf.shape)} "
+        f"{leaf.dtype}: {leaf.layout}",
+        f"  because: {because(row, rules)}{note}",
+    ]
+    section = section_of(row, rules)
+    for other in row.matched:
+        rule = section[other]
+        text = f"rule {other + 1} {rule.pattern!r} → {rule.layout}"
+        if row.rule is None:
+            lines.append(f"  {text} matches its path, but does not apply")
+        elif other != row.rule:
+            same = rule.layout == section[row.rule].layout
+            effect = "which agrees" if same else "overridden"
+            lines.append(f"  also matched by {text}, {effect}")
+    if row.fallback:
+        lines.append(f"  fallback: {row.fallback}")
+    if row.reason == "no rule":
+        lines.append(f"  {_near_miss(leaf.path, rules)}")
+    if row.shard_shape is not None:
+        size, shard = human_bytes(leaf.bytes_per_device), show_shape(row.shard_shape)
+        where = f" in {row.memory_kind}" if row.memory_kind else ""
+        lines.append(f"  each device holds {shard}, {size}{where}")
+    return "\n".join(map(visible, lines))
+
+
+def _near_miss(path: str, rules: RuleSet) -> str:
+    if not rules.rules:
+        return "there are no rules"
+    near = closest_rule(path, rules.rules)
+    text = f"{path!r} is matched by no rule"
+    if near is None:
+        return f"{text}, and none comes close"
+    return f"{text}; rule {near[0]} {near[1].pattern!r} is closest"
+
+
+# --------------------------------------- unused rules, unmatched leaves, fallbacks
+
+
+def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
+    """Return unused rules, unmatched leaves and fallbacks, one line each.
+
+    If `folded`, leaves that are alike share a line.
+    """
+    return [text for text, _ in (*_unused(table), *_unplaced(table, folded))]
+
+
+def warnings(
+    table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
+) -> list[Remark]:
+    """The remarks that are worth a warning; leaves that are alike share one.
+
+    Left out are fallbacks other than of annotations that name no axis of the mesh, and
+    leaves with less than 1 % of the bytes and 10 % of what a device holds. What the
+    Resolutions `besides`, of the same rules, use is not unused.
+    """
+    every = (*_unused(table, besides), *_unplaced(table, folded=True))
+    return [warning for _, warning in every if warning is not None]
+
+
+def is_large(size: int, total: int, held: int) -> bool:
+    """Whether unmatched leaves of this size, in bytes, are worth a warning."""
+    return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
+
+
+def _is_unplaced(row: Decision) -> bool:
+    return row.reason in UNMATCHED or bool(row.fallback)
+
+
+def _unplaced(
+    table: ResolvedTable, folded: bool
+) -> Iterator[tuple[str, Remark | None]]:
+    """Leaves that no rule and no metadata places in full."""
+    sums = table.totals()
+    for fold in table.folds(_is_unplaced, folded=folded):
+        at, count = fold.members[0], len(fold.members)
+        row, name = table._rows[at], f"{fold.cell} {show_shape(table.shapes[at])}"
+        size = count * leaf_bytes(table.shapes[at], table.dtypes[at])
+        large = is_large(size, sums.total_bytes, sums.bytes_per_device)
+        about, text, warning = row.reason, f"fallback: {fold.cell}: {row.fallback}", ""
+        if row.reason in UNMATCHED:
+            why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
+            text = (
+                f"unmatched: {name} {why}, so every device holds "
+                f"{'it' if count == 1 else 'each'} in full ({_shares(size, sums)})"
+            )
+            warning = text if large else ""
+        elif row.warns and (large or row.reason == "explicit layout"):
+            is_explicit = row.reason == "explicit layout"
+            about = f"{row.reason if is_explicit else 'annotation'}: {row.fallback}"
+            warning = about.replace(": ", f": {name}: ", 1)
+            if not is_explicit:
+                warning += (
+                    "; map the names by Flax's logical_axis_rules, or add a rule for it"
+                )
+        keys = (f"{about}: {table._flat.paths[member]}" for member in fold.members)
+        yield text, Remark(warning, frozenset(keys)) if warning else None
+
+
+def _shares(size: int, sums: Totals) -> str:
+    """The share of all bytes, and of a device's where that alone is large."""
+    total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
+    text = f"{human_share(size / total)} of the bytes"
+    if size <= LARGE_SHARE * total and size > _LARGE_HELD * held:
+        text += f", {human_share(size / held)} of what each device holds"
+    return text
+
+
+def _unused(
+    table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
+) -> Iterator[tuple[str, Remark]]:
+    numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
+    others = [set(map(id, other.unused_rules)) for other in besides]
+    rules = [r for r in table.unused_rules if all(id(r) in other for other in others)]
+    for at, rule in enumerate(rules):
+        number = numbers.get(id(rule))
+        name = f"rule {number}" if number else "optimizer rule"
+        text = about = f"unused: {name} {rule.pattern!r} matches no leaf"
+        if at < _HINTS and (near := nearest(rule.pattern, table.parameter_paths)):
+            text += near.hint
+        yield text, Remark(text, frozenset([about]))
+
+
+class Near(NamedTuple):
+    """A path that a rule without a match may have been meant for."""
+
+    ending: str  # its last parts, as many as the pattern has
+    likeness: float  # of the path and the pattern, 0 to 1
+    is_free: bool  # whether no rule matches it, as after a renaming
+
+    @property
+    def hint(self) -> str:
+        """The end of a message."""
+        return f"; the closest path ends in {self.ending!r}"
+
+
+def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
+    """The path that is most like a pattern, preferably one that no rule matches."""
+    parts = pattern.count("/") + 1
+    endings: dict[str, bool] = {}
+    for path, is_free in itertools.islice(paths, _MOST_PATHS):
+        ending = "/".join(path.split("/")[-parts:])
+        endings[ending] = endings.get(ending, False) or is_free
+    free = [ending for ending, is_free in endings.items() if is_free]
+    for candidates in (free, endings):
+        for ending in difflib.get_close_matches(pattern, candidates, 1):
+            likeness = difflib.SequenceMatcher(None, ending, pattern).ratio()
+            return Near(ending, likeness, endings[ending])
+    return None

@@ -5,14 +5,13 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.matching import Rule, is_for_outputs
 from flax_layoutmap._rules.records import (
-    Columns,
     Decision,
     ResolvedLeaf,
     Shape,
@@ -22,7 +21,7 @@ from flax_layoutmap._rules.records import (
     section_of,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.fold import Fold, fold, relation
+from flax_layoutmap._show.table import Fold, fold
 from flax_layoutmap._tree.paths import Flat, Role
 
 # Random state, strings, and whole numbers (a `step`) are not parameters.
@@ -92,14 +91,33 @@ class ResolvedTable:
                     roles[at] = "other"
         return roles
 
-    def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
-        """The leaves with the decisions that are wanted; None for all."""
-        leaves = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles)
-        if wanted is None:
-            return leaves
+    def positions(self, wanted: Callable[[Decision], bool]) -> Sequence[int]:
+        """Positions of the leaves with the decisions that are wanted."""
         kept = {key for key, row in self._distinct.items() if wanted(row)}
-        chosen = [id(row) in kept for row in self._rows] if kept else ()
-        return Columns._make(list(itertools.compress(c, chosen)) for c in leaves)
+        chosen = (id(row) in kept for row in self._rows)
+        return list(itertools.compress(itertools.count(), chosen)) if kept else ()
+
+    def folds(
+        self, wanted: Callable[[Decision], bool] | None = None, *, folded: bool = True
+    ) -> list[Fold]:
+        """Leaves as rows: together where only the indices in their paths differ."""
+        chosen = range(len(self)) if wanted is None else self.positions(wanted)
+        names = [self._flat.records[at].label() for at in chosen]
+        if not folded:
+            return [Fold(name, (at,)) for name, at in zip(names, chosen, strict=True)]
+        numbers: dict[Hashable, int] = {}  # a number for each kind of decision
+        alike = {
+            key: numbers.setdefault(_shown(row), len(numbers))
+            for key, row in self._distinct.items()
+        }
+        keys = [
+            (self.shapes[at], self.dtypes[at], self._roles[at], alike[id(row)])
+            for at, row in ((at, self._rows[at]) for at in chosen)
+        ]
+        return [
+            Fold(text, tuple([chosen[member] for member in members]))
+            for text, members in fold(names, keys)
+        ]
 
     @functools.cached_property
     def parameter_paths(self) -> list[tuple[str, bool]]:
@@ -114,11 +132,6 @@ class ResolvedTable:
             for at in self._flat.representatives()
             if roles[at] == wanted
         ]
-
-    @functools.cached_property
-    def inner_paths(self) -> dict[str, str]:
-        """Path in the whole tree → path within its section."""
-        return dict(zip(self.paths, self._flat.paths, strict=True))
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""
@@ -198,27 +211,7 @@ class ResolvedTable:
         return totals.replicated_bytes / totals.total_bytes
 
 
-def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
-    """Leaves as rows: those that are alike in all but the indices in their paths."""
-    if not folded:
-        return fold(leaves.paths, range(len(leaves.paths)))
-    numbers: dict[Hashable, int] = {}  # a number for each kind of decision
-    known: dict[int, int] = {}  # many leaves share one decision
-    keys: list[Hashable] = []
-    for path, shape, dtype, row, role in zip(*leaves, strict=True):
-        same = known.get(id(row))
-        if same is None:
-            why = (row.reason, row.rule, row.fallback, row.note)
-            said = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
-            same = known[id(row)] = numbers.setdefault(said, len(numbers))
-        owner = None if row.owner is None else _owner_key(path, row.owner)
-        keys.append((shape, dtype, role, owner, same))
-    return fold(leaves.paths, keys)
-
-
-def _owner_key(path: str, owner: str) -> Hashable:
-    """Equal for leaves whose owners have the same relation to their paths."""
-    # `mu/layers/7/w` ends in its owner: the prefix is enough.
-    if path.endswith(f"/{owner}"):
-        return path.count("/", 0, len(path) - len(owner))
-    return relation(path, owner)
+def _shown(row: Decision) -> Hashable:
+    """What a report says of a decision."""
+    why = (row.reason, row.rule, row.fallback, row.note)
+    return row.spec, row.mesh, row.memory_kind, row.shard_shape, why

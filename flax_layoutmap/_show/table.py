@@ -1,24 +1,122 @@
-"""Format columns of plain values as text or Markdown."""
+"""Fold the leaves of a report into rows; tables of plain values as text or Markdown."""
 
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._show.fold import Fold
+
+# ------------------------------------------------ leaves that differ in indices alone
+
+# A whole part (`layers/0`), or a part of a name between underscores (`layers_0`);
+# neither `conv2` nor more digits than the places of a list would have.
+_INDEX = re.compile(r"(?<![^/_])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
+
+# Runs of indices that are written before `…`.
+_RUNS = 6
+
+Indices = tuple[int, ...]
+
+
+class Fold(NamedTuple):
+    """Leaves that are shown as one."""
+
+    text: str  # the path, with `{0..79}` for the indices 0 to 79
+    members: tuple[int, ...]  # positions, ascending
+
+    @property
+    def cell(self) -> str:
+        """The path, and how many leaves it stands for."""
+        many = f" ×{len(self.members)}" if len(self.members) > 1 else ""
+        return f"{self.text}{many}"
+
+
+def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
+    """Fold the paths that differ in indices alone, in the order of their first members.
+
+    Paths with different values in `alike` are not folded together.
+
+    >>> [row.text for row in fold(["a/0/w", "a/1/w", "a/2/w", "b"], [0, 0, 0, 0])]
+    ['a/{0..2}/w', 'b']
+    >>> [row.text for row in fold(["a_0", "a_1", "a_2", "a_4"], "xxyx")]
+    ['a_{0,1,4}', 'a_2']
+    """
+    groups: dict[tuple[tuple[str, ...], Hashable], dict[Indices, int]] = {}
+    for at, (path, key) in enumerate(zip(paths, alike, strict=True)):
+        pieces = _INDEX.split(path)
+        group = groups.setdefault((tuple(pieces[::2]), key), {})
+        group[tuple(map(int, pieces[1::2]))] = at
+    folds: list[Fold] = []
+    for ((first, *texts), _), group in groups.items():
+        for box in _boxes(list(group)):
+            members = sorted(group[indices] for indices in itertools.product(*box))
+            slots = map(spell_indices, box)
+            path = first + "".join(map("".join, zip(slots, texts, strict=True)))
+            folds.append(Fold(path, tuple(members)))
+    return sorted(folds, key=lambda row: row.members[0])
+
+
+def _boxes(tuples: list[Indices]) -> list[list[list[int]]]:
+    """Cut a set of indices into products of sets, one set per slot."""
+    if not tuples[0]:
+        return [[]]
+    rests: dict[int, list[Indices]] = {}
+    for indices in tuples:
+        rests.setdefault(indices[0], []).append(indices[1:])
+    same: dict[tuple[Indices, ...], list[int]] = {}
+    for first, rest in rests.items():
+        same.setdefault(tuple(sorted(rest)), []).append(first)
+    return [
+        [sorted(firsts), *box]
+        for rest, firsts in same.items()
+        for box in _boxes(list(rest))
+    ]
+
+
+def spell_indices(indices: Sequence[int]) -> str:
+    """Ascending indices in the notation of a shell; many runs are abbreviated.
+
+    >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
+    ('7', '{0..3,5}', '{0..6..2}')
+    """
+    if len(indices) == 1:
+        return str(indices[0])
+    step = indices[1] - indices[0]
+    regular = all(b - a == step for a, b in itertools.pairwise(indices))
+    if step > 1 and regular and len(indices) > 3:
+        return f"{{{indices[0]}..{indices[-1]}..{step}}}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    texts = [
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+        for run in runs
+    ]
+    if len(texts) > _RUNS:
+        texts = [*texts[: _RUNS - 3], "…", texts[-1]]
+    return f"{{{','.join(texts)}}}"
+
+
+def natural_key(path: str) -> list[str | int]:
+    """Sort `layers/2` before `layers/10`."""
+    pieces = enumerate(re.split(r"([0-9]+)", path))
+    return [int(piece) if at % 2 else piece for at, piece in pieces]
+
+
+# ---------------------------------------------------------------------------- tables
 
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _OF_BYTES = ("bytes", "bytes/device", "per device", "to send")
-_CODE = ("path", "spec", "rule")
 _LEAST = 16  # characters of a path
-
-Columns = Mapping[str, Sequence[str]]  # texts by the name of the column
 
 
 class Line(NamedTuple):
@@ -37,60 +135,61 @@ class Grid:
     lines: tuple[Line, ...]  # control characters in them are escaped
 
     def __post_init__(self) -> None:
-        cells = itertools.chain.from_iterable(line.cells for line in self.lines)
-        if not "".join(cells).isprintable():
-            lines = (Line(tuple(map(visible, row)), mark) for row, mark in self.lines)
-            object.__setattr__(self, "lines", tuple(lines))
-
-    def _columns(self) -> list[tuple[str, ...]]:
-        return list(zip(self.names, *(line.cells for line in self.lines), strict=True))
+        lines = (Line(tuple(map(visible, row)), mark) for row, mark in self.lines)
+        object.__setattr__(self, "lines", tuple(lines))
 
     def widths(self) -> list[int]:
-        return list(map(widest, self._columns()))
+        columns = zip(self.names, *(line.cells for line in self.lines), strict=True)
+        return [max(map(cell_len, column)) for column in columns]
 
     def width(self) -> int:
-        widths = self.widths()
-        return sum(widths) + 2 * (len(widths) - 1)
+        return sum(self.widths()) + 2 * (len(self.names) - 1)
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
         """The cells of each line, filled to the width of their columns, and its mark.
 
         The header (mark `"header"`) and a line below it (mark `"rule"`) come first.
         """
-        columns = self._columns()
-        widths = list(map(widest, columns))
-        filled = zip(*map(_filled, columns, widths, self.right), strict=True)
-        yield list(next(filled)), "header"
-        yield ["─" * width for width in widths], "rule"
-        for line in self.lines:
-            yield list(next(filled)), line.mark
+        widths = self.widths()
+        below = Line(tuple("─" * width for width in widths), "rule")
+        for cells, mark in (Line(self.names, "header"), below, *self.lines):
+            columns = zip(cells, widths, self.right, strict=True)
+            yield [_filled(*column) for column in columns], mark
 
     def text(self) -> str:
         return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
 
 
-def grid_of(columns: Columns, marks: Sequence[str]) -> Grid:
-    """The table of these columns; those of bytes are aligned to the right."""
-    cells = zip(*columns.values(), strict=True)
-    lines = tuple(map(Line, cells, marks))
+def _filled(text: str, width: int, right: bool) -> str:
+    space = " " * (width - cell_len(text))
+    return space + text if right else text + space
+
+
+def grid_of(
+    columns: Mapping[str, Sequence[str]], marks: Sequence[str] | None = None
+) -> Grid:
+    """The table of these columns, by name; those of bytes are aligned to the right."""
+    rows = zip(*columns.values(), strict=True)
+    lines = tuple(map(Line, rows, itertools.repeat("") if marks is None else marks))
     return Grid(tuple(columns), tuple(name in _OF_BYTES for name in columns), lines)
 
 
 def fitted(
-    columns: Columns, marks: Sequence[str], width: int | None, spare: str
+    columns: Mapping[str, Sequence[str]], marks: Sequence[str], width: int | None
 ) -> Grid:
     """The table in a width; None for any.
 
-    Where it is too wide, the column `spare` is left out; where it still is, the middle
+    Where it is too wide, the column "array" is left out; where it still is, the middle
     of paths, whose ends stay.
     """
     grid = grid_of(columns, marks)
     if width is None or grid.width() <= width:
         return grid
-    columns = {name: cells for name, cells in columns.items() if name != spare}
-    over = grid_of(columns, marks).width() - width
+    columns = {name: cells for name, cells in columns.items() if name != "array"}
+    grid = grid_of(columns, marks)
+    over = grid.width() - width
     if over > 0:
-        room = max(widest(("path", *columns["path"])) - over, _LEAST)
+        room = max(grid.widths()[grid.names.index("path")] - over, _LEAST)
         columns["path"] = [cut_path(path, room) for path in columns["path"]]
     return grid_of(columns, marks)
 
@@ -98,9 +197,17 @@ def fitted(
 def markdown_table(grid: Grid) -> str:
     rows = [grid.names, tuple("--:" if right else ":--" for right in grid.right)]
     for line in grid.lines:
-        cells = zip(grid.names, line.cells, strict=True)
-        rows.append(tuple(_code(t) if name in _CODE else t for name, t in cells))
+        cells = zip(line.cells, grid.right, strict=True)
+        rows.append(tuple(text if right else _code(text) for text, right in cells))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _code(cell: str) -> str:
+    """A cell as code, with more marks around it than it holds in a row."""
+    marks = "`" * (1 + max(map(len, _TICKS.findall(cell)), default=0))
+    space = " " if "`" in cell else ""
+    text = cell.replace("|", "\\|")
+    return f"{marks}{space}{text}{space}{marks}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,18 +222,6 @@ def human_bytes(count: int | float) -> str:
 def human_share(share: float) -> str:
     """`0.0312` → `'3.1%'`; a small share is never shown as 0."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
-def widest(texts: Sequence[str]) -> int:
-    """Cells of a terminal that the widest of some texts takes."""
-    return max(map(len if "".join(texts).isascii() else cell_len, texts))
-
-
-def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
-    fill = str.rjust if right else str.ljust
-    if "".join(texts).isascii():
-        return map(fill, texts, itertools.repeat(width))
-    return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
 
 def cut_path(path: str, width: int) -> str:
@@ -147,17 +242,3 @@ def cut_path(path: str, width: int) -> str:
     while cell_len(short) > max(width, 1):
         short = f"…{short[2:]}"
     return short
-
-
-def _code(cell: str) -> str:
-    """A cell as code, with more marks around it than it holds in a row."""
-    marks = "`" * (1 + max(map(len, _TICKS.findall(cell)), default=0))
-    space = " " if "`" in cell else ""
-    text = cell.replace("|", "\\|")
-    return f"{marks}{space}{text}{space}{marks}"
-
-
-def path_cell(fold: Fold) -> str:
-    """The path of some leaves, and how many they are."""
-    many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
-    return f"{fold.text}{many}"

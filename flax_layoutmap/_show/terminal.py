@@ -1,13 +1,17 @@
-"""Print grids and lines of text in the colours of a terminal: the mixin of reports."""
+"""Reports and the progress of long work in the colours of a terminal."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+import jax
 from rich.cells import cell_len
 
 from flax_layoutmap._core.errors import LayoutError, visible
@@ -96,23 +100,22 @@ def _words(axes: Sequence[str], before: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w./])(?:{names}){before}")
 
 
-def show(
-    lines: "Callable[[int], Iterable[Text]]",
-    text: Callable[[int | None], str],
-    file: IO[str] | None,
-) -> None:
-    """Print the lines in colour on a terminal or in a notebook, else the text."""
-    import jax
+def plain(lines: "Iterable[Text]") -> str:
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+def show(lines: "Callable[[int | None], Iterable[Text]]", file: IO[str] | None) -> None:
+    """Print the lines in colour on a terminal or in a notebook, else as plain text."""
     from rich.console import Console, Group
 
-    if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
+    if file is None and not _is_first_process():
         return
     console = Console(file=file, force_jupyter=None if file is None else False)
     if console.is_terminal or console.is_jupyter:
         console.print(Group(*lines(console.width)), soft_wrap=True)
     else:
         width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
-        print(text(width), file=console.file)
+        print(plain(lines(width)), file=console.file)
 
 
 class Shown:
@@ -142,7 +145,7 @@ class Shown:
                 lines of any length.
         """
         if format == "text":
-            return "\n".join(line.plain for line in self._lines(width))
+            return plain(self._lines(width))
         if format == "json":
             return json.dumps(self.to_json(), indent=1)
         raise LayoutError(f"format must be {self._formats}, got {format!r}")
@@ -152,9 +155,78 @@ class Shown:
 
         In a job of several processes process 0 prints, unless there is a `file`.
         """
-        show(self._lines, lambda width: self.report(width=width), file)
+        show(self._lines, file)
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[RenderableType]":
         yield from self._lines(options.max_width)
+
+
+# -------------------------------------------------------------------------- progress
+
+# Without being asked, show work that takes longer than this.
+_FROM_SECONDS = 2.0
+
+
+def _is_first_process() -> bool:
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def shown_progress(
+    what: str,
+    total: int | None = None,
+    shown: bool | None = None,
+    count: Callable[[], int] = lambda: 0,
+) -> Iterator[None]:
+    """Show on process 0 how far a block is.
+
+    Args:
+        what: what the block does: "restoring model".
+        total: bytes that it reads, writes or moves; None shows the seconds alone.
+        shown: whether to show it; None: on a terminal, once the block has taken 2
+            seconds.
+        count: returns the bytes so far.
+    """
+    is_shown = sys.stderr.isatty() if shown is None else shown
+    if total == 0 or not is_shown or not _is_first_process():
+        yield
+        return
+    from rich import console, progress
+
+    before, is_complete = count(), False
+
+    class Bar(progress.Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            done = total if is_complete else min(count() - before, total or 0)
+            for task in self.task_ids:
+                self.update(task, completed=done)
+            return super().get_renderables()
+
+    columns = [progress.BarColumn(), progress.TimeElapsedColumn()]
+    if total is not None:
+        columns += [
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+        ]
+    bar = Bar(
+        progress.TextColumn("{task.description}", markup=False),
+        *columns,
+        # In a notebook rich needs ipywidgets, or prints a warning.
+        console=console.Console(stderr=True, force_jupyter=False),
+    )
+    bar.add_task(visible(what), total=total)
+    later = threading.Timer(_FROM_SECONDS, bar.start)
+    later.daemon = True
+    (bar if shown else later).start()
+    try:
+        yield
+        is_complete = True
+    finally:
+        if not shown:
+            later.cancel()
+            later.join()
+        if bar.live.is_started:
+            bar.stop()

@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from flax_layoutmap import pod
 from flax_layoutmap._core.errors import LayoutError, LayoutWarning, MeshError
 from flax_layoutmap._layout_map import LayoutMap
-from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._step.arguments import slots_of
 from flax_layoutmap._suggest.candidates import Candidate, Layouts
 from flax_layoutmap._suggest.classes import dims_of

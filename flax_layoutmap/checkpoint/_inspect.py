@@ -16,8 +16,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import grid_of, human_bytes
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan
@@ -141,7 +141,7 @@ def _table(
         "spec": ["" if x.spec is None else show_spec(x.spec) for x in leaves],
         **more,
     }
-    text = grid_of(columns, [""] * len(leaves)).text()
+    text = grid_of(columns).text()
     return "\n".join([text, "", *map(visible, below)])
 
 
@@ -210,7 +210,7 @@ def described(path: str, plan: Plan) -> RestorePlan:
     rules: dict[str, str] = {}
     resolution = plan.resolution
     if resolution is not None:
-        rows = zip(resolution.paths, resolution.columns().rows, strict=True)
+        rows = zip(resolution.paths, resolution._rows, strict=True)
         rules = {p: because(row, resolution.rules, short=True) for p, row in rows}
     leaves, on_device = [], 0
     for name, read in plan.reads.items():

@@ -17,7 +17,7 @@ from flax_layoutmap._core.errors import CheckpointError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.fold import spell_indices
+from flax_layoutmap._show.table import spell_indices
 from flax_layoutmap._tree.flatten import plain_tree
 
 T = TypeVar("T")

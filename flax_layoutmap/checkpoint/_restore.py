@@ -21,7 +21,7 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._inspect import RestorePlan, described

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layoutmap._core.checksums import on_host
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Leaf
 from flax_layoutmap.checkpoint._lazy import Box, Lazy, assembled, box_shape, full

@@ -5,7 +5,6 @@ needs no devices.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,8 +32,7 @@ class Drawing:
         Args:
             width: longest line, in characters; None for 80.
         """
-        lines = _text.lines(self._picture, width or 80)
-        return "\n".join(line.plain.rstrip() for line in lines)
+        return terminal.plain(_text.lines(self._picture, width or 80))
 
     def svg(self) -> str:
         """Return the picture as SVG, which can be read on light and dark pages."""
@@ -63,7 +61,7 @@ class Drawing:
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the picture; of several processes the first does, without a file."""
-        terminal.show(functools.partial(_text.lines, self._picture), self.text, file)
+        terminal.show(lambda width: _text.lines(self._picture, width or 80), file)
 
     def _repr_html_(self) -> str:
         return _svg.fragment(self._picture)

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._rules.records import Columns, show_spec
-from flax_layoutmap._show.fold import Fold
-from flax_layoutmap._show.remarks import UNMATCHED, explain
-from flax_layoutmap._show.report import held, report
-from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
-from flax_layoutmap._show.table import human_bytes, human_share, path_cell
+from flax_layoutmap._rules.records import show_spec
+from flax_layoutmap._show.report import UNMATCHED, explain, held, report_lines
+from flax_layoutmap._show.resolved_table import ResolvedTable
+from flax_layoutmap._show.table import Fold, human_bytes, human_share
+from flax_layoutmap._show.terminal import plain
 from flax_layoutmap.draw._arrays import GREY, NO_RULE, OTHERS, PALETTE, Colour
 
 _NO_RULE = "no rule: replicated"
@@ -55,8 +54,7 @@ def tree(table: ResolvedTable) -> Tree:
             f"there is nothing to draw: {why}; resolve a model: "
             "flm.draw.model(layout_map.resolve(model))"
         )
-    columns = table.columns()
-    leaves = [_leaf(fold, columns, table) for fold in folds_of(columns, True)]
+    leaves = [_leaf(fold, table) for fold in table.folds()]
     legend = _coloured(leaves)
     per_device = held(table.bytes_per_device, table.host_bytes_per_device)
     share = human_share(table.replicated_share)
@@ -66,20 +64,20 @@ def tree(table: ResolvedTable) -> Tree:
     ]
     where = "no mesh" if table.mesh is None else f"mesh {table.mesh}"
     root = _module("", [(leaf.name.split("/"), leaf) for leaf in leaves])
-    return Tree(f"Layouts on {where}", lines, legend, root, report(table, "text"))
+    return Tree(f"Layouts on {where}", lines, legend, root, plain(report_lines(table)))
 
 
-def _leaf(fold: Fold, columns: Columns, table: ResolvedTable) -> Node:
+def _leaf(fold: Fold, table: ResolvedTable) -> Node:
     """A leaf, or those of repeated layers, with its whole path and no colour yet."""
     first, many = fold.members[0], len(fold.members)
-    row, leaf = columns.rows[first], table.leaf(first)
+    row, leaf = table._rows[first], table.leaf(first)
     is_unmatched = row.reason in UNMATCHED
     layout = f"{show_spec(row.spec)} {row.memory_kind or ''}".rstrip()
     size = leaf.bytes_per_device * many
     # Of an unmatched leaf, `explain` looks for the closest rule, which takes long.
     why = f"{leaf.path} {UNMATCHED.get(row.reason)}"
     why = why if is_unmatched else explain(leaf, row, table.rules)
-    about = f"{path_cell(fold)}: {human_bytes(size)} per device\n{why}"
+    about = f"{fold.cell}: {human_bytes(size)} per device\n{why}"
     return Node(fold.text, size, about, _NO_RULE if is_unmatched else layout)
 
 

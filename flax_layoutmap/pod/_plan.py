@@ -9,8 +9,8 @@ from typing import Any
 from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._show.progress import shown_progress
 from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap.pod._ask import (
     Answer,
     check_libtpu,

@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._show.fold import fold
-from flax_layoutmap._show.table import (
-    Grid,
-    Line,
-    cut_path,
-    human_bytes,
-)
+from flax_layoutmap._show.table import Grid, Line, cut_path, fold, human_bytes
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap.pod._records import Collective, axes_text
 

@@ -14,7 +14,7 @@ from helpers import ROOT
 PATH = ROOT / "examples/tour.ipynb"
 # In the kernel of the notebook, as another start of JAX would take its time.
 BAR = """
-from flax_layoutmap._show.progress import shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 with shown_progress("restoring <x>", 3 << 20, True):
     pass
 """

@@ -20,7 +20,7 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._show.snapshot import snapshot_of
+from flax_layoutmap._show.diff import snapshot_of
 from flax_layoutmap._tree.trace import trace
 
 P = PartitionSpec

@@ -212,7 +212,7 @@ def test_a_rule_that_matches_the_kernel_too_is_about_the_kernel(kernel: str) -> 
         f"  rule 1 {kernel!r} → (None, 'model') matches its path, but does not apply\n"
         "  each device holds (2,4), 32 B"
     )
-    assert "- as up/kernel" in resolution.report()
+    assert " P(-, model)  follows " in resolution.report()
 
 
 @pytest.mark.parametrize("overlap", ["error", "first", "last"])

