@@ -123,7 +123,8 @@ def verify(args: Namespace) -> bool:
     if "flax_layoutmap" not in info.kind:
         raise UsageError(f"{info.path} has no checksums: it is of kind {info.kind}")
     try:
-        print(flm.checkpoint.verify(info.path))
+        count = flm.checkpoint.verify(info.path)
+        print(visible(f"{info.path}: {count} leaves are as saved"))
     except flm.errors.CheckpointError as error:
         print(error, file=sys.stderr)
         return True

@@ -201,7 +201,12 @@ def variable_metadata(box: Any) -> Any:
 
 
 def mark_of(box: Any, key: str = "out_sharding") -> Mark:
-    """Read the mark of an NNX Variable (its metadata `key`) or a box."""
+    """Read the mark of an NNX Variable (its metadata `key`) or a box.
+
+    A `Mark`, as a checkpoint has it, is returned unchanged.
+    """
+    if isinstance(box, Mark):
+        return box
     metadata = variable_metadata(box)
     if metadata is None:
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"

@@ -11,15 +11,13 @@ What Orbax does not keep is in its custom metadata, under the key `flax_layoutma
 """
 
 from flax_layoutmap.checkpoint import mappings as mappings
-from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
-from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
-from flax_layoutmap.checkpoint._inspect import RestorePlan as RestorePlan
-from flax_layoutmap.checkpoint._inspect import Verified as Verified
-from flax_layoutmap.checkpoint._inspect import inspect as inspect
-from flax_layoutmap.checkpoint._inspect import verify as verify
-from flax_layoutmap.checkpoint._metadata import resolve as resolve
+from flax_layoutmap.checkpoint._restore import CheckpointInfo as CheckpointInfo
+from flax_layoutmap.checkpoint._restore import LeafInfo as LeafInfo
+from flax_layoutmap.checkpoint._restore import inspect as inspect
 from flax_layoutmap.checkpoint._restore import plan as plan
+from flax_layoutmap.checkpoint._restore import resolve as resolve
 from flax_layoutmap.checkpoint._restore import restore as restore
+from flax_layoutmap.checkpoint._restore import verify as verify
 from flax_layoutmap.checkpoint._safetensors_restore import (
     restore_safetensors as restore_safetensors,
 )

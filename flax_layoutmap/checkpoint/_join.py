@@ -1,9 +1,12 @@
-"""Plan a restore: join the leaves of a checkpoint with those of the target."""
+"""A restore: path → metadata → plan → read → tree.
+
+A checkpoint of Orbax and tensors with a mapping are two sources of this one pipeline.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,19 +15,28 @@ from jax.sharding import AbstractMesh
 
 from flax_layoutmap._birth.slices import arrays_of
 from flax_layoutmap._core.errors import CheckpointError, ResolveError
+from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
-from flax_layoutmap._place.place import with_leaves
+from flax_layoutmap._place.place import need_devices, with_leaves
 from flax_layoutmap._resolve.leaves import leaves_of
 from flax_layoutmap._resolve.optimizer_state import Origin, find_origins, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
 from flax_layoutmap._tree.trace import Traced, trace
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
-from flax_layoutmap.checkpoint._options import Options
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    leaf_of,
+    nested,
+    problem_list,
+    result_of,
+)
+from flax_layoutmap.checkpoint._options import Options, check_processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +44,13 @@ class Target:
     """A target and its flattened leaves.
 
     For a function, `tree` is the abstract tree that it returns and `traced` its trace.
+    `is_own`: the tree of the checkpoint itself, where no target was given.
     """
 
     tree: Any
     flat: Flat
-    traced: Traced | None
+    traced: Traced | None = None
+    is_own: bool = False
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
@@ -52,7 +66,7 @@ class Target:
                 renamed[saved[0]] = first
         return {renamed.get(path, path): leaf for path, leaf in leaves.items()}
 
-    def resolve(self, rules: Any, saved: Mapping[str, Origin]) -> Resolution:
+    def resolve(self, rules: RuleSet, saved: Mapping[str, Origin]) -> Resolution:
         """Resolve its leaves.
 
         `saved` has the origins of the checkpoint's optimizer state. Where it knows all
@@ -61,38 +75,40 @@ class Target:
         leaves = leaves_of(self.flat, self.tree)
         owners = {*parameter_keys(self.flat).values()}
         origins = [saved.get(path) for path in self.leaves]
-        is_known = all(
+        is_known = (self.is_own and bool(saved)) or all(
             (origin := origins[at]) is not None
             and (origin.owner in owners or leaves.shapes[at] == ())
             for section in self.flat.sections
             if section.role == "optimizer"
             for at in range(section.start, section.stop)
         )
-        found = known_origins(leaves, origins) if is_known else find_origins(leaves)
-        return resolve_origins(found, rules)
+        origins = known_origins(leaves, origins) if is_known else find_origins(leaves)
+        return resolve_origins(origins, rules)
 
     def filled(self, plan: "Plan", values: Mapping[str, Any]) -> Any:
-        new, made, resolution = self.leaves | dict(values), plan.made, plan.resolution
+        if self.is_own:
+            return nested(values, unescape)
+        new = self.leaves | dict(values)
         if self.traced is None:
             tree = self.tree
             if jax.ShapeDtypeStruct in map(type, self.flat.leaves):
                 tree = _with_new_objects(tree)
             result = with_leaves(tree, [*new.values()])
         else:
-            if made:
-                new |= _made(self.traced, list(new), made)
+            if plan.made:
+                new |= _made(self.traced, list(new), plan.made)
             result = self.traced.rebuild([*new.values()])
-        if resolution is None or not self.flat.annotations:
+        if plan.resolution is None or not self.flat.annotations:
             return result
-        return settle_metadata(result, resolution)
+        return settle_metadata(result, plan.resolution)
 
 
-def opened(target: Any) -> Target:
+def opened(target: Any, *, is_own: bool = False) -> Target:
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
     flat = flatten(tree, None if traced is None else traced.names)
-    return Target(tree, flat, traced)
+    return Target(tree, flat, traced, is_own)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,86 +130,136 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which leaves to read and initialize, and every problem.
+    """Which leaves to read.
 
     `made` leaves are initialized by the target's function in the sharding given here.
-    `resolution` is None without rules, or if they do not fit.
+    `resolution` is None without rules.
     """
 
     reads: Mapping[str, Read]
     made: Mapping[str, Any]
-    problems: Sequence[str]
     resolution: Resolution | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
-    """What a checkpoint has for a target, by the paths of the target.
+class Source(Protocol):
+    """A checkpoint whose metadata has been read.
 
-    `absent` says why it lacks a leaf, `faults` why one that it has cannot be made.
+    `own` is its tree, and `origins` those of its optimizer state. `offer` returns the
+    leaves that it has for a target, by the paths of the target, or why one cannot be
+    made; why it lacks others; and problems. `read` returns path → value. `lines` differ
+    if another process finds another checkpoint.
     """
 
-    leaves: Mapping[str, Leaf]
-    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    problems: Sequence[str] = ()
+    where: str
+    own: Target
+    origins: Mapping[str, Origin]
+
+    def rule_set(self, mesh: Any) -> RuleSet | None: ...
+    def offer(
+        self, target: Target, options: Options
+    ) -> tuple[Mapping[str, Leaf | str], Mapping[str, str], Sequence[str]]: ...
+    def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]: ...
+    def lines(self) -> Sequence[str]: ...
 
 
-def join(
-    offer: Offer,
-    target: Target,
+def restored(
+    function: str,
+    open_source: Callable[[], Any],
     options: Options,
-    resolve: Callable[[], Resolution] | None,
-) -> Plan:
-    """Plan which leaves of a checkpoint to restore.
+    progress: bool | None,
+) -> Any:
+    """Go through all stages; `function` names the caller in messages."""
+    check_processes(options.job_mesh)
+    source, target, plan = planned("restoring", open_source, options, function)
+    if plan.resolution is not None:
+        plan.resolution.announce()
+    with shown_progress(f"restoring {source.where}", None, progress):
+        values = source.read(plan.reads, options)
+    return target.filled(plan, values)
 
-    Without rules (`resolve` is None), the target's own shardings are used. Rules need
-    to fit only the leaves that are restored.
+
+def planned(
+    doing: str,
+    open_source: Callable[[], Any],
+    options: Options,
+    needs_devices: str | None = None,
+) -> tuple[Any, Target, Plan]:
+    """Path → metadata → plan: all of a restore that reads no array."""
+    with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
+        source: Source = open_source()
+        rules, given = options.rules, options.target
+        if rules is None and options.mesh is not None:
+            rules = source.rule_set(options.mesh)
+        if rules is None and (options.mesh is not None or given is None):
+            own = " (or mesh= for its own rules)" if source.rule_set(None) else ""
+            raise CheckpointError(
+                f"cannot restore {source.where} without layouts: pass layout_map=, on "
+                f"the mesh to restore to{own}, or a target that has shardings"
+            )
+        if rules is not None and needs_devices:
+            need_devices(rules, needs_devices)
+        target = source.own if given is None else opened(given)
+        plan = _join(source, target, options, rules)
+        agreement.add(
+            lambda: {
+                "checkpoint": source.lines(),
+                "broadcast or verify": f"{options.broadcast} {options.verify}",
+                "leaves": [f"{path}: {read}" for path, read in plan.reads.items()],
+            }
+        )
+    return source, target, plan
+
+
+# ---------------------------------------------------------------------------- plan
+
+
+def _join(
+    source: Source, target: Target, options: Options, rules: RuleSet | None
+) -> Plan:
+    """Plan which leaves to restore; raise one error with every problem.
+
+    Without rules, the target's own shardings are used. Rules need to fit only the
+    leaves that are restored.
     """
-    leaves, selection = offer.leaves, options.selection
+    leaves, absent, unfit = source.offer(target, options)
+    selection = options.selection
     every = {**leaves, **target.leaves}
     resolution, misfits, shardings = None, [], {}
-    if resolve is not None:
+    if rules is not None:
+        resolve = functools.partial(target.resolve, rules, source.origins)
         others = {path for path in every if path not in selection}
         resolution, misfits = _resolved(resolve, others)
     if resolution is not None:
         pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
         shardings = dict(pairs)
-    all_problems = [*misfits, *selection.useless(every), *offer.problems]
-    reads: dict[str, Read] = {}
-    made: dict[str, Any] = {}
+    problems = [*misfits, *selection.useless(every), *unfit]
+    reads, made = dict[str, Read](), dict[str, Any]()
     for path, value in target.leaves.items():
-        sharding = shardings.get(path)
-        lacking = offer.absent.get(path, "is in the target, not in the checkpoint")
+        stored = leaves.get(path)
+        lacking = absent.get(path, "is in the target, not in the checkpoint")
         try:
             if path not in selection:
-                _check_kept(value, "include or exclude leaves it out")
-            elif path in offer.faults:
-                raise CheckpointError(offer.faults[path])
-            elif path in leaves:
-                leaf = leaf_of(path, value)
-                if leaf is None:
-                    kind = type(value).__qualname__
-                    raise CheckpointError(f"the {kind} in the target is not an array")
-                if resolve is None:
-                    sharding = _own_sharding(leaf, value)
-                result = result_of(leaves[path], leaf, options.dtype_of(path))
-                if sharding is None and leaf.is_numpy:
-                    result = dataclasses.replace(result, is_numpy=True)
-                if result.is_python or result.is_numpy:
-                    sharding = None
-                reads[path] = Read(leaves[path], result, sharding)
+                if not target.is_own:
+                    _check_kept(value, "include or exclude leaves it out")
+            elif isinstance(stored, str):
+                raise CheckpointError(stored)
+            elif stored is not None:
+                sharding = ... if rules is None else shardings.get(path)
+                dtype = options.dtype_of(path)
+                reads[path] = _read(path, stored, value, dtype, sharding)
             elif options.missing == "keep":
                 _check_kept(value, lacking)
             else:
                 is_traced = target.traced is not None
-                _check_init(lacking, options, is_traced and resolve is not None)
-                made[path] = sharding
+                _check_init(lacking, options, is_traced and rules is not None)
+                made[path] = shardings.get(path)
         # A ValueError is JAX's, about a sharding that does not fit.
         except ValueError as error:
-            shape = leaves[path].shape if path in leaves else np.shape(value)
-            all_problems.append(f"{path} {show_shape(shape)}: {error}")
-    return Plan(reads, made, all_problems, resolution)
+            shape = stored.shape if isinstance(stored, Leaf) else np.shape(value)
+            problems.append(f"{path} {show_shape(shape)}: {error}")
+    if problems:
+        raise problem_list(f"cannot restore {source.where}", problems)
+    return Plan(reads, made, resolution)
 
 
 def _resolved(
@@ -209,6 +275,22 @@ def _resolved(
             if text.split(" ")[0].strip(":") not in left_out
         ]
         return None if texts else error.resolution, texts
+
+
+def _read(path: str, stored: Leaf, value: Any, dtype: Any, sharding: Any) -> Read:
+    """How to read a leaf; `...` as its sharding is that of the value in the target."""
+    leaf = leaf_of(path, value)
+    if leaf is None:
+        kind = type(value).__qualname__
+        raise CheckpointError(f"the {kind} in the target is not an array")
+    if sharding is ...:
+        sharding = _own_sharding(leaf, value)
+    result = result_of(stored, leaf, dtype)
+    if sharding is None and leaf.is_numpy:
+        result = dataclasses.replace(result, is_numpy=True)
+    if result.is_python or result.is_numpy:
+        sharding = None
+    return Read(stored, result, sharding)
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> Any:
@@ -263,10 +345,8 @@ def _with_new_objects(tree: Any) -> Any:
         if is_nnx_object(node)
         and jax.ShapeDtypeStruct in map(type, jax.tree.leaves(nnx_state(node)))
     ]
-    # Split together, so that what they share stays shared; the identity makes new
-    # Variables, where the State still has those of the target.
-    graphdef, state = nnx_split([nodes[at] for at in abstract])
-    copies = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))
+    # Together, so that what they share stays shared.
+    copies = nnx.clone([nodes[at] for at in abstract], graph=True)
     for at, copy in zip(abstract, copies, strict=True):
         nodes[at] = copy
     return jax.tree.unflatten(treedef, nodes)

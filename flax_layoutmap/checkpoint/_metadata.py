@@ -1,24 +1,16 @@
-"""The metadata of a checkpoint: what `save` adds to Orbax's, and what is read of both.
+"""What `save` adds to Orbax's metadata of a checkpoint, written and read.
 
 Our record (schema 1, in Orbax's custom metadata) holds what resolving needs of the
-saved tree (sections, origins of optimizer state, random state, layouts on the variables
+saved tree (sections, origins of optimizer state, random state, layouts on the Variables
 themselves), so that rules apply to a checkpoint exactly as to the live tree; and the
 leaves that Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
 It has shape and dtype of every stored array, for which Orbax would open the array.
-
-A checkpoint that Orbax wrote without us is resolved as the nested dict that it is;
-paths lose the `value` that NNX Variables and Linen boxes add.
 """
 
-import dataclasses
 import functools
 import importlib.metadata
-import json
-import os
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,182 +18,27 @@ import numpy as np
 from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._resolve.leaves import Leaves, Mark, mark_of
-from flax_layoutmap._resolve.optimizer_state import Origin, known_origins
-from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve as resolve_tree
-from flax_layoutmap._resolve.resolve import resolve_origins
+from flax_layoutmap._resolve.leaves import Mark, mark_of
+from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.files import (
     mesh_from_json,
     mesh_to_json,
-    rules_from_json,
     rules_to_json,
 )
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, Section, unescape
-from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap._tree.paths import Flat, Section
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
     key_data,
     key_dtype,
-    leaf_of,
     nested,
 )
-from flax_layoutmap.checkpoint._options import Options, Rename, renamed
-from flax_layoutmap.checkpoint._places import METADATA_FILE, Place, find
+from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"
-CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A checkpoint of Orbax whose metadata has been read.
-
-    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint,
-    `held` these paths to Orbax's metadata, and `tree` is the tree of these. `flat` is
-    the saved tree without its leaves, None without our record. `rules` are JSON.
-    """
-
-    place: Place
-    kind: CheckpointKind
-    held: dict[str, Any]
-    tree: Any
-    custom: dict[str, Any]
-    leaves: dict[str, Leaf]
-    flat: Flat | None = None
-    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
-    mesh: DeviceMesh | None = None
-    rules: dict[str, Any] | None = None
-    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    checksums: Mapping[str, str] | None = None
-
-    @property
-    def where(self) -> str:
-        return self.place.path
-
-    def rule_set(self, mesh: Any) -> RuleSet | None:
-        if self.rules is None:
-            return None
-        rules = _rules(json.dumps(self.rules))
-        return rules if mesh is None else rules.on(mesh)
-
-    def read(
-        self,
-        wanted: Mapping[str, Any],
-        host_memory: int | None = None,
-        replica_axis: int | None = None,
-    ) -> dict[str, Any]:
-        """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
-        every = [wanted.get(path, ...) for path in self.held]
-        target = jax.tree.unflatten(jax.tree.structure(self.tree), every)
-        values = _orbax.read_arrays(
-            self.where, target, self.place.item, host_memory, replica_axis
-        )
-        pairs = zip(self.held, values, strict=True)
-        return {path: value for path, value in pairs if path in wanted}
-
-    def resolve(self, rules: RuleSet) -> Resolution:
-        """Resolve the saved tree, as the live tree would be."""
-        if self.flat is None:
-            abstract = {path: leaf.abstract for path, leaf in self.leaves.items()}
-            return resolve_tree(nested(abstract, unescape), rules)
-        leaves = list(self.leaves.values())
-        shapes = [leaf.shape for leaf in leaves]
-        dtypes = [None if x.kind == "string" else x.numpy_dtype for x in leaves]
-        origins = [self.origins.get(path) for path in self.leaves]
-        read = Leaves(self.flat, shapes, dtypes, jax.tree.structure(leaves))
-        return resolve_origins(known_origins(read, origins), rules)
-
-    def changed(self, leaves: Sequence[Leaf], sums: Mapping[str, str]) -> list[str]:
-        recorded = self.checksums or {}
-        return [
-            f"{leaf.name}: its data are not those that were saved; restore another "
-            "checkpoint, or the rest of this one with exclude="
-            for leaf in leaves
-            if sums[leaf.path] != recorded.get(leaf.path)
-        ]
-
-    def no_checksums(self) -> str:
-        return (
-            f"cannot verify {self.where}: it was saved without checksums; restore it "
-            "and save it again with flm.checkpoint.save"
-        )
-
-
-def open_checkpoint(
-    place: Place, rename: Rename = (), *, verify: bool | None = None
-) -> Stored:
-    """Read the metadata of a checkpoint; compare them with their digest."""
-    read = _orbax.read_metadata(place.path, place.item, _recorded_tree)
-    known: dict[str, Any]
-    if verify is not False:
-        check_intact(read.custom, place.path)
-    is_ours = KEY in read.custom
-    held = _orbax.leaves_of(read.tree, escaped=is_ours)
-    if is_ours:
-        known = {"kind": KEY, **_recorded(read.custom[KEY], held, place.path)}
-    else:
-        leaves = _named(held, place.path)
-        known = {"kind": "orbax-v1" if read.is_v1 else "orbax-v0", "leaves": leaves}
-    if rename:
-        names = renamed(list(known["leaves"]), rename)
-        leaves = zip(names, known["leaves"].values(), strict=True)
-        known |= {"leaves": dict(leaves), "flat": None, "origins": {}}
-    place = dataclasses.replace(place, item=read.item)
-    known |= {"place": place, "held": held, "tree": read.tree}
-    return Stored(custom=read.custom, **known)
-
-
-def resolve(
-    path: str | os.PathLike[str],
-    *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    rename: Any = None,
-) -> Resolution:
-    """Resolve the layout of every leaf of a checkpoint, without the model's code.
-
-    Reads no array, and needs no devices: the mesh may be abstract.
-
-    Args:
-        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
-        layout_map: the rules; None: those that the checkpoint was saved with.
-        mesh: the mesh for them; None: their own, or that of the save, abstract.
-        step: as in `restore`.
-        rename: as in `restore`.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> layout_map = flm.LayoutMap("data=-1")
-        >>> layout_map["w"] = ("data", None)
-        >>> path = tempfile.mkdtemp() + "/weights"
-        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
-        >>> mesh = flm.DeviceMesh.abstract("data=16")
-        >>> flm.checkpoint.resolve(path, mesh=mesh)["w"].shard_shape
-        (4, 8)
-    """
-    options = Options(path, layout_map=layout_map, mesh=mesh, rename=rename)
-    place = find(options.path, step, newest=True)
-    stored = open_checkpoint(place, options.rename)
-    rules = options.rules or stored.rule_set(options.mesh)
-    if rules is not None and rules.mesh is None and stored.mesh is not None:
-        rules = rules.on(stored.mesh)
-    if rules is None or rules.mesh is None:
-        lacking = "rules; pass layout_map=" if rules is None else "a mesh; pass mesh="
-        raise CheckpointError(f"{stored.where} was saved without {lacking}")
-    return stored.resolve(rules)
-
-
-@functools.lru_cache(maxsize=4)
-def _rules(text: str) -> RuleSet:
-    """The rules of a record, cached by its text, so that warnings are emitted once."""
-    return rules_from_json(json.loads(text))
 
 
 # --------------------------------------------------------------- write our record
@@ -303,7 +140,7 @@ def check_intact(custom: Mapping[str, Any], where: str) -> None:
 # ---------------------------------------------------------------- read our record
 
 
-def _recorded_tree(custom: Mapping[str, Any]) -> Any:
+def recorded_tree(custom: Mapping[str, Any]) -> Any:
     """The tree as Orbax's metadata have it; None if an older version wrote the record.
 
     None also for a damaged record, which is compared with Orbax's.
@@ -322,7 +159,13 @@ def _recorded_tree(custom: Mapping[str, Any]) -> Any:
         return None
 
 
-def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_record(
+    data: Any, held: Mapping[str, Any], where: str
+) -> tuple[Flat, dict[str, Any]]:
+    """The saved tree with abstract leaves, and what else is known of it.
+
+    `held` maps paths to Orbax's metadata.
+    """
     record = data if isinstance(data, dict) else {}
     if record.get("schema") != 1:
         raise CheckpointError(
@@ -339,7 +182,9 @@ def _recorded(data: Any, held: Mapping[str, Any], where: str) -> dict[str, Any]:
         ) from error
 
 
-def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(
+    record: Mapping[str, Any], held: Mapping[str, Any]
+) -> tuple[Flat, dict[str, Any]]:
     inner, sections, owners = list[str](), list[Section](), {}
     for entry in record["sections"]:
         start, paths = len(inner), entry["paths"]
@@ -347,8 +192,7 @@ def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
         sections.append(Section(start, len(inner), entry["prefix"], entry["role"]))
         if entry["role"] == "optimizer":
             owners |= zip(range(start, len(inner)), entry["owners"], strict=True)
-    flat = Flat(inner, sections)
-    full, origins = flat.full_paths(), {}
+    full, origins = Flat(inner, sections).full_paths(), {}
     for at, (owner, dims) in owners.items():
         dims = None if dims is None else tuple(dims)
         origins[full[at]] = Origin(owner, dims, "unknown when it was saved")
@@ -360,9 +204,10 @@ def _fields(record: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
     stored = {path for path, leaf in leaves.items() if not leaf.is_empty}
     if wrong := (stored ^ held.keys()) | (special.keys() - positions.keys()):
         raise KeyError(min(wrong))
-    return {
+    abstract = [leaf.abstract for leaf in leaves.values()]
+    flat = Flat(inner, sections, abstract, annotations=marks, fixed=fixed)
+    return flat, {
         "leaves": leaves,
-        "flat": dataclasses.replace(flat, annotations=marks, fixed=fixed),
         "origins": origins,
         "mesh": mesh_from_json(record["mesh"]),
         "rules": record["rules"],
@@ -398,29 +243,3 @@ def _mark(entry: Mapping[str, Any]) -> Mark:
 
 def _dim(dim: Any) -> Any:
     return tuple(dim) if isinstance(dim, list) else dim
-
-
-# -------------------------------------------- checkpoints that Orbax wrote without us
-
-
-def _named(held: Mapping[str, Any], where: str) -> dict[str, Leaf]:
-    """The leaves by the path that each has in a live tree."""
-    folders = (p[: end.start()] for p in held for end in re.finditer("/", p))
-    leaves_below, leaves = Counter(folders), {}
-    for path, array in held.items():
-        leaf = leaf_of(path, array)
-        if hasattr(array, "shape"):
-            # Only arrays of JAX have a recorded sharding.
-            is_numpy = not hasattr(array, "sharding_metadata")
-            dtype = np.dtype(array.dtype)
-            leaf = Leaf(path, "array", tuple(array.shape), dtype, is_numpy=is_numpy)
-        if leaf is None:
-            raise CheckpointError(
-                f"the checkpoint {where}: leaf {path!r} is of a kind that cannot be "
-                f"restored: {array!r}"
-            )
-        parent, _, last = path.rpartition("/")
-        # A Variable holds nothing else; siblings make `value` an ordinary name.
-        is_variable = last == "value" and leaves_below[parent] == 1
-        leaves[parent if is_variable else path] = leaf
-    return leaves

@@ -114,18 +114,9 @@ def check_bytes(option: str, given: Any) -> None:
         )
 
 
-def check_devices(function: str, options: Options) -> None:
-    """Raise MeshError if there are rules or a mesh, but not devices of each process."""
-    rules, mesh = options.rules, options.mesh
-    if rules is not None:
-        mesh = rules.mesh
-    if (rules or mesh) is not None and (mesh is None or mesh.is_abstract):
-        raise MeshError(
-            f"{function} needs a mesh of devices, the rules have "
-            f"{'no mesh' if mesh is None else repr(mesh)}; pass mesh=flm.DeviceMesh(…)"
-        )
-    mesh = options.job_mesh
-    if mesh is None or jax.process_count() == 1:
+def check_processes(mesh: DeviceMesh | None) -> None:
+    """Raise MeshError if a mesh lacks devices of some processes."""
+    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
         return
     there = {device.process_index for device in mesh.devices.flat}
     if absent := set(range(jax.process_count())) - there:

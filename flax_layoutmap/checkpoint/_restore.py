@@ -1,49 +1,41 @@
-"""flm.checkpoint.restore and flm.checkpoint.plan: the stages of a restore.
+"""flm.checkpoint.restore, plan, inspect, resolve and verify."""
 
-path → metadata → plan → read → tree
-
-`restore_safetensors` has the same stages, and another source.
-"""
-
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
-from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
-from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap._tree.flax_internals import no_mesh
-from flax_layoutmap._tree.paths import unescape
-from flax_layoutmap.checkpoint._inspect import RestorePlan, described
-from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target, join, opened
-from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
-    Leaf,
-    fits_jax,
-    is_floating,
-    key_data,
-    leaf_of,
-    nested,
-    problem_list,
+from flax_layoutmap._show.table import grid_of, human_bytes
+from flax_layoutmap._tree.paths import Role
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._join import planned, restored
+from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
+from flax_layoutmap.checkpoint._metadata import KEY
+from flax_layoutmap.checkpoint._options import Missing, Options, Unexpected
+from flax_layoutmap.checkpoint._places import absolute, is_safetensors, is_url
+from flax_layoutmap.checkpoint._safetensors import read_headers
+from flax_layoutmap.checkpoint._stored import (
+    CheckpointKind,
+    Stored,
+    open_checkpoint,
 )
-from flax_layoutmap.checkpoint._metadata import open_checkpoint
-from flax_layoutmap.checkpoint._options import (
-    Missing,
-    Options,
-    Unexpected,
-    check_devices,
-)
-from flax_layoutmap.checkpoint._places import find
+
+# Bytes of arrays that `verify` reads at a time; a larger one is read alone.
+_PORTION_BYTES = 1 << 29
 
 
 def restore(
@@ -123,8 +115,111 @@ def restore(
         broadcast=broadcast,
         verify=verify,
     )
-    open_source = functools.partial(_Checkpoint, options, step)
-    return restored("restore", open_source, options, progress)
+    return restored("restore", _opener(options, step), options, progress)
+
+
+def _opener(options: Options, step: int | str | None) -> Callable[[], Stored]:
+    return functools.partial(
+        open_checkpoint, options.path, step, options.rename, verify=options.verify
+    )
+
+
+# -------------------------------------------------------------- what a checkpoint holds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafInfo:
+    """One leaf of a checkpoint, or one that a restore reads.
+
+    Attributes:
+        path: its path, as in the live tree, or in the result of the restore.
+        shape: its shape; `()` for a Python value.
+        dtype: name of its dtype, of a plan in the result; of a Python value, its type.
+        spec: its spec in the result, or when it was saved; None if unknown, or for a
+            NumPy array or a Python value.
+        bytes: bytes of the whole array, uncompressed; 0 for a Python value.
+        source: its path in the checkpoint.
+        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
+        rule: of a plan, the rule that chose its spec, or why there is none.
+        bytes_per_device: of a plan, bytes of the result in the memory of one device.
+    """
+
+    path: str
+    shape: Shape
+    dtype: str
+    spec: PartitionSpec | None
+    bytes: int
+    source: str
+    role: Role | None = None
+    rule: str = ""
+    bytes_per_device: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """The description of a checkpoint, or of what a restore reads of it.
+
+    Attributes:
+        path: its directory.
+        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
+            `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
+        leaves: its leaves, in the order of the tree that was saved; of a plan, those
+            that are read, in the order of the target.
+        step: its step; None if it is not one of a directory of steps.
+        steps: all steps of that directory, ascending.
+        rules: the rules that it was saved with, as JSON; None without any.
+        mesh: the mesh that it was saved on, abstract; None if unknown.
+        versions: library → version that wrote it, if known.
+        metadata: other metadata, of the user or of Orbax.
+    """
+
+    path: str
+    kind: CheckpointKind
+    leaves: tuple[LeafInfo, ...]
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+    rules: Mapping[str, Any] | None = None
+    mesh: DeviceMesh | None = None
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all arrays, uncompressed."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of a plan, bytes of the result in the memory of one device."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        leaves, title = self.leaves, f"{self.path}: {self.kind}"
+        if self.steps:
+            number = self.steps.index(self.step or 0) + 1
+            title += f", step {self.step} ({number} of {len(self.steps)})"
+        lines = [title, f"{len(leaves)} leaves, {human_bytes(self.total_bytes)}"]
+        if self.bytes_per_device:
+            lines.append(f"{human_bytes(self.bytes_per_device)} per device")
+        if self.mesh is not None:
+            lines.append(f"saved on {self.mesh!r}")
+        if self.rules is not None:
+            lines.append(f"rules: {len(self.rules['rules'])}")
+        columns = {
+            "path": [leaf.path for leaf in leaves],
+            "shape": [show_shape(leaf.shape) for leaf in leaves],
+            "dtype": [leaf.dtype for leaf in leaves],
+            "spec": ["" if x.spec is None else show_spec(x.spec) for x in leaves],
+            "role": [leaf.role or "" for leaf in leaves],
+            "rule": [leaf.rule for leaf in leaves],
+            "bytes": [human_bytes(leaf.bytes) for leaf in leaves],
+        }
+        if self.bytes_per_device:
+            size = [human_bytes(leaf.bytes_per_device) for leaf in leaves]
+            columns["bytes/device"] = size
+        columns = {name: cells for name, cells in columns.items() if any(cells)}
+        text = grid_of(columns).text()
+        return "\n".join([text, "", *map(visible, lines)])
 
 
 def plan(
@@ -133,14 +228,14 @@ def plan(
     *,
     step: int | str | None = None,
     **options: Any,
-) -> RestorePlan:
+) -> CheckpointInfo:
     """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
     `options` are those of `restore`, without `verify` and `progress`.
 
     Returns:
-        The plan, a table of leaves; print it.
+        The leaves to read, as they will be in the result; print it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -153,247 +248,166 @@ def plan(
         ('1 w', 128)
     """
     checked = Options(path, target, **options)
-    open_source = functools.partial(_Checkpoint, checked, step)
-    source, _, planned = _planned("planning to restore", open_source, checked)
-    return described(source.where, planned)
+    opener = _opener(checked, step)
+    stored, _, joined = planned("planning to restore", opener, checked)
+    rules, resolution = dict[str, str](), joined.resolution
+    if resolution is not None:
+        rows = zip(resolution.paths, resolution._rows, strict=True)
+        rules = {p: because(row, resolution.rules, short=True) for p, row in rows}
+    leaves = []
+    for name, read in joined.reads.items():
+        leaf, sharding, size = read.result, read.sharding, 0
+        if sharding is not None and not is_offloaded(own_memory_kind(sharding)):
+            size = leaf.bytes_of(sharding.shard_shape(leaf.shape))
+        known = {"source": read.stored.path, "spec": getattr(sharding, "spec", None)}
+        more = {"rule": rules.get(name, ""), "bytes_per_device": size}
+        leaves.append(_info(name, leaf, **known, **more))
+    return _described(stored, leaves)
 
 
-# ---------------------------------------------------------------------- the stages
+def inspect(
+    path: str | os.PathLike[str], *, step: int | str | None = None
+) -> CheckpointInfo:
+    """Describe a checkpoint without devices and without reading an array.
 
+    Args:
+        path: a checkpoint of `save` or of Orbax, one of several trees in it, a
+            directory of steps, or safetensors (a file, their folder, or index).
+        step: a number or `"latest"`; None in a directory of steps is the latest.
 
-class Source(Protocol):
-    """A checkpoint whose metadata has been read.
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> info = flm.checkpoint.inspect(path)
+        >>> [(leaf.path, leaf.shape, leaf.dtype) for leaf in info.leaves]
+        [('step', (), 'int'), ('w', (8, 4), 'float32')]
 
-    `leaves` are its own, by path, and `rule_set` the rules that it was saved with, on a
-    mesh. `resolve` is for the tree of a target, or its own. `read` returns path → value
-    of each leaf of a plan. `lines` differ if another process finds another checkpoint.
+    Plain JAX: `orbax.checkpoint.v1.metadata(path)`.
     """
-
-    where: str
-    leaves: dict[str, Leaf]
-
-    def rule_set(self, mesh: Any) -> RuleSet | None: ...
-    def offer(self, target: Target, options: Options) -> Offer: ...
-    def resolve(self, target: Any, options: Any, rules: Any) -> Resolution: ...
-    def read(self, plan: Plan, options: Options) -> dict[str, Any]: ...
-    def lines(self) -> Sequence[str]: ...
-
-
-def restored(
-    function: str,
-    open_source: Callable[[], Source],
-    options: Options,
-    progress: bool | None,
-) -> Any:
-    """Go through all stages; `function` names the caller in messages."""
-    check_devices(function, options)
-    source, target, planned = _planned("restoring", open_source, options)
-    if planned.resolution is not None:
-        planned.resolution.announce()
-    with shown_progress(f"restoring {source.where}", None, progress):
-        values = source.read(planned, options)
-    return target.filled(planned, values)
-
-
-def _planned(
-    doing: str, open_source: Callable[[], Source], options: Options
-) -> tuple[Source, Target, Plan]:
-    """Path → metadata → plan: all of a restore that reads no array."""
-    with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
-        source, rules = open_source(), options.rules
-        if rules is None and options.mesh is not None:
-            rules = source.rule_set(options.mesh)
-        if rules is None and (options.mesh is not None or options.target is None):
-            own = " (or mesh= for its own rules)" if source.rule_set(None) else ""
-            raise CheckpointError(
-                f"cannot restore {source.where} without layouts: pass layout_map=, on "
-                f"the mesh to restore to{own}, or a target that has shardings"
-            )
-        given = options.target
-        target = opened(_own_tree(source, options) if given is None else given)
-        resolve = None
-        if rules is not None:
-            resolve = functools.partial(source.resolve, target, options, rules)
-        planned = join(source.offer(target, options), target, options, resolve)
-        if planned.problems:
-            raise problem_list(f"cannot restore {source.where}", planned.problems)
-        agreement.add(
-            lambda: {
-                "checkpoint": source.lines(),
-                "broadcast or verify": f"{options.broadcast} {options.verify}",
-                "leaves": [f"{path}: {read}" for path, read in planned.reads.items()],
-            }
+    where = absolute(path)
+    if not is_url(where) and is_safetensors(where):
+        leaves = tuple(
+            _info(t.name, Leaf(t.name, "array", t.shape, t.dtype), role="parameter")
+            for t in read_headers(where).values()
         )
-    return source, target, planned
-
-
-def _own_tree(source: Source, options: Options) -> Any:
-    tree = {
-        path: leaf.abstract
-        for path, leaf in source.leaves.items()
-        if path in options.selection
-    }
-    return nested(tree, unescape)
-
-
-# ----------------------------------------------------------- a checkpoint of Orbax
-
-
-class _Checkpoint:
-    def __init__(self, options: Options, step: int | str | None) -> None:
-        place, self._verify = find(options.path, step), options.verify
-        self._stored = open_checkpoint(place, options.rename, verify=self._verify)
-        self.where, self.rule_set = self._stored.where, self._stored.rule_set
-        self.leaves = self._stored.leaves
-
-    def lines(self) -> Sequence[str]:
-        return [f"{self._stored.place} {self._stored.custom}", *map(str, self.leaves)]
-
-    def offer(self, target: Target, options: Options) -> Offer:
-        wanted, problems = target.leaves, list[str]()
-        leaves = {
-            # A dict in the target may have `value` as an ordinary key.
-            leaf.path if leaf.path == f"{path}/value" in wanted else path: leaf
-            for path, leaf in target.by_first_name(self.leaves).items()
-        }
-        if self._verify and self._stored.checksums is None:
-            problems.append(self._stored.no_checksums())
-        if self._stored.flat is None:
-            leaves = {p: _as_keys(leaf, wanted.get(p)) for p, leaf in leaves.items()}
-        if options.unexpected == "error":
-            problems += [
-                f"{leaf.name}: is in the checkpoint, not in the target; to leave it "
-                "out, pass include=, exclude= or unexpected='ignore'"
-                for path, leaf in leaves.items()
-                if path not in wanted and path in options.selection
-            ]
-        return Offer(leaves, problems=problems)
-
-    def resolve(self, target: Target, options: Options, rules: RuleSet) -> Resolution:
-        if options.target is None:
-            return self._stored.resolve(rules)
-        return target.resolve(rules, self._stored.origins)
-
-    def read(self, plan: Plan, options: Options) -> dict[str, Any]:
-        stored = self._stored
-        reads = [read for read in plan.reads.values() if not read.stored.is_empty]
-        groups: dict[int | None, dict[str, Any]] = {None: {}}
-        for read in reads:
-            path, axis = read.stored.path, _replica_axis(read, options.broadcast)
-            target = _orbax_target(read, stored.held[path])
-            groups.setdefault(axis, {})[path] = target
-        values: dict[str, Any] = {}
-        for axis, wanted in groups.items():
-            # Each process reads on its own, then all agree that every read succeeded.
-            after = f"using what was read of {self.where}"
-            with Agreement(after, options.job_mesh):
-                values |= stored.read(wanted, options.host_memory, axis)
-        problems = []
-        if self._verify is not False and stored.checksums is not None:
-            leaves = [read.stored for read in reads]
-            problems = stored.changed(leaves, checksums(values))
-        result = {}
-        for path, read in plan.reads.items():
-            source = read.stored
-            value = _empty(source) if source.is_empty else values.pop(source.path)
-            try:
-                result[path] = _as_wanted(read, value)
-            except CheckpointError as error:
-                problems.append(f"{source.name}: {error}")
-        if problems:
-            raise problem_list(f"cannot restore {self.where}", problems)
-        return result
-
-
-def _as_keys(stored: Leaf, value: Any) -> Leaf:
-    """The uint32 data of PRNG keys as keys, if the target has keys."""
-    target = leaf_of(stored.path, value)
-    if target is not None and target.kind == "key" and stored.dtype == np.uint32:
-        if stored.shape == (*target.shape, *key_data(target.dtype)[1]):
-            return target
-    return stored
-
-
-def _replica_axis(read: Read, name: str | None) -> int | None:
-    """The number of a mesh axis along which Orbax can broadcast a leaf, or None."""
-    where = read.sharding
-    # uint32 may be the data of PRNG keys, which come back with a dim less.
-    is_data = read.stored.kind == "key" or read.stored.dtype == np.uint32
-    if name is None or not isinstance(where, NamedSharding) or is_data:
-        return None
-    if name in {axis for dim in where.spec for axis in dim_axes(dim)}:
-        return None
-    number = where.mesh.axis_names.index(name)
-    replicas = np.moveaxis(np.asarray(where.mesh.devices), number, 0)
-    rows = replicas.reshape(len(replicas), -1)
-    processes = [{device.process_index for device in row} for row in rows]
-    is_apart = sum(map(len, processes)) == len(set().union(*processes))
-    return number if is_apart and len(processes) > 1 else None
-
-
-def _orbax_target(read: Read, held: Any) -> Any:
-    """The target of a leaf for Orbax: in its stored dtype, and in its sharding."""
-    if read.stored.is_text:
-        return held
-    # Orbax would cut 64 bits to what JAX holds, before the checksum.
-    if read.sharding is None or not fits_jax(read.stored.numpy_dtype):
-        return np.ndarray
-    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=read.sharding)
-
-
-def _empty(leaf: Leaf) -> Any:
-    if leaf.kind != "key":
-        return np.zeros(leaf.shape, leaf.dtype)
-    return np.zeros((*leaf.shape, *key_data(leaf.dtype)[1]), np.uint32)
-
-
-def _as_wanted(read: Read, value: Any) -> Any:
-    """Convert what Orbax returned to the requested leaf, and check it."""
-    stored, result, sharding = read.stored, read.result, read.sharding
-    if result.is_python:
-        value = value.item() if isinstance(value, np.ndarray) else value
-        if not isinstance(value, TYPES[result.kind]):
-            raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
-        return value
-    if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
-        # Orbax returns the data of keys if it has lost the implementation.
-        name, _ = key_data(stored.dtype)
-        wrap = functools.partial(jax.random.wrap_key_data, impl=name)
-        value = jax.jit(wrap, out_shardings=sharding)(value)
-    elif isinstance(value, jax.Array):
-        # An array that Orbax has cut to 32 bits must not be cast further.
-        if value.dtype == stored.dtype != result.dtype:
-            with no_mesh():
-                cast = _caster(sharding, result.dtype)(value)
-            value.delete()
-            value = cast
-    elif isinstance(value, np.ndarray | bool | int | float | complex):
-        value = _converted(np.asarray(value), result)
-        value = value if sharding is None else put(value, sharding)
-    leaf, where = leaf_of(stored.path, value), getattr(value, "sharding", None)
-    # Keys that Orbax has written alone are unknown to its metadata.
-    is_key = leaf is not None and leaf.kind == "key" and stored.dtype == np.uint32
-    if not is_key and not (
-        isinstance(value, np.ndarray if sharding is None else jax.Array)
-        and (value.shape, value.dtype) == (result.shape, result.dtype)
-        and (where is None or where.is_equivalent_to(sharding, value.ndim))
+        return CheckpointInfo(path=where, kind="safetensors", leaves=leaves)
+    stored = open_checkpoint(where, step, newest=True)
+    rules = None if stored.mesh is None else stored.rule_set(None)
+    resolution = stored.resolve(rules or RuleSet(strict=False))
+    specs = resolution.specs if rules else [None] * len(resolution.paths)
+    leaves = []
+    for leaf, resolved, spec in zip(
+        stored.leaves.values(), resolution, specs, strict=True
     ):
-        raise CheckpointError(
-            f"Orbax read {leaf} with {where}, asked for {result} with {sharding}"
-        )
-    return value
+        role = "other" if leaf.is_python else resolved.role
+        spec = _orbax.spec_of(stored.held.get(leaf.path)) or spec
+        leaves.append(_info(resolved.path, leaf, role=role, spec=spec))
+    return _described(stored, leaves)
 
 
-@functools.lru_cache(maxsize=256)
-def _caster(sharding: Any, dtype: Any) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
+def _described(stored: Stored, leaves: Sequence[LeafInfo]) -> CheckpointInfo:
+    return CheckpointInfo(
+        path=stored.where,
+        kind=stored.kind,
+        step=stored.place.step,
+        steps=stored.place.steps,
+        leaves=tuple(leaves),
+        rules=stored.rules,
+        mesh=stored.mesh,
+        versions=stored.versions,
+        metadata={key: value for key, value in stored.custom.items() if key != KEY},
+    )
 
 
-def _converted(value: np.ndarray, result: Leaf) -> np.ndarray:
-    """Convert a host array to the result's dtype; floats are rounded."""
-    new = value.astype(result.dtype)
-    if not is_floating(result.dtype) and not np.array_equal(new, value):
-        raise CheckpointError(
-            f"the number {value} of the checkpoint is not exact in {result.dtype}"
-        )
-    return new
+def _info(path: str, leaf: Leaf, **more: Any) -> LeafInfo:
+    known: dict[str, Any] = {"source": leaf.path, "spec": None, **more}
+    dtype = leaf.kind if leaf.is_python else str(leaf.dtype)
+    return LeafInfo(path=path, shape=leaf.shape, dtype=dtype, bytes=leaf.bytes, **known)
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    rename: Any = None,
+) -> Resolution:
+    """Resolve the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        layout_map: the rules; None: those that the checkpoint was saved with.
+        mesh: the mesh for them; None: their own, or that of the save, abstract.
+        step: as in `restore`.
+        rename: as in `restore`.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> flm.checkpoint.resolve(path, mesh=mesh)["w"].shard_shape
+        (4, 8)
+    """
+    options = Options(path, layout_map=layout_map, mesh=mesh, rename=rename)
+    stored = open_checkpoint(options.path, step, options.rename, newest=True)
+    rules = options.rules or stored.rule_set(options.mesh)
+    if rules is not None and rules.mesh is None and stored.mesh is not None:
+        rules = rules.on(stored.mesh)
+    if rules is None or rules.mesh is None:
+        lacking = "rules; pass layout_map=" if rules is None else "a mesh; pass mesh="
+        raise CheckpointError(f"{stored.where} was saved without {lacking}")
+    return stored.resolve(rules)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Read a checkpoint and compare it with the checksums in its metadata.
+
+    Needs no mesh, no rules and no accelerator. In a job of several processes all of
+    them call it, each reads a share of the leaves, and all raise if one does.
+
+    Args:
+        path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
+        step: as in `inspect`.
+        progress: as in `restore`.
+
+    Returns:
+        The number of leaves, which are as they were saved.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.verify(path)
+        2
+    """
+    where = absolute(path)
+    every = DeviceMesh((jax.device_count(),), ("all",))
+    with Agreement(f"verifying {where}", every):
+        stored = open_checkpoint(where, step, newest=True)
+        if stored.checksums is None:
+            raise CheckpointError(stored.no_checksums())
+        leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+        share = leaves[jax.process_index() :: jax.process_count()]
+        problems: list[str] = []
+        with shown_progress(f"verifying {stored.where}", None, progress):
+            for portion in grouped(share, lambda leaf: leaf.bytes, _PORTION_BYTES):
+                wanted = {
+                    x.path: x.abstract if x.is_text else np.ndarray for x in portion
+                }
+                sums = checksums(stored.arrays(wanted), alone=True)
+                problems += stored.changed(portion, sums)
+        if problems:
+            raise problem_list(f"the checkpoint {stored.where} is damaged", problems)
+    return len(leaves)

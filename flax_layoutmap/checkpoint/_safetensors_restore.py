@@ -11,13 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Leaf as TreeLeaf
-from flax_layoutmap._tree.paths import escape
-from flax_layoutmap.checkpoint._join import Offer, Plan, Read, Target
+from flax_layoutmap.checkpoint._join import Read, Target, opened, restored
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating
 from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, Recipe
@@ -26,7 +22,6 @@ from flax_layoutmap.checkpoint._options import (
     Options,
     Unexpected,
 )
-from flax_layoutmap.checkpoint._restore import restored
 from flax_layoutmap.checkpoint._safetensors import Tensor, local, mapped, read_headers
 from flax_layoutmap.checkpoint._steps import is_scaled
 
@@ -110,23 +105,31 @@ def restore_safetensors(
 
 
 class _Tensors:
+    """Tensors and a mapping as a source of a restore."""
+
+    origins: Mapping[str, Any] = {}
+
     def __init__(self, path: str, names: NameMapping) -> None:
         self.where, self._names = path, names
         self._tensors = read_headers(path)
         self._makers: dict[str, _Maker] = {}
-        named = ((escape(name), t) for name, t in self._tensors.items())
-        self.leaves = {p: Leaf(p, "array", t.shape, t.dtype) for p, t in named}
+        own = {
+            name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            for name, tensor in self._tensors.items()
+        }
+        self.own = opened(own, is_own=True)
 
-    def rule_set(self, mesh: Any) -> RuleSet | None:
+    def rule_set(self, mesh: Any) -> None:
         return None
 
     def lines(self) -> Sequence[str]:
         return [f"{t} {t.dtype} {t.offset}" for t in self._tensors.values()]
 
-    def offer(self, target: Target, options: Options) -> Offer:
-        leaves: dict[str, Leaf] = {}
+    def offer(
+        self, target: Target, options: Options
+    ) -> tuple[dict[str, Leaf | str], dict[str, str], list[str]]:
+        leaves: dict[str, Leaf | str] = {}
         absent: dict[str, str] = {}
-        faults: dict[str, str] = {}
         flat = target.flat
         for leaf, value in zip(flat.records, flat.leaves, strict=True):
             path, shape = leaf.full_path, np.shape(value)
@@ -135,14 +138,12 @@ class _Tensors:
             except LookupError as error:
                 absent[path] = str(error)
             except ValueError as error:
-                faults[path] = str(error)
+                leaves[path] = str(error)
             else:
-                self._makers[path], leaves[path] = maker, maker.leaf(path, value)
-                if problem := maker.problem(shape):
-                    faults[path] = problem
-        is_error = options.unexpected == "error" and options.target is not None
-        problems = self._unused() if is_error else ()
-        return Offer(leaves, absent, faults, problems)
+                self._makers[path] = maker
+                leaves[path] = maker.problem(shape) or maker.leaf(path, value)
+        is_error = options.unexpected == "error" and not target.is_own
+        return leaves, absent, self._unused() if is_error else []
 
     def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
         """The maker by the first name of a leaf that has its tensors; see `_maker`."""
@@ -159,9 +160,6 @@ class _Tensors:
                 errors.append(error)
         raise errors[0]
 
-    def resolve(self, target: Target, options: Options, rules: RuleSet) -> Resolution:
-        return resolve(target.traced or target.tree, rules)
-
     def _unused(self) -> list[str]:
         """A problem for each tensor that no leaf uses."""
         used = {name for maker in self._makers.values() for name in maker.tensors}
@@ -174,10 +172,10 @@ class _Tensors:
             if name not in used and not self._names.ignores(name)
         ]
 
-    def read(self, plan: Plan, options: Options) -> dict[str, Any]:
+    def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]:
         values: dict[str, Any] = {}
         before: Any = None
-        for path, read in plan.reads.items():
+        for path, read in reads.items():
             try:
                 values[path] = _value(self._makers[path], read)
             except CheckpointError as error:

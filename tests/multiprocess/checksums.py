@@ -68,7 +68,7 @@ def main(folder: Path) -> dict[str, Any]:
     return {
         "checksums": checksums(tree(MESH)),
         "other mesh": checksums(tree("x=8")),
-        "verified": str(verified),
+        "verified": verified,
         "intact": intact,
         "flipped": [restored(path, spec) for spec in (MESH, "x=8")],
     }

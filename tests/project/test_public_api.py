@@ -50,8 +50,6 @@ NAMESPACES = {
         "CheckpointInfo",
         "Checkpointer",
         "LeafInfo",
-        "RestorePlan",
-        "Verified",
         "inspect",
         "mappings",
         "plan",

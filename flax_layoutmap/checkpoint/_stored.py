@@ -1,0 +1,336 @@
+"""A checkpoint of Orbax as a source of a restore.
+
+One that Orbax wrote without us is resolved as the nested dict that it is; paths lose
+the `value` that NNX Variables and Linen boxes add.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._core.axes import dim_axes
+from flax_layoutmap._core.checksums import checksums
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.place import put
+from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.files import rules_from_json
+from flax_layoutmap._tree.flax_internals import no_mesh
+from flax_layoutmap._tree.paths import unescape
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._join import Read, Target, opened
+from flax_layoutmap.checkpoint._leaves import (
+    TYPES,
+    Leaf,
+    fits_jax,
+    is_floating,
+    key_data,
+    leaf_of,
+    nested,
+    problem_list,
+)
+from flax_layoutmap.checkpoint._metadata import (
+    KEY,
+    check_intact,
+    read_record,
+    recorded_tree,
+)
+from flax_layoutmap.checkpoint._options import Options, Rename, renamed
+from flax_layoutmap.checkpoint._places import Place, find
+
+CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A checkpoint of Orbax whose metadata has been read.
+
+    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint,
+    `held` these paths to Orbax's metadata, and `tree` is the tree of these. `rules` are
+    JSON.
+    """
+
+    place: Place
+    kind: CheckpointKind
+    held: dict[str, Any]
+    tree: Any
+    custom: dict[str, Any]
+    leaves: dict[str, Leaf]
+    own: Target
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    rules: dict[str, Any] | None = None
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, str] | None = None
+
+    @property
+    def where(self) -> str:
+        return self.place.path
+
+    def rule_set(self, mesh: Any) -> RuleSet | None:
+        if self.rules is None:
+            return None
+        rules = _rules(json.dumps(self.rules))
+        return rules if mesh is None else rules.on(mesh)
+
+    def lines(self) -> Sequence[str]:
+        return [f"{self.place} {self.custom}", *map(str, self.leaves)]
+
+    def resolve(self, rules: RuleSet) -> Resolution:
+        """Resolve the saved tree, as the live tree would be."""
+        return self.own.resolve(rules, self.origins)
+
+    def offer(
+        self, target: Target, options: Options
+    ) -> tuple[dict[str, Leaf], dict[str, str], list[str]]:
+        wanted, problems = target.leaves, list[str]()
+        leaves = {
+            # A dict in the target may have `value` as an ordinary key.
+            leaf.path if leaf.path == f"{path}/value" in wanted else path: leaf
+            for path, leaf in target.by_first_name(self.leaves).items()
+        }
+        if options.verify and self.checksums is None:
+            problems.append(self.no_checksums())
+        if KEY not in self.custom:
+            leaves = {p: _as_keys(leaf, wanted.get(p)) for p, leaf in leaves.items()}
+        if options.unexpected == "error":
+            problems += [
+                f"{leaf.name}: is in the checkpoint, not in the target; to leave it "
+                "out, pass include=, exclude= or unexpected='ignore'"
+                for path, leaf in leaves.items()
+                if path not in wanted and path in options.selection
+            ]
+        return leaves, {}, problems
+
+    def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]:
+        stored = [x for x in reads.values() if not x.stored.is_empty]
+        groups: dict[int | None, dict[str, Any]] = {None: {}}
+        for read in stored:
+            path, axis = read.stored.path, _replica_axis(read, options.broadcast)
+            target = _orbax_target(read, self.held[path])
+            groups.setdefault(axis, {})[path] = target
+        values: dict[str, Any] = {}
+        for axis, wanted in groups.items():
+            # Each process reads on its own, then all agree that every read succeeded.
+            after = f"using what was read of {self.where}"
+            with Agreement(after, options.job_mesh):
+                values |= self.arrays(wanted, options.host_memory, axis)
+        problems = []
+        if options.verify is not False and self.checksums is not None:
+            problems = self.changed([x.stored for x in stored], checksums(values))
+        result = {}
+        for path, read in reads.items():
+            source = read.stored
+            value = _empty(source) if source.is_empty else values.pop(source.path)
+            try:
+                result[path] = _as_wanted(read, value)
+            except CheckpointError as error:
+                problems.append(f"{source.name}: {error}")
+        if problems:
+            raise problem_list(f"cannot restore {self.where}", problems)
+        return result
+
+    def arrays(
+        self,
+        wanted: Mapping[str, Any],
+        host_memory: int | None = None,
+        replica_axis: int | None = None,
+    ) -> dict[str, Any]:
+        """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
+        every = [wanted.get(path, ...) for path in self.held]
+        target = jax.tree.unflatten(jax.tree.structure(self.tree), every)
+        values = _orbax.read_arrays(
+            self.where, target, self.place.item, host_memory, replica_axis
+        )
+        pairs = zip(self.held, values, strict=True)
+        return {path: value for path, value in pairs if path in wanted}
+
+    def changed(self, leaves: Sequence[Leaf], sums: Mapping[str, str]) -> list[str]:
+        recorded = self.checksums or {}
+        return [
+            f"{leaf.name}: its data are not those that were saved; restore another "
+            "checkpoint, or the rest of this one with exclude="
+            for leaf in leaves
+            if sums[leaf.path] != recorded.get(leaf.path)
+        ]
+
+    def no_checksums(self) -> str:
+        return (
+            f"cannot verify {self.where}: it was saved without checksums; restore it "
+            "and save it again with flm.checkpoint.save"
+        )
+
+
+def open_checkpoint(
+    path: str,
+    step: int | str | None,
+    rename: Rename = (),
+    *,
+    newest: bool = False,
+    verify: bool | None = None,
+) -> Stored:
+    """Read the metadata of a checkpoint; compare them with their digest.
+
+    `newest`: of a directory of steps, without `step`, take the latest one.
+    """
+    place = find(path, step, newest=newest)
+    read = _orbax.read_metadata(place.path, place.item, recorded_tree)
+    if verify is not False:
+        check_intact(read.custom, place.path)
+    known: dict[str, Any] = {"kind": "orbax-v1" if read.is_v1 else "orbax-v0"}
+    is_ours = KEY in read.custom
+    held = _orbax.leaves_of(read.tree, escaped=is_ours)
+    if is_ours:
+        flat, fields = read_record(read.custom[KEY], held, place.path)
+        known |= {"kind": KEY, "own": Target(flat.leaves, flat, is_own=True), **fields}
+    else:
+        known["leaves"] = _named(held, place.path)
+    if rename:
+        names = renamed(list(known["leaves"]), rename)
+        leaves = zip(names, known["leaves"].values(), strict=True)
+        known |= {"leaves": dict(leaves), "origins": {}}
+    if rename or not is_ours:
+        own = {path: leaf.abstract for path, leaf in known["leaves"].items()}
+        known["own"] = opened(nested(own, unescape), is_own=True)
+    place = dataclasses.replace(place, item=read.item)
+    return Stored(place=place, held=held, tree=read.tree, custom=read.custom, **known)
+
+
+@functools.lru_cache(maxsize=4)
+def _rules(text: str) -> RuleSet:
+    """The rules of a record, cached by its text, so that warnings are emitted once."""
+    return rules_from_json(json.loads(text))
+
+
+# -------------------------------------------- checkpoints that Orbax wrote without us
+
+
+def _named(held: Mapping[str, Any], where: str) -> dict[str, Leaf]:
+    """The leaves by the path that each has in a live tree."""
+    folders = (p[: end.start()] for p in held for end in re.finditer("/", p))
+    leaves_below, leaves = Counter(folders), {}
+    for path, array in held.items():
+        leaf = leaf_of(path, array)
+        if hasattr(array, "shape"):
+            # Only arrays of JAX have a recorded sharding.
+            is_numpy = not hasattr(array, "sharding_metadata")
+            dtype = np.dtype(array.dtype)
+            leaf = Leaf(path, "array", tuple(array.shape), dtype, is_numpy=is_numpy)
+        if leaf is None:
+            raise CheckpointError(
+                f"the checkpoint {where}: leaf {path!r} is of a kind that cannot be "
+                f"restored: {array!r}"
+            )
+        parent, _, last = path.rpartition("/")
+        # A Variable holds nothing else; siblings make `value` an ordinary name.
+        is_variable = last == "value" and leaves_below[parent] == 1
+        leaves[parent if is_variable else path] = leaf
+    return leaves
+
+
+def _as_keys(stored: Leaf, value: Any) -> Leaf:
+    """The uint32 data of PRNG keys as keys, if the target has keys."""
+    target = leaf_of(stored.path, value)
+    if target is not None and target.kind == "key" and stored.dtype == np.uint32:
+        if stored.shape == (*target.shape, *key_data(target.dtype)[1]):
+            return target
+    return stored
+
+
+# -------------------------------------------------------------- for Orbax, and back
+
+
+def _replica_axis(read: Read, name: str | None) -> int | None:
+    """The number of a mesh axis along which Orbax can broadcast a leaf, or None."""
+    where = read.sharding
+    # uint32 may be the data of PRNG keys, which come back with a dim less.
+    is_data = read.stored.kind == "key" or read.stored.dtype == np.uint32
+    if name is None or not isinstance(where, NamedSharding) or is_data:
+        return None
+    if name in {axis for dim in where.spec for axis in dim_axes(dim)}:
+        return None
+    number = where.mesh.axis_names.index(name)
+    replicas = np.moveaxis(np.asarray(where.mesh.devices), number, 0)
+    rows = replicas.reshape(len(replicas), -1)
+    processes = [{device.process_index for device in row} for row in rows]
+    is_apart = sum(map(len, processes)) == len(set().union(*processes))
+    return number if is_apart and len(processes) > 1 else None
+
+
+def _orbax_target(read: Read, held: Any) -> Any:
+    """The target of a leaf for Orbax: in its stored dtype, and in its sharding."""
+    if read.stored.is_text:
+        return held
+    # Orbax would cut 64 bits to what JAX holds, before the checksum.
+    if read.sharding is None or not fits_jax(read.stored.numpy_dtype):
+        return np.ndarray
+    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=read.sharding)
+
+
+def _empty(leaf: Leaf) -> Any:
+    if leaf.kind != "key":
+        return np.zeros(leaf.shape, leaf.dtype)
+    return np.zeros((*leaf.shape, *key_data(leaf.dtype)[1]), np.uint32)
+
+
+def _as_wanted(read: Read, value: Any) -> Any:
+    """Convert what Orbax returned to the requested leaf, and check it."""
+    stored, result, sharding = read.stored, read.result, read.sharding
+    if result.is_python:
+        value = value.item() if isinstance(value, np.ndarray) else value
+        if not isinstance(value, TYPES[result.kind]):
+            raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
+        return value
+    if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
+        # Orbax returns the data of keys if it has lost the implementation.
+        name, _ = key_data(stored.dtype)
+        wrap = functools.partial(jax.random.wrap_key_data, impl=name)
+        value = jax.jit(wrap, out_shardings=sharding)(value)
+    elif isinstance(value, jax.Array):
+        # An array that Orbax has cut to 32 bits must not be cast further.
+        if value.dtype == stored.dtype != result.dtype:
+            with no_mesh():
+                cast = _caster(sharding, result.dtype)(value)
+            value.delete()
+            value = cast
+    elif isinstance(value, np.ndarray | bool | int | float | complex):
+        value = _converted(np.asarray(value), result)
+        value = value if sharding is None else put(value, sharding)
+    leaf, where = leaf_of(stored.path, value), getattr(value, "sharding", None)
+    # Keys that Orbax has written alone are unknown to its metadata.
+    is_key = leaf is not None and leaf.kind == "key" and stored.dtype == np.uint32
+    if not is_key and not (
+        isinstance(value, np.ndarray if sharding is None else jax.Array)
+        and (value.shape, value.dtype) == (result.shape, result.dtype)
+        and (where is None or where.is_equivalent_to(sharding, value.ndim))
+    ):
+        raise CheckpointError(
+            f"Orbax read {leaf} with {where}, asked for {result} with {sharding}"
+        )
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _caster(sharding: Any, dtype: Any) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
+
+
+def _converted(value: np.ndarray, result: Leaf) -> np.ndarray:
+    """Convert a host array to the result's dtype; floats are rounded."""
+    new = value.astype(result.dtype)
+    if not is_floating(result.dtype) and not np.array_equal(new, value):
+        raise CheckpointError(
+            f"the number {value} of the checkpoint is not exact in {result.dtype}"
+        )
+    return new
