@@ -20,12 +20,12 @@ from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.leaves import Mark, mark_of
 from flax_layoutmap._resolve.optimizer_state import Origin
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.files import (
     mesh_from_json,
     mesh_to_json,
     rules_to_json,
 )
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Section
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,

@@ -18,8 +18,8 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._show.table import grid_of, human_bytes
+from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import planned, restored

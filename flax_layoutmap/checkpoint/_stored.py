@@ -24,8 +24,8 @@ from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.files import rules_from_json
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint import _orbax
