@@ -17,7 +17,7 @@ from flax_layoutmap._core.errors import LayoutError, MeshError
 UNSHARDED = "unsharded"
 MATCH = "match"
 
-_TYPES = ("UNKNOWN", "STATIC", "PARTED", "SINGLE_DEVICE")  # of a LayoutProto
+_STATIC = 1  # the type of a LayoutProto; others are "parted" or a single device
 _XLA = "use_xla_spmd"
 
 # ---------------------------------------------------------------------- words
@@ -104,37 +104,28 @@ def layout_proto(words: Sequence[str], mesh: Any) -> Any:
     """Make a `LayoutProto`."""
     specs = [{"sharding_spec": word} for word in words]
     return _classes()["LayoutProto"](
-        sharding_specs=specs, mesh_config=mesh, type=_TYPES.index("STATIC")
+        sharding_specs=specs, mesh_config=mesh, type=_STATIC
     )
 
 
 def read_mesh_proto(proto: Any) -> Any:
     """Check a `MeshProto`, ours, TensorFlow's or its bytes; returns one of ours."""
-    mesh = _parsed("MeshProto", proto, MeshError)
-    if mesh.single_device:
-        raise MeshError(
-            f"the mesh is the single device {mesh.single_device!r}, without axes; use "
-            'flm.DeviceMesh.from_dtensor([device], [("x", 1)])'
-        )
-    if not mesh.mesh_dimensions:
-        raise MeshError("the proto is damaged: its mesh has no axes")
-    return _checked(mesh)
+    return _checked(_parsed("MeshProto", proto, MeshError))
 
 
 def read_layout_proto(proto: Any) -> Any:
     """Check a `LayoutProto`, ours, TensorFlow's or its bytes; returns one of ours."""
     layout = _parsed("LayoutProto", proto, LayoutError)
-    # Before TensorFlow 2.21 there was no type: 0.
-    if layout.type > 1:
-        kind = dict(enumerate(_TYPES)).get(layout.type, layout.type)
+    if layout.type not in (0, _STATIC):  # before TensorFlow 2.21 there was no type: 0
         raise LayoutError(
-            f"a layout of type {kind} has no meaning here; only STATIC ones are read"
+            f"a layout of type {layout.type} has no meaning here; only STATIC ones "
+            f"({_STATIC}) are read"
         )
-    words = words_in(layout)
-    if not layout.HasField("mesh_config") or "" in words:
-        missing = "a dim is without its word" if "" in words else "it has no mesh"
-        raise LayoutError(f"the layout's proto is damaged: {missing}")
-    read_mesh_proto(layout.mesh_config)
+    if not layout.HasField("mesh_config") or "" in words_in(layout):
+        raise LayoutError(
+            "the layout's proto is damaged: its mesh, or the word of a dim, is missing"
+        )
+    _checked(layout.mesh_config)
     return layout
 
 
@@ -160,23 +151,20 @@ def _parsed(name: str, proto: Any, error: type[LayoutError]) -> Any:
 
 def _checked(mesh: Any) -> Any:
     """The same `MeshProto`; raises MeshError where its parts contradict each other."""
-    sizes = [dim.size for dim in mesh.mesh_dimensions]
-    ids, local_ids = list(mesh.global_device_ids), list(mesh.local_device_ids)
-    places, local = math.prod(sizes), len(mesh.local_devices)
-    if any(size < 1 for size in sizes) or len(ids) != places:
-        clash = f"there are {len(ids)} global ids for {places} places"
-    elif ids != [*range(ids[0], ids[0] + places)]:
-        clash = "the global ids do not go up by one"
-    elif len(local_ids) != local:
-        clash = f"there are {len(local_ids)} local ids for {local} local devices"
-    elif len({*local_ids} & {*ids}) != local:
-        clash = "the local ids are not different ones of the global ids"
-    elif len(mesh.global_devices) not in (0, places):
-        count = len(mesh.global_devices)
-        clash = f"there are {count} global devices for {places} places"
-    else:
-        return mesh
-    raise MeshError(f"cannot read the mesh {_grid(mesh)!r}: {clash}")
+    places = math.prod(dim.size for dim in mesh.mesh_dimensions)
+    ids, local = list(mesh.global_device_ids), list(mesh.local_device_ids)
+    if (
+        places < 1
+        or ids != [*range(min(ids, default=0), min(ids, default=0) + places)]
+        or not len(local) == len({*local} & {*ids}) == len(mesh.local_devices)
+        or len(mesh.global_devices) not in (0, places)
+    ):
+        raise MeshError(
+            f"cannot read the mesh {_grid(mesh)!r}: it must have an id for each place, "
+            "one more than that before; a device for each local id; and a global "
+            "device for each place, or none"
+        )
+    return mesh
 
 
 # ----------------------------------------------------------------------- text
@@ -202,49 +190,39 @@ def _grid(mesh: Any) -> str:
 
 def read_mesh_text(text: str) -> Any:
     """Read what `mesh_text` wrote, and DTensor's short form `name|x=2|*CPU`."""
-    parts = text.split("|")
-    use_xla_spmd = len(parts) > 5 and parts[-1] == _XLA
-    if use_xla_spmd:
-        parts.pop()
-    short = len(parts) == 3 and parts[2].startswith("*")
-    if not short and len(parts) not in (5, 6):
-        raise MeshError(
-            f"cannot read the mesh {text!r}: it has {len(parts)} parts between bars, "
-            "not name|x=3,y=2|global ids|local ids|local devices[|global devices]"
-        )
-    name, grid, *lists = parts
-    pairs = (entry.partition("=") for entry in _listed(grid))
-    dims = [(axis, _number(size, text)) for axis, _, size in pairs]
-    if short:
-        numbers = [*map(str, range(math.prod(size for _, size in dims)))]
-        start = f"/job:localhost/task:0/device:{lists[0][1:]}"
-        devices = ",".join(f"{start}:{number}" for number in numbers)
-        lists = [",".join(numbers), ",".join(numbers), devices]
-    ids, local_ids, local, *rest = map(_listed, lists)
-    return _checked(
-        mesh_proto(
+    try:
+        name, grid, *lists = text.split("|")
+        use_xla_spmd = lists[3:] != [] and lists[-1] == _XLA
+        if use_xla_spmd:
+            lists.pop()
+        pairs = (entry.partition("=") for entry in _listed(grid))
+        dims = [(axis, int(size)) for axis, _, size in pairs]
+        if len(lists) == 1 and lists[0].startswith("*"):
+            start = f"/job:localhost/task:0/device:{lists[0][1:]}:"
+            numbers = [*map(str, range(math.prod(size for _, size in dims)))]
+            devices = ",".join(start + number for number in numbers)
+            lists = [",".join(numbers), ",".join(numbers), devices]
+        ids, local_ids, local, *rest = map(_listed, lists)
+        (devices,) = rest or [[]]
+        mesh = mesh_proto(
             dims,
-            global_device_ids=[_number(word, text) for word in ids],
-            local_device_ids=[_number(word, text) for word in local_ids],
+            global_device_ids=[*map(int, ids)],
+            local_device_ids=[*map(int, local_ids)],
             local_devices=local,
-            global_devices=rest[0] if rest else (),
+            global_devices=devices,
             name=name,
             use_xla_spmd=use_xla_spmd,
         )
-    )
+    except ValueError as error:
+        raise MeshError(
+            f"cannot read the mesh {text!r}: {error}; it must be "
+            "name|x=3,y=2|global ids|local ids|local devices[|global devices]"
+        ) from error
+    return _checked(mesh)
 
 
 def _listed(part: str) -> list[str]:
     return part.split(",") if part else []
-
-
-def _number(word: str, text: str) -> int:
-    try:
-        return int(word)
-    except ValueError as error:
-        raise MeshError(
-            f"cannot read the mesh {text!r}: {word!r} is not a whole number"
-        ) from error
 
 
 def layout_text(layout: Any) -> str:
@@ -255,20 +233,11 @@ def layout_text(layout: Any) -> str:
 
 def read_layout_text(text: str) -> Any:
     """Read what `layout_text` wrote, as a `LayoutProto`."""
-    parts = re.fullmatch(r"sharding_specs:([^ ]*) mesh:([^ ]*)", text)
+    parts = re.fullmatch(r"sharding_specs:((?:[^ ,]+,)*) mesh:([^ ]*)", text)
     if parts is None:
         raise LayoutError(
-            f'cannot read the layout {text!r}; it must be "sharding_specs:x,unsharded, '
-            'mesh:" and the text of a mesh'
+            f"cannot read the layout {text!r}; it must be 'sharding_specs:x,unsharded, "
+            "mesh:', with a comma after each dim, and the text of a mesh"
         )
     words, mesh = parts.groups()
-    *listed, last = words.split(",")
-    problem = ""
-    if last:
-        fix = f"write {words + ','!r}"
-        problem = f"there is no comma after its last dim, {last!r}; {fix}"
-    elif "" in listed:
-        problem = f"the word of dim {listed.index('')} is empty; write {UNSHARDED!r}"
-    if problem:
-        raise LayoutError(f"cannot read the layout {text!r}: {problem}")
-    return layout_proto(listed, read_mesh_text(mesh))
+    return layout_proto(words.split(",")[:-1], read_mesh_text(mesh))

@@ -133,12 +133,6 @@ def changed(**fields: Any) -> TensorLayout:
     return TensorLayout.from_proto(proto)
 
 
-def single_device() -> flm.DeviceMesh:
-    proto = ABSTRACT.as_proto()
-    proto.single_device = "TPU:0"
-    return flm.DeviceMesh.from_proto(proto)
-
-
 def moved(axes: Any, *, kinds: Any = "auto") -> Any:
     """An array of (8, 8) on a mesh."""
     mesh = flm.DeviceMesh((2, 4), NAMES, axis_types=kinds)
@@ -182,12 +176,6 @@ CASES: dict[str, Case] = {
         flm.errors.MeshError,
         "there are no devices gpu:0, cpu:8; this job has cpu:0, cpu:1, cpu:2, cpu:3, "
         "cpu:4, cpu:5, cpu:6, cpu:7",
-    ),
-    "mesh: parts of DTensor's text": Case(
-        lambda: flm.DeviceMesh.from_string("|x=2|0,1"),
-        flm.errors.MeshError,
-        "cannot read the mesh '|x=2|0,1': it has 3 parts between bars, not "
-        "name|x=3,y=2|global ids|local ids|local devices[|global devices]",
     ),
     "rule: a memory that the devices lack": Case(
         lambda: placed_with(TensorLayout(("data",), memory_kind="pinned_hots")),
@@ -369,8 +357,6 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "cannot read the mesh 'x=2'": lambda: flm.DeviceMesh.from_string(
             "|x=2|0,1,2||"
         ),
-        "the mesh is the single device 'TPU:0', without axes": single_device,
-        "the proto is damaged": lambda: flm.DeviceMesh.from_proto(b""),
         "not a MeshProto: 3": lambda: flm.DeviceMesh.from_proto(3),
         "the layout ('data',) has no mesh": lambda: TensorLayout(("data",)).sharding(),
         "on(mesh) needs a mesh": lambda: flm.RuleSet().on(None),
@@ -407,7 +393,6 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
             "x,unsharded"
         ),
         "cannot read the layout 'sharding_specs:x,,": lambda: with_words("x,,"),
-        "a layout of type PARTED has no meaning here": lambda: changed(type=2),
         "the layout's proto is damaged": lambda: changed(mesh_config=None),
         "these 1 bytes are not a": lambda: TensorLayout.from_proto(b"\xff"),
         "the layout ('data', 'model', ...) has 2 dims, the array has 1": lambda: (

@@ -419,24 +419,19 @@ def test_every_layout_is_written_and_lies_as_in_jax(data: st.DataObject) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "sharding_specs:x,unsharded mesh:M",
-            "no comma after its last dim, 'unsharded'",
-        ),
-        ("sharding_specs:x,,y, mesh:M", "the word of dim 1 is empty"),
+        ("sharding_specs:x,unsharded mesh:M", "with a comma after each dim"),
+        ("sharding_specs:x,,y, mesh:M", "cannot read the layout"),
         ("sharding_specs:x, mesh:M ", "cannot read the layout"),
         ("sharding_specs:x,", "cannot read the layout"),
         ("sharding_specs:z, mesh:M", "names the axis 'z'"),
-        ("sharding_specs:x,x, mesh:M", "'x' twice"),
         ("sharding_specs:x+x, mesh:M", "'x' twice"),
         ("sharding_specs:x+, mesh:M", "names the axis ''"),
-        ("sharding_specs:x, mesh:|x=2|0,1", "it has 3 parts between bars"),
+        ("sharding_specs:x, mesh:|x=2|0,1", "cannot read the mesh"),
     ],
 )
 def test_damaged_text(text: str, message: str) -> None:
-    with pytest.raises(flm.LayoutError) as caught:
+    with pytest.raises(flm.LayoutError, match=message):
         flm.TensorLayout.from_string(text.replace("M", SIX.to_string()))
-    assert message in str(caught.value)
 
 
 def test_truncated_bytes() -> None:
@@ -456,11 +451,10 @@ def test_damaged_protos() -> None:
         with pytest.raises(flm.LayoutError):
             flm.TensorLayout.from_proto(wrong)
     damages: list[tuple[Any, str]] = [
-        (lambda p: setattr(p, "type", 2), "of type PARTED has no meaning"),
-        (lambda p: setattr(p, "type", 9), "of type 9 has no meaning"),
-        (lambda p: p.sharding_specs[1].Clear(), "a dim is without its word"),
-        (lambda p: p.ClearField("mesh_config"), "it has no mesh"),
-        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "mesh has no axes"),
+        (lambda p: setattr(p, "type", 2), "of type 2 has no meaning"),
+        (lambda p: p.sharding_specs[1].Clear(), "the word of a dim, is missing"),
+        (lambda p: p.ClearField("mesh_config"), "damaged: its mesh"),
+        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "an id for each place"),
     ]
     for damage, message in damages:
         proto = ROWS.as_proto()
