@@ -10,12 +10,17 @@ from typing import Any
 
 
 class LayoutError(ValueError):
-    """Base class of every error that flax_layoutmap raises for a user's mistake."""
+    """Base class of every error that flax_layoutmap raises for a user's mistake.
+
+    Attributes:
+        problems: one text per problem of a tree; empty where there is one problem.
+    """
 
     __module__ = "flax_layoutmap"
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
+    def __init__(self, message: str = "", problems: Sequence[str] = ()) -> None:
+        super().__init__(visible(message, "\n"))
+        self.problems = tuple(visible(text, "\n") for text in problems)
 
 
 class RuleError(LayoutError):
@@ -45,8 +50,7 @@ class ResolveError(LayoutError):
     def __init__(
         self, message: str, problems: Sequence[str] = (), resolution: Any = None
     ) -> None:
-        super().__init__(message)
-        self.problems = tuple(visible(text, "\n") for text in problems)
+        super().__init__(message, problems)
         self.resolution = resolution
 
     def __reduce__(self) -> Any:
@@ -60,17 +64,9 @@ class StructureError(LayoutError):
 
 
 class CheckpointError(LayoutError):
-    """A checkpoint cannot be written, read, or used with the given target.
-
-    Attributes:
-        problems: one text per problem; empty when there is a single one.
-    """
+    """A checkpoint cannot be written, read, or used with the given target."""
 
     __module__ = "flax_layoutmap.errors"
-
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems = tuple(visible(text, "\n") for text in problems)
 
 
 class ProcessError(LayoutError):
@@ -106,17 +102,12 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(choices), n=count, cutoff=0.4)
 
 
-def meant(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that `name` most likely misspells, or None."""
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"`, or an empty string when nothing is close."""
     # In a short name, a few letters are a large fraction.
     cutoff = 0.6 if len(name) > 4 else 0.7
-    return next(iter(difflib.get_close_matches(name, list(choices), 1, cutoff)), None)
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return `'; did you mean 'x'?'`, or an empty string when nothing is close."""
-    choice = meant(name, choices)
-    return "" if choice is None else f"; did you mean {choice!r}?"
+    near = difflib.get_close_matches(name, list(choices), 1, cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def warn(text: str) -> None:

@@ -13,17 +13,16 @@ from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.jax_internals import concrete_value
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh, same_places
+from flax_layoutmap._core.mesh import DeviceMesh
 
 _NUMBERS = bool | int | float | complex
 
 
 def fetch_layout(x: Any) -> TensorLayout | None:
-    """Return the layout of an array: its mesh, and the axes of each dim.
+    """Return the layout of an array (or of what a Variable or Linen box holds).
 
     None for a Python number or None. A value that is not on a mesh raises, and so does
     one of `jit` on Auto axes, whose layout is not known (JAX shows it as replicated).
-    An `nnx.Variable` or a Linen box stands for what it holds.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -79,23 +78,18 @@ def check_layout(x: Any, layout: Any) -> None:
     wanted, actual = TensorLayout(layout), fetch_layout(x)
     if actual is None:
         raise LayoutError(f"check_layout takes an array, got {x!r}")
-    if not _same(actual, wanted, len(unboxed(x).shape)):
+    ndim = len(unboxed(x).shape)
+    same = wanted.rank in (None, ndim)
+    if same:
+        wanted = wanted.matched(actual.dims(ndim))
+        same = wanted.dims(ndim) == actual.dims(ndim)
+        if wanted.device_mesh is not None:
+            same = wanted.equivalent(actual, ndim)
+    if not same:
         raise LayoutError(
             f"an array {unboxed(x).shape} has the layout {actual!r}, not {wanted!r}; "
             "flm.relayout(x, layout) moves it"
         )
-
-
-def _same(actual: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
-    if wanted.rank not in (None, ndim):
-        return False
-    dims, mesh, other = actual.dims(ndim), actual.device_mesh, wanted.device_mesh
-    wanted = wanted.matched(dims)
-    assert mesh is not None  # known_layout reads it off a mesh
-    if other is not None and not same_places(mesh, other):
-        return False
-    kinds = (actual.memory_kind, wanted.memory_kind)
-    return dims == wanted.dims(ndim) and (other is None or kinds[0] == kinds[1])
 
 
 def known_layout(x: Any) -> TensorLayout | None:

@@ -23,7 +23,7 @@ from flax_layoutmap._core.axes import (
 )
 from flax_layoutmap._core.dtensor_format import MATCH, UNSHARDED
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, did_you_mean
-from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same_grid
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, mesh_from_proto, same_places
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -233,12 +233,12 @@ class TensorLayout:
         return tuple(map(operator.floordiv, shape, _parts(dims, sizes)))
 
     def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
-        """Return whether both shard `ndim` dims alike.
+        """Return whether both place an array of `ndim` dims alike.
 
-        An abstract mesh and a concrete one are alike if axis names and sizes are.
+        An abstract mesh is like every mesh with its axes.
         """
         mine, yours = self.device_mesh, other.device_mesh
-        same_mesh = mine is yours or bool(mine and yours and same_grid(mine, yours))
+        same_mesh = mine is yours or bool(mine and yours and same_places(mine, yours))
         same_memory = self.memory_kind == other.memory_kind
         return same_mesh and same_memory and self.spec(ndim) == other.spec(ndim)
 
