@@ -27,8 +27,8 @@ class Style:
     layer_norm: bool = False  # with biases everywhere, learned positions, and no gate
     tied: bool = True
     scale: float = HEAD_DIM**-0.5
-    attention_cap: float = 0.0
-    logits_cap: float = 0.0
+    attention_cap: float = math.inf
+    logits_cap: float = math.inf
     windows: tuple[int, ...] = (VOCABULARY,) * LAYERS
 
 
@@ -65,6 +65,10 @@ def norm(style: Style, rngs: nnx.Rngs) -> Any:
     return Norm(style.one_plus)
 
 
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    return x if cap == math.inf else jnp.tanh(x / cap) * cap
+
+
 def rotate(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None, None] / 10_000 ** (jnp.arange(half) / half)
@@ -73,39 +77,33 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    query: Any
-    key: Any
-    value: Any
-
     def __init__(self, style: Style, flat: bool, rngs: nnx.Rngs):
-        self.style, bias = style, style.layer_norm
-        for name in ("query", "key", "value"):
-            heads = HEADS if name == "query" else style.kv_heads
-            shape = (heads * HEAD_DIM,) if flat else (heads, HEAD_DIM)
-            made = nnx.LinearGeneral(DIM, shape, use_bias=bias, rngs=rngs)
-            setattr(self, name, made)
-        inner = (HEADS * HEAD_DIM,) if flat else (HEADS, HEAD_DIM)
-        axis = range(-len(inner), 0)
-        self.out = nnx.LinearGeneral(inner, DIM, axis=axis, use_bias=bias, rngs=rngs)
+        self.style, self.flat = style, flat
+        general = partial(nnx.LinearGeneral, use_bias=style.layer_norm, rngs=rngs)
+
+        def heads(count: int) -> Any:
+            return (count * HEAD_DIM,) if flat else (count, HEAD_DIM)
+
+        self.query = general(DIM, heads(HEADS))
+        self.key = general(DIM, heads(style.kv_heads))
+        self.value = general(DIM, heads(style.kv_heads))
+        self.out = general(heads(HEADS), DIM, axis=(-1,) if flat else (-2, -1))
 
     def __call__(self, x: jax.Array, window: Any) -> jax.Array:
         style, shape = self.style, (*x.shape[:2], -1, HEAD_DIM)
-        query, key = self.query(x).reshape(shape), self.key(x).reshape(shape)
-        value = self.value(x).reshape(shape)
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).reshape(shape) for layer in layers)
         if not style.layer_norm:
             query, key = rotate(query), rotate(key)
-        key, value = (
-            jnp.repeat(y, HEADS // style.kv_heads, axis=2) for y in (key, value)
-        )
+        times = HEADS // style.kv_heads
+        key, value = (jnp.repeat(y, times, axis=2) for y in (key, value))
         scores = jnp.einsum("bihd,bjhd->bhij", query, key) * style.scale
-        if style.attention_cap:
-            scores = jnp.tanh(scores / style.attention_cap) * style.attention_cap
+        scores = capped(scores, style.attention_cap)
         at = jnp.arange(x.shape[1])
         back = at[:, None] - at[None]
         scores = jnp.where((back >= 0) & (back < window), scores, -jnp.inf)
         made = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), value)
-        features = len(self.out.in_features)
-        return self.out(made.reshape(*x.shape[:2], -1) if features == 1 else made)
+        return self.out(made.reshape(*x.shape[:2], -1) if self.flat else made)
 
 
 class Mlp(nnx.Module):
@@ -127,30 +125,20 @@ class Layer(nnx.Module):
     def __init__(self, style: Style, flat: bool, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = norm(style, rngs), norm(style, rngs)
         self.attention, self.mlp = Attention(style, flat, rngs), Mlp(style, rngs)
-        self.style = style
-        if style.post_norms:
-            self.attention_post_norm = norm(style, rngs)
-            self.mlp_post_norm = norm(style, rngs)
+        self.attention_post_norm = norm(style, rngs) if style.post_norms else None
+        self.mlp_post_norm = norm(style, rngs) if style.post_norms else None
 
     def __call__(self, x: jax.Array, window: Any) -> jax.Array:
         y = self.attention(self.attention_norm(x), window)
-        x = x + (self.attention_post_norm(y) if self.style.post_norms else y)
+        x = x + (self.attention_post_norm(y) if self.attention_post_norm else y)
         y = self.mlp(self.mlp_norm(x))
-        return x + (self.mlp_post_norm(y) if self.style.post_norms else y)
+        return x + (self.mlp_post_norm(y) if self.mlp_post_norm else y)
 
 
 class Decoder(nnx.Module):
-    """A decoder of one style.
+    """A decoder; `scanned` stacks its layers, `flat` kernels have no dim for heads."""
 
-    Args:
-        style: its name.
-        scanned: whether the layers are stacked.
-        flat: whether heads have no dim of their own in the kernels.
-    """
-
-    def __init__(
-        self, style: str, *, scanned: bool = False, flat: bool = False, rngs: nnx.Rngs
-    ):
+    def __init__(self, style: str, scanned: bool, flat: bool, rngs: nnx.Rngs):
         own = self.style = STYLES[style]
         self.embed = nnx.Embed(VOCABULARY, DIM, rngs=rngs)
         if own.layer_norm:
@@ -175,16 +163,12 @@ class Decoder(nnx.Module):
                 x = layer(x, window)
         else:
             windows = jnp.array(self.style.windows)
-            x = nnx.scan(
-                lambda x, layer, window: layer(x, window),
-                in_axes=(nnx.Carry, 0, 0),
-                out_axes=nnx.Carry,
-            )(x, self.layers, windows)
+            axes: Any = (nnx.Carry, 0, 0)
+            scan = nnx.scan(in_axes=axes, out_axes=nnx.Carry)
+            x = scan(lambda x, layer, window: layer(x, window))(x, self.layers, windows)
         x = self.norm(x)
         logits = self.embed.attend(x) if self.style.tied else self.lm_head(x)
-        if self.style.logits_cap:
-            logits = jnp.tanh(logits / self.style.logits_cap) * self.style.logits_cap
-        return logits
+        return capped(logits, self.style.logits_cap)
 
 
 def golden(name: str) -> tuple[np.ndarray, np.ndarray]:

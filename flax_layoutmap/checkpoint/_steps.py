@@ -288,8 +288,12 @@ def dequantize(
 
     if format == "float8":
         key = ("float8", block, suffix)
-        return Step(key, scales_of, lambda x, _, dtype: scaled(*x, block, dtype))
-    return Step(("mxfp4",), _mxfp4_parts, lambda x, _, dtype: from_mxfp4(*x, dtype))
+        return Step(
+            key, scales_of, lambda x, _, dtype: scaled(x[0], x[1], block, dtype)
+        )
+    return Step(
+        ("mxfp4",), _mxfp4_parts, lambda x, _, dtype: from_mxfp4(x[0], x[1], dtype)
+    )
 
 
 def _mxfp4_parts(leaf: Array) -> Inputs:

@@ -1,7 +1,5 @@
-"""Which numbers of which tensor a leaf has: each step of a family against NumPy."""
+"""Tensors in float8 and MXFP4 are multiplied by their scales, as NumPy does it."""
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,121 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from mapped_families import FAMILIES, TINY
 from safetensors.numpy import save_file
 from same import refused
-from shapes import nested
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings as m
 
 Tensors = dict[str, np.ndarray]
-Value = Callable[[np.ndarray], np.ndarray]
 restore = flm.checkpoint.restore_safetensors
-
-
-# What is made of the weight `w` of a tensor.
-MADE: dict[str, Value] = {
-    "same": lambda w: w,
-    "turned": lambda w: w.swapaxes(-1, -2),
-    "heads": lambda w: w.reshape(4, -1, w.shape[-1]).transpose(2, 0, 1),
-    "from heads": lambda w: w.T.reshape(4, -1, len(w)),
-    "second of three": lambda w: w[:, 32:64].reshape(32, 4, 8),
-    "even": lambda w: w[..., ::2],
-    "odd": lambda w: w[..., 1::2],
-    "conv1d": lambda w: w.transpose(2, 1, 0),
-    "conv2d": lambda w: w.transpose(2, 3, 1, 0),
-}
-# Family; leaf; tensor, with `{}` for all experts; what is made of it. `L.` is layer 1
-# of the decoders, and a leaf of which no layer is named is in it.
-TABLE = """
-llama; attention/query/kernel; L.self_attn.q_proj.weight; heads
-qwen3; attention/key_norm/scale; L.self_attn.k_norm.weight; same
-gemma 3, with vision; mlp_norm/scale; language_model.L.pre_feedforward_layernorm.weight; same
-gpt2; attention/key/kernel; h.1.attn.c_attn.weight; second of three
-mixtral; mlp/router/kernel; L.block_sparse_moe.gate.weight; turned
-mixtral; mlp/experts/gate/kernel; L.block_sparse_moe.experts.{}.w1.weight; turned
-mixtral; mlp/experts/up/kernel; L.block_sparse_moe.experts.{}.w3.weight; turned
-mixtral; mlp/experts/down/kernel; L.block_sparse_moe.experts.{}.w2.weight; turned
-qwen3_moe; mlp/experts/up/kernel; L.mlp.experts.{}.up_proj.weight; turned
-deepseek_v3; attention/kv_b/kernel; L.self_attn.kv_b_proj.weight; heads
-deepseek_v3; mlp/router/bias; L.mlp.gate.e_score_correction_bias; same
-deepseek_v3; 0/mlp/up/kernel; model.layers.0.mlp.up_proj.weight; turned
-gpt_oss; mlp/experts/gate/kernel; L.mlp.experts.gate_up_proj; even
-gpt_oss; mlp/experts/up/kernel; L.mlp.experts.gate_up_proj; odd
-gpt_oss; mlp/experts/down/kernel; L.mlp.experts.down_proj; same
-gpt_oss; mlp/experts/up/bias; L.mlp.experts.gate_up_proj_bias; odd
-t5; decoder/1/cross_attention/key/kernel; decoder.block.1.layer.1.EncDecAttention.k.weight; heads
-t5; decoder/1/mlp/gate/kernel; decoder.block.1.layer.2.DenseReluDense.wi_0.weight; turned
-t5; decoder/1/mlp/up/kernel; decoder.block.1.layer.2.DenseReluDense.wi_1.weight; turned
-t5, 1.0; /lm_head/kernel; shared.weight; turned
-whisper; /encoder/conv1/kernel; model.encoder.conv1.weight; conv1d
-vit; /patch_embedding/kernel; vit.embeddings.patch_embeddings.projection.weight; conv2d
-vit; attention/out/kernel; vit.encoder.layer.1.attention.output.dense.weight; from heads
-clip; /vision/pre_norm/scale; vision_model.pre_layrnorm.weight; same
-"""  # noqa: E501
-LEAVES = [line.split("; ") for line in TABLE.strip().splitlines()]
-
-
-def path_of(leaf: str) -> str:
-    """The path: `/a` as it is, `1/a` or `a` of a layer, `side/1/a` of one of a side."""
-    if leaf.startswith("/"):
-        return leaf[1:]
-    side, _, rest = leaf.partition("/1/")
-    if rest:
-        return f"{side}/layers/1/{rest}"
-    return f"layers/{leaf}" if leaf[0].isdigit() else f"layers/1/{leaf}"
-
-
-def numbered(family: str) -> Tensors:
-    """The tensors of a tiny model, in which no two numbers are equal."""
-    found, start = {}, 0
-    for name, shape in FAMILIES[family].stored(TINY).items():
-        size = int(np.prod(shape))
-        numbers = np.arange(start, start + size, dtype=np.int32)
-        found[name], start = numbers.reshape(shape), start + size
-    return found
-
-
-@pytest.mark.parametrize("case", LEAVES, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_a_leaf_has_the_right_numbers(case: list[str], tmp_path: Path) -> None:
-    family, path, made = FAMILIES[case[0]], path_of(case[1]), MADE[case[3]]
-    name = re.sub(r"\bL\.", "model.layers.1.", case[2])
-    tensors = numbered(case[0])
-    save_file(tensors, tmp_path / "model.safetensors")
-    if "{}" in name:
-        expected = np.stack([made(tensors[name.format(at)]) for at in range(4)])
-    else:
-        expected = made(tensors[name])
-    shape = family.model(TINY, scanned=False).get(path, expected.shape)
-    assert shape == expected.shape
-    found = restore(
-        tmp_path,
-        nested({path: np.zeros(expected.shape, np.int32)}),
-        mapping=family.entries(TINY, False),
-        unexpected="ignore",
-    )
-    [leaf] = jax.tree.leaves(found)
-    np.testing.assert_array_equal(leaf, expected)
-
-
-def test_stacks_begin_with_their_own_layer(tmp_path: Path) -> None:
-    """The layers with experts of DeepSeek V3 come after the dense ones."""
-    tensors, family = numbered("deepseek_v3"), FAMILIES["deepseek_v3"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    stacks = {"dense_layers": [0], "moe_layers": [1, 2]}
-    shapes = {
-        f"{stack}/attention/kv_a/kernel": np.zeros((len(numbers), 32, 24), np.int32)
-        for stack, numbers in stacks.items()
-    }
-    mapping = family.entries(TINY, True)
-    found = restore(tmp_path, nested(shapes), mapping=mapping, unexpected="ignore")
-    for stack, numbers in stacks.items():
-        kernel = found[stack]["attention"]["kv_a"]["kernel"]
-        for at, layer in enumerate(numbers):
-            name = f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
-            np.testing.assert_array_equal(kernel[at], tensors[name].T)
-
 
 # -------------------------------------------------------------------------- float8
 

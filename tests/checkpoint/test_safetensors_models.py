@@ -1,6 +1,5 @@
 """Models restored from `transformers` checkpoints compute the same numbers."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,6 @@ from safetensors import safe_open
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings
-
-MAPPINGS = {
-    "llama": mappings.llama,
-    "gemma": mappings.gemma,
-    "gemma2": partial(mappings.gemma, post_norms=True),
-    "gpt2": mappings.gpt2,
-}
-
-
-def layout_map(mesh: flm.DeviceMesh) -> flm.LayoutMap:
-    rules = flm.LayoutMap(mesh, strict=False)
-    rules["embedding"] = ("model", "data")
-    rules["lm_head/kernel"] = ("data", "model")
-    rules["attention/(query|key|value)/kernel"] = (..., "data", None, "model")
-    rules["attention/(query|key|value)/bias"] = (..., "model")
-    rules["attention/out/kernel"] = (..., "data", None, "model")
-    rules["(gate|up)/kernel"] = (..., "data", "model")
-    rules["down/kernel"] = (..., "model", "data")
-    rules["(norm/(scale|bias)|(out|up|down)/bias)"] = None
-    return rules
-
-
-def flat_layout_map(mesh: flm.DeviceMesh) -> flm.LayoutMap:
-    rules = flm.LayoutMap(mesh, strict=False)
-    rules["embedding"] = (None, ("data", "model"))
-    rules["attention/.*/kernel"] = (..., "model", "data")
-    rules["(gate|up|down)/kernel"] = (..., "data", "model")
-    return rules
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -65,25 +36,23 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     ],
 )
 def test_logits_are_those_of_pytorch(
-    name: str, scanned: bool, flat: bool, mesh: flm.DeviceMesh, tmp_path: Path
+    name: str, scanned: bool, flat: bool, tmp_path: Path
 ) -> None:
     style = name.removesuffix("_sharded")
+    folder, preset = hf_models.GOLDEN / f"hf_{name}", style.replace("gemma2", "gemma")
+    options = {"post_norms": True} if style == "gemma2" else {}
+    mapping = getattr(mappings, preset)(scanned=scanned, **options)
+    rules = flm.presets.load(preset, "fsdp=4,tensor=2")
 
     def make() -> hf_models.Decoder:
-        rngs = nnx.Rngs(0)
-        return hf_models.Decoder(style, scanned=scanned, flat=flat, rngs=rngs)
+        return hf_models.Decoder(style, scanned, flat, nnx.Rngs(0))
 
-    folder = hf_models.GOLDEN / f"hf_{name}"
-    rules = flat_layout_map(mesh) if flat else layout_map(mesh)
-    mapping = MAPPINGS[style](scanned=scanned)
     model: Any = flm.checkpoint.restore_safetensors(
         folder, make, layout_map=rules, mapping=mapping
     )
-    resolution = rules.resolve(make)
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert len(leaves) == len(list(resolution))
     sharded = 0
-    for leaf, wanted in zip(leaves, resolution.sharding_list(), strict=True):
+    for leaf, wanted in zip(leaves, rules.resolve(make).sharding_list(), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
         sharded += not leaf.sharding.is_fully_replicated
     assert sharded > len(leaves) / 3
