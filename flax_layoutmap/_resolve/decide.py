@@ -1,4 +1,4 @@
-"""Stage "decide": matching rules and origins → one Decision per leaf.
+"""Match and decide: leaves and rules → one Decision per leaf.
 
 Precedence, for a parameter: an explicit layout on the variable, a rule, Flax metadata,
 the kernel that it belongs to, replicated. For optimizer state: an optimizer rule, the
@@ -7,7 +7,7 @@ not an array are replicated.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,8 @@ from flax_layoutmap._resolve.lay import (
     rank_fix,
     show_rank,
 )
-from flax_layoutmap._resolve.leaves import Mark, Names, mesh_axes
-from flax_layoutmap._resolve.match import Matches
-from flax_layoutmap._resolve.optimizer_state import Origin
-from flax_layoutmap._rules.matching import MatchedRules
+from flax_layoutmap._resolve.leaves import Dims, Leaves, Mark, Names, Origin, mesh_axes
+from flax_layoutmap._rules.matching import MatchedRules, Matcher
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
 
@@ -45,39 +43,25 @@ _STACKED_FIX = (
 _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to resolve"
 
 
-def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
-    """Decide every leaf: parameters, then what follows them.
-
-    `rules` are those that were matched, possibly on another mesh.
-    """
-    leaves, origins = matches.origins.leaves, matches.origins
-    shapes, marks = leaves.shapes, leaves.flat.annotations
+def decide(leaves: Leaves, rules: RuleSet) -> list[Decision]:
+    """Decide every leaf: parameters, then what follows them."""
     made = Decisions(rules, leaves)
-    rows = made.rows
-    keys = list(zip(map(id, matches.parameters), shapes, strict=True))
-    distinct = dict(zip(keys, matches.parameters, strict=True))
-    by_key = {key: made.by_match(match, key[1]) for key, match in distinct.items()}
-    rows += map(by_key.__getitem__, keys)
-    for at, match in matches.plain.items():
-        note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
-        rows[at] = dataclasses.replace(made.by_match(match, shapes[at]), note=note)
+    rows, shapes, marks = made.rows, leaves.shapes, leaves.flat.annotations
+    _match_similar(made)
+    _match_other_paths(made)
     for at, mark in marks.items():
         rows[at] = _annotated(made, mark, rows[at], shapes[at])
-    for at, kernels in origins.adapters.items():
-        match = matches.adapters.get(at, MatchedRules())
-        rows[at] = lay_adapter(made, at, kernels, match)
+    for at, kernels in leaves.adapters.items():
+        rows[at] = lay_adapter(made, at, kernels)
     lay_scales(made)
-    for at, layout in leaves.layouts.items():
+    for at, layout in leaves.given.items():
         rows[at] = _given(layout, shapes[at])
-    for at, origin in enumerate(origins.state or ()):
-        if origin is not None:
-            rows[at] = _state(made, matches, origin, at)
-            if at in marks:
-                rows[at] = _annotated(made, marks[at], rows[at], shapes[at])
-    for at, dtype in enumerate(leaves.dtypes):
-        if at in leaves.flat.fixed or not isinstance(dtype, np.dtype):
-            if reason := _not_sharded(dtype, at in leaves.flat.fixed):
-                rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
+    for at, origin in leaves.origins.items():
+        rows[at] = _state(made, origin, at)
+        if at in marks:
+            rows[at] = _annotated(made, marks[at], rows[at], shapes[at])
+    for at, reason in _not_sharded(leaves):
+        rows[at] = made.replicated(reason, shapes[at], rows[at].matched)
     return rows
 
 
@@ -87,12 +71,78 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
     return Decision(dims, normal_spec(dims), mesh, None, "own layout", memory_kind=kind)
 
 
-def _not_sharded(dtype: Any, is_fixed: bool) -> Reason | None:
-    """Why no rule is asked of a leaf: random state, or not an array."""
-    if dtype is None:
-        return "not an array"
-    is_key = is_fixed or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
-    return "random state" if is_key else None
+def _not_sharded(leaves: Leaves) -> Iterator[tuple[int, Reason]]:
+    """The leaves that no rule is asked of: random state, and what is not an array."""
+    fixed = leaves.flat.fixed
+    if fixed or not all(issubclass(x, np.dtype) for x in set(map(type, leaves.dtypes))):
+        for at, dtype in enumerate(leaves.dtypes):
+            if dtype is None:
+                yield at, "not an array"
+            elif at in fixed or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+                yield at, "random state"
+
+
+# ----------------------------------------------------------------------- matching
+
+
+def _match_similar(made: Decisions) -> None:
+    """Decide by the rules of each path; of similar leaves in a section, one is tried.
+
+    Optimizer state has no rules of its own.
+    """
+    flat, shapes, matcher = made.leaves.flat, made.leaves.shapes, made.rules.matcher
+    for start, stop, *_ in flat.sections:
+        if all(map(made.leaves.origins.__contains__, range(start, stop))):
+            made.rows += [made.replicated("no rule", ())] * (stop - start)
+            continue
+        similar = matcher.similar(flat.paths[start:stop])
+        keys = list(zip(similar, shapes[start:stop], strict=True))
+        tried = dict(zip(keys, range(start, stop), strict=True))
+        decisions = {
+            key: made.by_match(matcher.match(flat.forms(at)), key[1])
+            for key, at in tried.items()
+        }
+        made.rows += map(decisions.__getitem__, keys)
+
+
+def _match_other_paths(made: Decisions) -> None:
+    """Decide shared Variables by all their paths, leaves in a LoRA module without it.
+
+    Unless a rule matches only the path with the LoRA module.
+    """
+    rows, leaves, matcher = made.rows, made.leaves, made.rules.matcher
+    flat, shapes = leaves.flat, leaves.shapes
+    for at in flat.others.keys() - leaves.origins.keys():
+        match = _match_names(matcher, flat.forms_of_names(at))
+        rows[at] = made.by_match(match, shapes[at])
+    for at, path in leaves.plain.items():
+        forms = flat.forms(at, path)
+        inside, plain = matcher.match(flat.forms(at)).rules, matcher.match(forms)
+        if plain.rules not in ((), inside):
+            if {*inside} <= {*matcher.matching_patterns(forms)}:
+                note = f"without the LoRA module around it, its path is {path!r}"
+                row = made.by_match(plain, shapes[at])
+                rows[at] = dataclasses.replace(row, note=note)
+
+
+def _match_names(matcher: Matcher, names: Sequence[tuple[str, ...]]) -> MatchedRules:
+    """The rules of a leaf by all its names; two keys of a shared Variable conflict."""
+    matches = list(map(matcher.match, names))
+    keys = {match.key for match in matches if match.key is not None}
+    if len(keys) > 1:
+        return MatchedRules(tuple(sorted(keys)))
+    matched = {at for match in matches for at in match.rules}
+    return MatchedRules(tuple(sorted(matched)), next(iter(keys), None))
+
+
+def _match_owner(made: Decisions, owner: int) -> MatchedRules:
+    """The optimizer rules of a parameter, by its path, else by that without LoRA."""
+    flat, plain = made.leaves.flat, made.leaves.plain
+    matcher = made.rules.matcher_of("optimizer")
+    match = _match_names(matcher, flat.forms_of_names(owner))
+    if not match.rules and owner in plain:
+        match = matcher.match(flat.forms(owner, plain[owner]))
+    return match
 
 
 # ----------------------------------------------------------------------- metadata
@@ -108,8 +158,8 @@ def _annotated(made: Decisions, mark: Mark, row: Decision, shape: Shape) -> Deci
         return _explicit(made, mark.layout, shape, row.matched)
     if mark.names is None or row.reason != "no rule" or row.matched or not shape:
         return row
-    key = ("metadata", mark.names, mark.rules, mark.kind, shape)
-    return made.once(key, lambda: _by_flax(made, mark, mark.names or (), shape))
+    names = mark.names
+    return made.once((mark, shape), lambda: _by_flax(made, mark, names, shape))
 
 
 def _by_flax(made: Decisions, mark: Mark, names: Names, shape: Shape) -> Decision:
@@ -169,20 +219,18 @@ def _explicit(
 # ---------------------------------------------------------------- optimizer state
 
 
-def _state(made: Decisions, matches: Matches, origin: Origin, at: int) -> Decision:
+def _state(made: Decisions, origin: Origin, at: int) -> Decision:
     """The decision for a leaf of optimizer state, after those for the parameters."""
-    shape, owners = made.leaves.shapes[at], matches.origins.owners
+    shape, owners = made.leaves.shapes[at], made.leaves.owners
     if not shape:
         return made.replicated("scalar", shape)
     key, why, live = None, _NO_PARAMETERS, _live_layout(made, at)
     if owners or origin.owner is not None:
-        key, why = _owner(made, owners, origin, live)
-    if key is not None and origin.dims is not None:
-        match = matches.state.get(key, MatchedRules())
-        return made.once(
-            ("state", key, origin.dims, shape),
-            lambda: _follow(made, match, key, owners[key], origin.dims or (), shape),
-        )
+        key, why = _owner(made, origin, live)
+    dims = origin.dims
+    if key is not None and dims is not None:
+        state = ("state", key, dims, shape)
+        return made.once(state, lambda: _follow(made, key, dims, shape))
     if live is not None and not live.is_replicated:
         name = "the layout that it has"
         return made.lay(live, shape, name, "own layout", owner=origin.owner)
@@ -199,23 +247,20 @@ def _live_layout(made: Decisions, at: int) -> TensorLayout | None:
 
 
 def _owner(
-    made: Decisions,
-    owners: Mapping[str, int],
-    origin: Origin,
-    live: TensorLayout | None,
+    made: Decisions, origin: Origin, live: TensorLayout | None
 ) -> tuple[str | None, str]:
     """The parameter that a leaf follows, or None and why it follows none.
 
     Among several candidates with different layouts, the leaf's current layout decides.
     """
+    owners, dims = made.leaves.owners, origin.dims
     if not origin.others:
-        return (origin.owner if origin.owner in owners else None), origin.how
+        return (origin.owner if origin.owner in owners else None), origin.why
     names = [name for name in (origin.owner, *origin.others) if name in owners]
     rows = {name: made.rows[owners[name]] for name in names if name is not None}
     layouts = {x: (row.dims, row.mesh, row.memory_kind) for x, row in rows.items()}
     fitting = layouts
     if len(set(layouts.values())) > 1:
-        dims = origin.dims
         fitting = {
             name: layout
             for name, layout in layouts.items()
@@ -223,9 +268,9 @@ def _owner(
             if live.dims(len(dims)) == picked(dims, layout[0])
         }
     if len(set(fitting.values())) == 1:
-        return next(iter(fitting)), origin.how
+        return next(iter(fitting)), origin.why
     if not layouts:
-        return None, origin.how
+        return None, origin.why
     listed = " or ".join(map(repr, layouts))
     return None, (
         f"may belong to {listed}, which have different layouts; name the optimizer "
@@ -233,22 +278,13 @@ def _owner(
     )
 
 
-def _follow(
-    made: Decisions,
-    match: MatchedRules,
-    key: str,
-    owner: int,
-    dims: tuple[int | None, ...],
-    shape: Shape,
-) -> Decision:
-    """Decide a leaf whose dims are those of a parameter, as `dims` maps them.
-
-    `match` has the optimizer rules of the parameter `key`, at position `owner`.
-    """
-    rules, row = made.rules.optimizer, made.rows[owner]
-    of = made.leaves.shapes[owner]
+def _follow(made: Decisions, key: str, dims: Dims, shape: Shape) -> Decision:
+    """Decide a leaf that has these dims of the parameter `key`."""
+    owner = made.leaves.owners[key]
+    rules, row, of = made.rules.optimizer, made.rows[owner], made.leaves.shapes[owner]
     # No rule lays out a scalar, nor the state of one.
-    matched = applicable(rules, match.rules, len(of)) if of else ()
+    match = _match_owner(made, owner) if rules and of else MatchedRules()
+    matched = applicable(rules, match.rules, len(of))
     if match.key is not None and match.key in matched:
         matched = (match.key,)
     more: dict[str, Any] = {"owner": key, "owner_dims": dims}

@@ -21,15 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from flax_layoutmap._core.axes import divides
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.lay import Decisions, fits, picked
-from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.leaves import Dims, Kernels, Leaves
 from flax_layoutmap._rules.matching import MatchedRules
 from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.paths import Section
 
-# Per dim of a leaf: the dim of the kernel that it has, or None.
-KernelDims = tuple[int | None, ...]
-# The kernels that a LoRA matrix may belong to: their positions, and its dims of each.
-Kernels = Sequence[tuple[int, KernelDims]]
 # Path of a module → the rest of the paths below it, and their positions.
 Below = Mapping[str, Sequence[tuple[str, int]]]
 
@@ -95,7 +91,7 @@ def _read_matrix(path: str) -> tuple[bool, str, list[str]] | None:
 
 
 def find_adapters(leaves: Leaves) -> tuple[dict[int, Kernels], dict[int, str]]:
-    """Find LoRA matrices by paths and shapes; see `Origins.adapters` and `.plain`."""
+    """Find LoRA matrices by paths and shapes; see `Leaves.adapters` and `.plain`."""
     adapters: dict[int, Kernels] = {}
     plain: dict[int, str] = {}
     text = "\n".join(leaves.flat.paths)
@@ -182,7 +178,7 @@ def _wrapped(
 @functools.lru_cache(maxsize=1024)
 def _dims_of_matrix(
     kernel: Shape, matrix: Shape, partner: Shape | None, is_a: bool
-) -> tuple[KernelDims, ...]:
+) -> tuple[Dims, ...]:
     """The dims of a kernel that a LoRA matrix may have, by the shapes.
 
     Leading dims that all three have are those of stacked layers; those that only the
@@ -191,8 +187,8 @@ def _dims_of_matrix(
     as in the layers of Flax.
     """
     a, b = (matrix, partner) if is_a else (partner, matrix)
-    in_order: dict[KernelDims, None] = {}
-    others: dict[KernelDims, None] = {}
+    in_order: dict[Dims, None] = {}
+    others: dict[Dims, None] = {}
     for lead, into, out in _splits(len(kernel)):
         of_a = a and _dims_under(kernel, lead, into, a, len(a) - 1)
         of_b = b and _dims_under(kernel, lead, out, b, lead)
@@ -217,7 +213,7 @@ def _splits(ndim: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
 def _dims_under(
     kernel: Shape, lead: int, dims: tuple[int, ...], matrix: Shape, rank: int
-) -> KernelDims | None:
+) -> Dims | None:
     """The dims of a matrix with its rank at a position; None if they do not fit."""
     sizes = tuple(kernel[dim] for dim in dims)
     shape = matrix[:rank] + matrix[rank + 1 :]
@@ -236,20 +232,15 @@ _NO_KERNEL = (
 )
 
 
-def lay_adapter(
-    made: Decisions, at: int, kernels: Kernels, match: MatchedRules
-) -> Decision:
-    """The decision for a LoRA matrix, after those for the kernels.
-
-    `match` has the rules that match it and not its kernel.
-    """
+def lay_adapter(made: Decisions, at: int, kernels: Kernels) -> Decision:
+    """The decision for a LoRA matrix, after those for the kernels."""
     row, shape, why = made.rows[at], made.leaves.shapes[at], _NO_KERNEL
     if row.reason not in ("rule", "no rule"):  # an exact key, or written on it
         return row
     if kernels:
-        by_match = made.by_match(match, shape)
         kernel, dims = kernels[0]
         base = made.rows[kernel]
+        by_match = made.by_match(_match_alone(made, at, kernel), shape)
         if by_match.matched:
             return by_match
         if base.reason == "no rule" and not base.problem:
@@ -270,6 +261,16 @@ def lay_adapter(
     return made.trouble(why, shape, row.matched) if kernels else row
 
 
+def _match_alone(made: Decisions, at: int, kernel: int) -> MatchedRules:
+    """Of the rules that match a LoRA matrix, those that do not match its kernel."""
+    flat, matcher = made.leaves.flat, made.rules.matcher
+    positions, key = matcher.match(flat.forms(at))
+    for path in (None, made.leaves.plain.get(kernel)):
+        about = matcher.matching_patterns(flat.forms(kernel, path))
+        positions = tuple(position for position in positions if position not in about)
+    return MatchedRules(positions, key if key in positions else None)
+
+
 def _label(made: Decisions, at: int) -> str:
     return f"{made.leaves.flat.paths[at]} {show_shape(made.leaves.shapes[at])}"
 
@@ -278,7 +279,7 @@ def _follow(
     made: Decisions,
     at: int,
     kernel: int,
-    dims: KernelDims,
+    dims: Dims,
     note: str,
     rule: int | None = None,
 ) -> Decision:

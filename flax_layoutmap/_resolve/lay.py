@@ -32,10 +32,7 @@ _INDIVISIBLE_FIX = (
 
 @dataclasses.dataclass(slots=True)
 class Decisions:
-    """The decisions for the leaves of a tree under one rule set, as far as made.
-
-    Leaves that the rules treat alike share one decision.
-    """
+    """The decisions for the leaves of a tree under one rule set, as far as made."""
 
     rules: RuleSet
     leaves: Leaves
@@ -43,14 +40,13 @@ class Decisions:
     _shared: dict[Any, Decision] = dataclasses.field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
-        """The decision with this key, made on first use."""
-        row = self._shared.get(key)
-        if row is None:
-            row = self._shared[key] = make()
-        return row
+        """The decision with this key, made on first use; reports count on few."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def by_match(self, match: MatchedRules, shape: Shape) -> Decision:
-        """The decision of the parameter rules that match a leaf: one for all alike."""
+        """The decision of the parameter rules that match a leaf."""
         return self.once((match, shape), lambda: self._by_match(match, shape))
 
     def _by_match(self, match: MatchedRules, shape: Shape) -> Decision:
@@ -130,7 +126,7 @@ def _misfit(layout: TensorLayout, shape: Shape, mesh: DeviceMesh | None) -> str 
     if mesh is None:
         return None
     for axis in itertools.chain(*layout.dims(len(shape))):
-        if axis not in mesh.axis_sizes:
+        if axis not in mesh.axis_names:
             return f": the mesh {str(mesh)!r} has no axis {axis!r}"
     return unknown_memory(layout.memory_kind, mesh)
 

@@ -1,13 +1,11 @@
-"""Stage "leaves": a flattened tree → columns of its leaves, without the arrays.
-
-And the layout metadata of NNX Variables and Linen boxes.
-"""
+"""The leaves of a tree as columns, without the arrays; and metadata about layouts."""
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 from flax import linen, nnx
@@ -19,72 +17,73 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._tree.flatten import flatten, plain_tree
-from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
-from flax_layoutmap._tree.paths import Flat, Section, is_optimizer
+from flax_layoutmap._tree.flatten import plain_tree
+from flax_layoutmap._tree.flax_internals import metadata_of
+from flax_layoutmap._tree.paths import Flat, Section, parameter_keys
 
+# For each dim of a leaf: the dim that it has of its parameter or kernel, or None.
+Dims = tuple[int | None, ...]
+# The kernels that a LoRA matrix may belong to: their positions, and its dims of each.
+Kernels = Sequence[tuple[int, Dims]]
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]
 Kind = Literal["nnx", "linen", "mesh"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
-    """The layout metadata of one Variable or box.
+class Origin(NamedTuple):
+    """The parameter that a leaf of optimizer state was made from.
 
     Attributes:
-        layout: the explicit layout, which wins over every rule.
-        problem: why the explicit layout is invalid.
-        names: Flax's axis names.
-        rules: the Variable's own logical rules: (name, mesh axes) pairs.
-        kind: how names become mesh axes: `"nnx"` (a rule renames them), `"linen"` (only
-            a rule makes them mesh axes), `"mesh"` (they are mesh axes).
+        owner: key of the parameter (see `parameter_keys`), or None.
+        dims: the dims of the parameter that the leaf has; None if unknown.
+        why: why the parameter, or the dims, are unknown.
+        others: other parameters that may equally be the owner.
     """
 
-    layout: TensorLayout | None = None
-    problem: str | None = None
-    names: Names | None = None
-    rules: tuple[tuple[str, Any], ...] = ()
-    kind: Kind = "mesh"
+    owner: str | None
+    dims: Dims | None
+    why: str = ""
+    others: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree before matching; columns with one entry each.
+    """The leaves of a tree before rules are asked; columns with one entry each.
 
     Attributes:
-        flat: the flattened tree, with a `Mark` for each annotation.
+        flat: their paths, and a `Mark` for each annotation.
         dtypes: None for a leaf that is not an array.
         others: position → leaf, for leaves that are not arrays.
         live: position → the current layout of an array of optimizer state.
-        layouts: position → the layout of a parameter that has one, whatever the rules.
+        given: position → the layout of a parameter that has one, whatever the rules.
         state: the optimizer state alone, if its parameters were given separately: these
             are then the first leaves, and not part of the tree itself.
-        nodes: prefix of a section of optimizer state → the optimizer or TrainState.
-        trees: modules and trees of parameters that an optimizer may have been given.
-            These and `nodes` hold arrays, and go no further than `find_origins`.
+        origins: position of a leaf of optimizer state → its parameter.
+        adapters: position of a LoRA matrix → its kernels.
+        plain: position → the path that a leaf had before LoRA was added.
     """
 
     flat: Flat
     shapes: Sequence[Shape]
     dtypes: Sequence[Any]
-    treedef: Any = None
+    treedef: Any
     others: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     live: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
-    layouts: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
+    given: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
     state: Flat | None = None
-    nodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    trees: Sequence[Any] = ()
-
-    @property
-    def own(self) -> Flat:
-        """The tree itself, without parameters that were given separately."""
-        return self.flat if self.state is None else self.state
+    origins: Mapping[int, Origin] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Kernels] = dataclasses.field(default_factory=dict)
+    plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def start(self) -> int:
         """Position of the first leaf of the tree itself."""
-        return len(self.flat.paths) - len(self.own.paths)
+        return 0 if self.state is None else len(self.shapes) - len(self.state.paths)
+
+    @functools.cached_property
+    def owners(self) -> Mapping[str, int]:
+        """Key → position of each parameter."""
+        return {key: at for at, key in parameter_keys(self.flat).items()}
 
 
 def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
@@ -98,82 +97,47 @@ def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
         for at in (range(start, stop) if role == "optimizer" else ())
         if isinstance(getattr(flat.leaves[at], "sharding", None), NamedSharding)
     }
-    trees = jax.tree.leaves(tree, is_leaf=is_nnx_object) if flat.nodes else []
-    return Leaves(
-        without_arrays(flat),
-        shapes,
-        dtypes,
-        treedef,
-        others,
-        live,
-        nodes=flat.nodes,
-        trees=[x for x in trees if is_nnx_object(x) and not is_optimizer(x)],
-    )
+    marks = {at: mark_of(box) for at, box in flat.annotations.items()}
+    alone = dataclasses.replace(flat, leaves=(), annotations=marks, nodes={})
+    return Leaves(alone, shapes, dtypes, treedef, others, live)
 
 
-def without_arrays(flat: Flat) -> Flat:
-    """The flattened tree with a `Mark` for each annotation and no objects or arrays."""
-    return dataclasses.replace(
-        flat,
-        leaves=(),
-        annotations={at: mark_of(box) for at, box in flat.annotations.items()},
-        nodes={},
-    )
-
-
-def leaves_beside(
-    params: Any, flat: Flat, tree: Any, layouts: Sequence[TensorLayout] | None
-) -> Leaves:
-    """The leaves of an optimizer state, behind those of its parameters.
-
-    `layouts` are those of the parameters; None lets the rules decide.
-    """
-    own = leaves_of(flatten(params), params)
-    as_one_state = [Section(0, len(flat.paths), "", "optimizer")] if flat.paths else []
-    added = dataclasses.replace(
-        flat, paths=flat.full_paths(), sections=as_one_state, nodes={}
-    )
-    state, start = leaves_of(added, tree), len(own.shapes)
+def leaves_beside(params: Leaves, flat: Flat, tree: Any) -> Leaves:
+    """The leaves of optimizer state, behind those of its parameters."""
+    start, paths = len(params.shapes), flat.full_paths()
 
     def joined(first: Mapping[int, Any], second: Mapping[int, Any]) -> dict[int, Any]:
         return {**first, **{at + start: entry for at, entry in second.items()}}
 
-    moved = [Section(start, start + len(flat.paths), "", "optimizer")]
+    def section(start: int) -> list[Section]:
+        whole = Section(start, start + len(paths), "", "optimizer")
+        return [whole] if paths else []
+
+    state = leaves_of(dataclasses.replace(flat, paths=paths, sections=section(0)), tree)
     both = dataclasses.replace(
-        own.flat,
-        paths=[*own.flat.paths, *added.paths],
-        sections=[*own.flat.sections, *(moved if flat.paths else ())],
-        annotations=joined(own.flat.annotations, state.flat.annotations),
-        fixed=own.flat.fixed | {at + start for at in added.fixed},
-        others=joined(own.flat.others, added.others),
+        params.flat,
+        paths=[*params.flat.paths, *paths],
+        sections=[*params.flat.sections, *section(start)],
+        annotations=joined(params.flat.annotations, state.flat.annotations),
+        fixed=params.flat.fixed | {at + start for at in flat.fixed},
+        others=joined(params.flat.others, flat.others),
     )
     return dataclasses.replace(
         state,
         flat=both,
-        shapes=[*own.shapes, *state.shapes],
-        dtypes=[*own.dtypes, *state.dtypes],
-        live=joined(own.live, state.live),
-        layouts=dict(enumerate(layouts or ())),
+        shapes=[*params.shapes, *state.shapes],
+        dtypes=[*params.dtypes, *state.dtypes],
+        live=joined(params.live, state.live),
         state=state.flat,
-        trees=[params] if layouts else _given(params),
     )
-
-
-def _given(params: Any) -> list[Any]:
-    """The trees that `tx.init` may have been given, among what the user passes."""
-    if is_nnx_object(params):
-        return [nnx_state(params, nnx.Param)]
-    if isinstance(params, Mapping) and not isinstance(params, nnx.State):
-        return [params["params"], params] if "params" in params else [params]
-    return [params]
 
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
-    """Shape and dtype of each leaf, and the leaves that are no arrays."""
-    with contextlib.suppress(AttributeError):  # one of them is no array
+    """Shape and dtype of each leaf, and the leaves that are not arrays."""
+    with contextlib.suppress(AttributeError):  # one of them is not an array
         columns = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), {}
         if set(map(type, columns[0])) <= {tuple}:
             return columns
@@ -191,6 +155,25 @@ def _shape_and_dtype(leaf: Any) -> tuple[Shape, Any]:
 
 
 # ----------------------------------------------------------------------- metadata
+
+
+class Mark(NamedTuple):
+    """The layout metadata of one Variable or box.
+
+    Attributes:
+        layout: the explicit layout, which wins over every rule.
+        problem: why the explicit layout is invalid.
+        names: Flax's axis names.
+        rules: the Variable's own logical rules: (name, mesh axes) pairs.
+        kind: how names become mesh axes: `"nnx"` (a rule renames them), `"linen"` (only
+            a rule makes them mesh axes), `"mesh"` (they are mesh axes).
+    """
+
+    layout: TensorLayout | None = None
+    problem: str | None = None
+    names: Names | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
+    kind: Kind = "mesh"
 
 
 def variable_metadata(box: Any) -> Any:
@@ -212,22 +195,14 @@ def mark_of(box: Any, key: str = "out_sharding") -> Mark:
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
         if isinstance(box, linen_spmd.LogicallyPartitioned):
             kind = "linen"
-        return Mark(
-            names=_names(getattr(box, "names", None)),
-            rules=_rules(getattr(box, "rules", None)),
-            kind=kind,
-        )
+        names, rules = getattr(box, "names", None), getattr(box, "rules", None)
+        return Mark(names=_names(names), rules=_rules(rules), kind=kind)
     layout, problem = _explicit(metadata.get("layout"))
     names = metadata.get(key)
     if names is None:  # an empty tuple means replicated
         names = metadata.get("sharding_names")
-    return Mark(
-        layout=layout,
-        problem=problem,
-        names=_names(names),
-        rules=_rules(metadata.get("sharding_rules")),
-        kind="nnx",
-    )
+    rules = _rules(metadata.get("sharding_rules"))
+    return Mark(layout, problem, _names(names), rules, "nnx")
 
 
 def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:

@@ -1,9 +1,9 @@
-"""Stage "optimizer state": the parameter that each leaf of a state belongs to.
+"""The parameter that each leaf of optimizer state was made from, and its dims.
 
-Its path tells: a state repeats the paths of the parameters that `tx.init` was given. If
-several models have such paths, shapes distinguish them, then the position and the name
-of the optimizer. Which dims of the parameter a leaf has, a trace of `tx.init` tells
-(see `traced_dims`), and shapes where it does not.
+The path tells the parameter: a state repeats the paths of the parameters that `tx.init`
+was given. If several models have such paths, shapes distinguish them, then the position
+and the name of the optimizer. Which dims of the parameter a leaf has, a trace of
+`tx.init` tells (see `traced_dims`), and shapes where it does not.
 """
 
 import dataclasses
@@ -20,107 +20,68 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.jax_internals import is_sharding_type_error
-from flax_layoutmap._resolve.kernels import Kernels, find_adapters
-from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.kernels import find_adapters
+from flax_layoutmap._resolve.leaves import Dims, Leaves, Origin
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import (
-    is_nnx_object,
-    nnx_state,
-    no_mesh,
-)
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, no_mesh
 from flax_layoutmap._tree.paths import (
     Leaf,
     Section,
+    is_optimizer,
     is_train_state,
-    parameter_keys,
     unescape,
 )
 
-# For each dim of a leaf of state: the dim of its parameter, or None.
-Dims = tuple[int | None, ...]
 # Path of a leaf of state → its shape and dims.
 Traced = Mapping[str, tuple[Shape, Dims]]
+# A name → the parameters that have it, by what precedes the name (their place).
 Named = Mapping[str, Mapping[str, int]]
 
 # More parameters than these end in `kernel` by coincidence.
 _MOST_PLACES = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """The parameter that a leaf of optimizer state was made from.
+def find_origins(
+    leaves: Leaves, nodes: Mapping[str, Any], trees: Sequence[Any], tx: Any = None
+) -> Leaves:
+    """Add the origins, from paths, shapes and the optimizer alone.
 
-    Attributes:
-        owner: key of the parameter (see `parameter_keys`), or None.
-        dims: the dims of the parameter that the leaf has; None if unknown.
-        how: why the parameter, or the dims, are unknown.
-        others: other parameters that may equally be the owner.
+    `nodes` has the optimizers and TrainStates (see `Flat`), `trees` the modules and the
+    trees of parameters that these may have been given. `tx` is the transformation; None
+    takes that of the node.
     """
-
-    owner: str | None
-    dims: Dims | None
-    how: str = ""
-    others: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origins:
-    """The origin of each leaf, from paths, shapes and the optimizer alone.
-
-    Attributes:
-        state: the origin of each leaf, None for a leaf outside optimizer state; None if
-            the tree has no optimizer state.
-        owners: key → position of each parameter, if there is optimizer state.
-        adapters: position → LoRA matrix.
-        plain: position → the path that a leaf had before LoRA was added.
-    """
-
-    leaves: Leaves
-    state: Sequence[Origin | None] | None = None
-    owners: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    adapters: Mapping[int, Kernels] = dataclasses.field(default_factory=dict)
-    plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
-
-
-def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
-    """Find the origin of each leaf from paths, shapes and the optimizer alone.
-
-    `tx` is the optax transformation; None takes that of an optimizer or TrainState in
-    the tree.
-    """
+    origins: dict[int, Origin] = {}
     sections = [s for s in leaves.flat.sections if s.role == "optimizer"]
-    if not sections:
-        return known_origins(leaves, None)
-    search = _Search(leaves, tx)
-    origins: list[Origin | None] = [None] * len(leaves.shapes)
-    for section in sections:
-        origins[section.start : section.stop] = search.origins_in(section)
-    return known_origins(leaves, origins)
+    if sections:
+        search = _Search(leaves, nodes, trees, tx)
+        for section in sections:
+            positions = range(section.start, section.stop)
+            origins |= zip(positions, search.origins_in(section), strict=True)
+    return with_origins(leaves, origins)
 
 
-def known_origins(leaves: Leaves, origins: Sequence[Origin | None] | None) -> Origins:
-    """The origins if those of optimizer state are known, as from a checkpoint.
+def with_origins(leaves: Leaves, origins: Mapping[int, Origin]) -> Leaves:
+    """Add origins that are known, as from a checkpoint; and LoRA matrices."""
+    adapters, plain = find_adapters(leaves)
+    return dataclasses.replace(leaves, origins=origins, adapters=adapters, plain=plain)
 
-    `origins` is None if the tree has no optimizer state.
-    """
-    leaves = dataclasses.replace(leaves, nodes={}, trees=())  # which hold arrays
-    keys = {} if origins is None else parameter_keys(leaves.flat)
-    owners = {key: at for at, key in keys.items()}
-    return Origins(leaves, origins, owners, *find_adapters(leaves))
+
+def models_in(tree: Any) -> list[Any]:
+    """The NNX objects in a tree that an optimizer may be for."""
+    nodes = filter(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object))
+    return [node for node in nodes if not is_optimizer(node)]
 
 
 class _Search:
-    """Finds parameters by the names that an optimizer may know them by.
+    """Finds parameters by the names that an optimizer may know them by."""
 
-    A name leads to each parameter that has it: what precedes the name in the whole path
-    (the place of a model) → position.
-    """
-
-    def __init__(self, leaves: Leaves, tx: Any) -> None:
-        self.leaves, self.tx = leaves, tx
-        self.keys = parameter_keys(leaves.flat)
-        self.models = {section.prefix for section in leaves.flat.sections}
+    def __init__(
+        self, leaves: Leaves, nodes: Mapping[str, Any], trees: Sequence[Any], tx: Any
+    ) -> None:
+        self.leaves, self.nodes, self.models, self.tx = leaves, nodes, trees, tx
+        self.keys = {at: key for key, at in leaves.owners.items()}
+        self.prefixes = {section.prefix for section in leaves.flat.sections}
 
     @functools.cached_property
     def whole(self) -> Named:
@@ -137,9 +98,10 @@ class _Search:
         named: dict[str, dict[str, int]] = {}
         for at in self.keys:
             leaf = self.leaves.flat.records[at]
+            parts = removable(leaf).count("/") + 1
             for path in leaf.names():
                 name = path
-                for _ in range(removable(leaf).count("/") + 1):
+                for _ in range(parts):
                     named.setdefault(name, {})[path.removesuffix(name)] = at
                     name = name.partition("/")[2]
         return named
@@ -154,7 +116,7 @@ class _Search:
         places = {} if name is None else self.endings[name]
         return places if len(places) <= _MOST_PLACES else {}
 
-    def origins_in(self, section: Section) -> list[Origin]:
+    def origins_in(self, section: Section) -> Iterator[Origin]:
         """The origins of one optimizer's state.
 
         Of several models, it is of the one whose shapes fit most of the state.
@@ -171,23 +133,18 @@ class _Search:
         ranks = {
             place: (
                 fitting[place],
-                place in self.models,
+                place in self.prefixes,
                 _nearness(section.prefix, place),
             )
             for place in dict.fromkeys(itertools.chain(*places))
         }
-        dims = self.traced(section, max(ranks, key=ranks.__getitem__, default=""))
-        origins = []
+        best = max(ranks, key=ranks.__getitem__, default="")
+        dims = self.traced(section, best)
         for shape, owners, told in zip(shapes, places, dims, strict=True):
-            best = max(map(ranks.__getitem__, owners), default=None)
-            nearest = [at for place, at in owners.items() if ranks[place] == best]
+            rank = max(map(ranks.__getitem__, owners), default=None)
+            nearest = [at for place, at in owners.items() if ranks[place] == rank]
             keys = dict.fromkeys(self.keys[at] for at in nearest)
-            origins.append(
-                _origin(shape, [*keys], of[nearest[0]] if keys else (), told)
-            )
-        return origins
-
-    # ------------------------------------------------------------------- by a trace
+            yield _origin(shape, [*keys], of[nearest[0]] if keys else (), told)
 
     def traced(self, section: Section, place: str) -> list[Dims | None]:
         """The dims that a trace of the optimizer tells of the leaves of its state.
@@ -197,12 +154,12 @@ class _Search:
         """
         span = slice(section.start, section.stop)
         paths, shapes = self.leaves.flat.full_paths()[span], self.leaves.shapes[span]
-        node = self.leaves.nodes.get(section.prefix)
+        node = self.nodes.get(section.prefix)
         tx = getattr(node, "tx", None) if self.tx is None else self.tx
         best: list[Dims | None] = [None] * len(shapes)
+        errors: list[Exception] = []
         if tx is None:
             return best
-        errors: list[Exception] = []
         trees = [*self.trees(node, place)]
         for tree in trees:
             try:
@@ -227,7 +184,7 @@ class _Search:
         leaves, full = self.leaves, self.leaves.flat.full_paths()
         if is_train_state(node):
             yield node.params
-        for tree in leaves.trees:
+        for tree in self.models:
             if not is_nnx_object(tree):
                 yield tree
             elif hasattr(node, "wrt"):
@@ -284,8 +241,8 @@ def _origin(
     dims = choices[0] if len(choices) == 1 else None
     if traced is not None and _fits(traced, shape, of):
         dims = traced
-    how = f"no known relation to the parameter's shape {of}"
-    return Origin(owners[0], dims, how, tuple(owners[1:]))
+    why = f"no known relation to the parameter's shape {of}"
+    return Origin(owners[0], dims, why, tuple(owners[1:]))
 
 
 def _fits(dims: Dims, shape: Shape, of: Shape) -> bool:
@@ -298,29 +255,19 @@ def _fits(dims: Dims, shape: Shape, of: Shape) -> bool:
 
 def possible_dims(shape: Shape, of: Shape) -> list[Dims]:
     """The dims of a parameter that a leaf of state may have, by their sizes."""
-    extra = len(shape) - len(of)
-    every = tuple(range(len(of)))
+    extra, every = len(shape) - len(of), range(len(of))
     choices: list[Dims]
     if extra >= 0:  # like the parameter, or several copies of it
-        choices = [(None,) * extra + every] if shape[extra:] == of else []
+        choices = [(None,) * extra + tuple(every)] if shape[extra:] == of else []
     else:
-        choices = [
-            dims
-            for dims in itertools.combinations(every, len(shape))
-            if tuple(of[dim] for dim in dims) == shape
-        ]
+        subsets = itertools.combinations(every, len(shape))
+        choices = [dims for dims in subsets if tuple(of[dim] for dim in dims) == shape]
     if len(choices) != 1 and math.prod(shape) <= 1:  # a placeholder
         return [(None,) * len(shape)]
     return choices
 
 
-def _told(traced: Traced, path: str, shape: Shape) -> Dims | None:
-    """The dims of a leaf; its state may be part of another, or in an nnx.Optimizer."""
-    while path and path not in traced:
-        path = path.partition("/")[2]
-    traced_shape, dims = traced.get(path, (None, None))
-    return dims if traced_shape == shape else None
-
+# --------------------------------------------------------------------- by a trace
 
 _REFUSALS = (
     ArithmeticError,
@@ -361,10 +308,8 @@ def traced_dims(init: Callable[[Any], Any], params: Any) -> Traced:
             jax.eval_shape(init, shapes)  # raises what is wrong with `init` itself
             return {}
     flat = flatten(state)
-    return {
-        path: (tuple(leaf.shape), _dims_of(leaf))
-        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
-    }
+    dims = map(_dims_of, flat.leaves)
+    return dict(zip(flat.full_paths(), dims, strict=True))
 
 
 def _struct_of(leaf: Any) -> Any:
@@ -373,8 +318,16 @@ def _struct_of(leaf: Any) -> Any:
     return jax.eval_shape(lambda: jax.numpy.asarray(leaf))
 
 
-def _dims_of(leaf: jax.ShapeDtypeStruct) -> Dims:
+def _dims_of(leaf: jax.ShapeDtypeStruct) -> tuple[Shape, Dims]:
     spec = () if leaf.sharding is None else tuple(leaf.sharding.spec)
     padded = spec + (None,) * (leaf.ndim - len(spec))
-    # A dim that was made of several is none of them.
-    return tuple(int(x) if isinstance(x, str) else None for x in padded)
+    # A dim that was made of several is not one of them.
+    return leaf.shape, tuple(int(x) if isinstance(x, str) else None for x in padded)
+
+
+def _told(traced: Traced, path: str, shape: Shape) -> Dims | None:
+    """The dims of a leaf; its state may be part of another, or in an nnx.Optimizer."""
+    while path and path not in traced:
+        path = path.partition("/")[2]
+    traced_shape, dims = traced.get(path, (None, None))
+    return dims if traced_shape == shape else None

@@ -19,7 +19,7 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
-from flax_layoutmap._resolve.match import Matches
+from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
 from flax_layoutmap._rules.rules import RuleSet, announce
 from flax_layoutmap._show import report as _report
@@ -52,17 +52,14 @@ class Resolution(ResolvedTable, Shown):
 
     __module__ = "flax_layoutmap"
     _formats = '"text", "markdown" or "json"'
-    _matches: Matches
+    _leaves: Leaves
     _announced: bool
 
-    def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
-        leaves = matches.origins.leaves
-        shapes, dtypes = leaves.shapes, leaves.dtypes
-        if leaves.state is not None:  # without separately given parameters
-            own = slice(leaves.start, None)
-            shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
-        super().__init__(rules, tuple(shapes), tuple(dtypes), leaves.own, rows)
-        object.__setattr__(self, "_matches", matches)
+    def __init__(self, rules: RuleSet, leaves: Leaves, rows: list[Decision]) -> None:
+        own = slice(leaves.start, None)  # without separately given parameters
+        shapes, dtypes = tuple(leaves.shapes[own]), tuple(leaves.dtypes[own])
+        super().__init__(rules, shapes, dtypes, leaves.state or leaves.flat, rows[own])
+        object.__setattr__(self, "_leaves", leaves)
         object.__setattr__(self, "_announced", False)
 
     # ---------------------------------------------------------- leaves by path
@@ -130,7 +127,7 @@ class Resolution(ResolvedTable, Shown):
             MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("abstract()")
-        others, shardings = self._matches.origins.leaves.others, self.sharding_list()
+        others, shardings = self._leaves.others, self.sharding_list()
         leaves = zip(self.shapes, self.dtypes, shardings, strict=True)
         return self._tree(
             [
@@ -159,7 +156,7 @@ class Resolution(ResolvedTable, Shown):
         return tuple([of_row[id(row)] for row in self._rows])
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._matches.origins.leaves.treedef, leaves)
+        return jax.tree.unflatten(self._leaves.treedef, leaves)
 
     def _need_devices(self, what: str) -> None:
         if self.mesh is None:
@@ -178,7 +175,7 @@ class Resolution(ResolvedTable, Shown):
             ResolveError: the leaves do not fit on it.
         """
         rules = self.rules.on(mesh)
-        return self if rules is self.rules else decided(self._matches, rules)
+        return self if rules is self.rules else decided(self._leaves, rules)
 
     # --------------------------------------------------------------- questions
 
@@ -349,31 +346,27 @@ class Resolution(ResolvedTable, Shown):
         return f"Resolution({count}, {mesh}, {on_device} of {total} per device)"
 
 
-def decided(matches: Matches, rules: RuleSet) -> Resolution:
-    """Decide every leaf, by rules that were matched, possibly on another mesh.
+def decided(leaves: Leaves, rules: RuleSet) -> Resolution:
+    """Decide every leaf.
 
     Raises:
         ResolveError: leaves do not fit the rules; one error lists all of them.
     """
-    rows = decide(matches, rules)
-    resolution = Resolution(rules, matches, rows)
-    origins = matches.origins
-    leaves = origins.leaves
-    if not any(row.problem for row in rows):
-        return resolution
+    rows = decide(leaves, rules)
+    resolution = Resolution(rules, leaves, rows)
     problems = {
-        leaf.label() or "the leaf": f"{show_shape(shape)}: {row.problem}"
-        for leaf, shape, row in zip(
-            leaves.flat.records, leaves.shapes, rows, strict=True
+        leaves.flat.records[at].label() or "the leaf": (
+            f"{show_shape(leaves.shapes[at])}: {row.problem}"
         )
+        for at, row in enumerate(rows)
         if row.problem
     }
+    if not problems:
+        return resolution
     if leaves.state is not None:  # it may be a parameter: a list of all leaves
-        treedef = jax.tree.structure([0] * len(leaves.shapes))
+        treedef = jax.tree.structure([0] * len(rows))
         leaves = dataclasses.replace(leaves, state=None, treedef=treedef)
-        origins = dataclasses.replace(origins, leaves=leaves)
-        matches = dataclasses.replace(matches, origins=origins)
-        resolution = Resolution(rules, matches, rows)
+        resolution = Resolution(rules, leaves, rows)
     raise ResolveError(
         _problems_text(problems, resolution.mesh),
         [f"{path} {text}" for path, text in problems.items()],

@@ -1,12 +1,13 @@
 """resolve(tree, rules) → Resolution: the only place where rules are applied to leaves.
 
-Five stages, each a function from one frozen value to the next:
+Each stage is a function from one frozen value to the next:
 
-    tree → flatten → find_origins → match → decide → Resolution
+    tree → flatten → leaves_of → find_origins → decide → Resolution
 """
 
+import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +17,7 @@ from flax import nnx
 from flax_layoutmap._core.errors import RuleError, StructureError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.leaves import leaves_beside, leaves_of
-from flax_layoutmap._resolve.match import match
-from flax_layoutmap._resolve.optimizer_state import (
-    Origins,
-    find_origins,
-)
+from flax_layoutmap._resolve.optimizer_state import find_origins, models_in
 from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -94,15 +91,21 @@ def resolve_tree(
     flat = flatten(tree)
     if params is None:
         leaves = leaves_of(flat, tree)
-    else:
-        leaves = leaves_beside(params, flat, tree, layouts)
-    return resolve_origins(find_origins(leaves, tx), rules)
+        return decided(find_origins(leaves, flat.nodes, models_in(tree), tx), rules)
+    leaves = leaves_beside(leaves_of(flatten(params), params), flat, tree)
+    if layouts:
+        leaves = dataclasses.replace(leaves, given=dict(enumerate(layouts)))
+    trees = [params] if layouts else _given(params)
+    return decided(find_origins(leaves, {}, trees, tx), rules)
 
 
-def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
-    """Resolve leaves with known origins: the last three stages."""
-    matches = match(origins, rules)
-    return decided(matches, rules)  # decide → Resolution
+def _given(params: Any) -> list[Any]:
+    """The trees that `tx.init` may have been given, among what the user passes."""
+    if is_nnx_object(params):
+        return [nnx_state(params, nnx.Param)]
+    if isinstance(params, Mapping) and not isinstance(params, nnx.State):
+        return [params["params"], params] if "params" in params else [params]
+    return [params]
 
 
 def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolution:
@@ -120,7 +123,7 @@ def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolut
             return resolution
     flat = flatten(tree, names)
     leaves = leaves_of(flat, tree, None if key is None else key[0])
-    resolution = resolve_origins(find_origins(leaves), rules)
+    resolution = decided(find_origins(leaves, flat.nodes, models_in(tree)), rules)
     # Annotations depend on Flax's logical rules in context, and state of an unknown
     # kind on the current layouts of arrays; the key has neither, and it does not tell
     # which Variables of an NNX object are shared.
@@ -157,7 +160,7 @@ def _is_equal(key: Any, other: Any) -> bool:
 
 def _depends_on_arrays(resolution: Resolution) -> bool:
     """Whether layouts that arrays have already did, or could, decide anything."""
-    return bool(resolution._matches.origins.leaves.live) or any(
+    return bool(resolution._leaves.live) or any(
         row.reason in ("unknown optimizer state", "own layout")
         for row in resolution._distinct.values()
     )

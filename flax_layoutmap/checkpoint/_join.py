@@ -18,16 +18,19 @@ from flax_layoutmap._core.errors import CheckpointError, ResolveError
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import need_devices, with_leaves
-from flax_layoutmap._resolve.leaves import leaves_of
-from flax_layoutmap._resolve.optimizer_state import Origin, find_origins, known_origins
-from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve_origins
+from flax_layoutmap._resolve.leaves import Origin, leaves_of
+from flax_layoutmap._resolve.optimizer_state import (
+    find_origins,
+    models_in,
+    with_origins,
+)
+from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
-from flax_layoutmap._tree.paths import Flat, is_train_state, parameter_keys, unescape
+from flax_layoutmap._tree.paths import Flat, is_train_state, unescape
 from flax_layoutmap._tree.trace import Traced, trace
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
@@ -73,17 +76,18 @@ class Target:
         of the target's, they are taken, which needs no trace of the optimizer.
         """
         leaves = leaves_of(self.flat, self.tree)
-        owners = {*parameter_keys(self.flat).values()}
-        origins = [saved.get(path) for path in self.leaves]
+        paths, roles = enumerate(self.leaves), enumerate(self.flat.roles())
+        origins = {at: saved[path] for at, path in paths if path in saved}
         is_known = (self.is_own and bool(saved)) or all(
-            (origin := origins[at]) is not None
-            and (origin.owner in owners or leaves.shapes[at] == ())
-            for section in self.flat.sections
-            if section.role == "optimizer"
-            for at in range(section.start, section.stop)
+            at in origins
+            and (origins[at].owner in leaves.owners or leaves.shapes[at] == ())
+            for at, role in roles
+            if role == "optimizer"
         )
-        origins = known_origins(leaves, origins) if is_known else find_origins(leaves)
-        return resolve_origins(origins, rules)
+        if is_known:
+            return decided(with_origins(leaves, origins), rules)
+        nodes, models = self.flat.nodes, models_in(self.flat, self.tree)
+        return decided(find_origins(leaves, nodes, models), rules)
 
     def filled(self, plan: "Plan", values: Mapping[str, Any]) -> Any:
         if self.is_own:

@@ -18,8 +18,7 @@ import numpy as np
 from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.leaves import Mark, mark_of
-from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._resolve.leaves import Mark, Origin, mark_of
 from flax_layoutmap._rules.files import (
     mesh_from_json,
     mesh_to_json,

@@ -22,7 +22,7 @@ from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
-from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._resolve.leaves import Origin
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.files import rules_from_json
 from flax_layoutmap._rules.rules import RuleSet
