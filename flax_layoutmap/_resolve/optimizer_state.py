@@ -26,6 +26,7 @@ from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, no_mesh
 from flax_layoutmap._tree.paths import (
+    Flat,
     Leaf,
     Section,
     is_optimizer,
@@ -67,10 +68,10 @@ def with_origins(leaves: Leaves, origins: Mapping[int, Origin]) -> Leaves:
     return dataclasses.replace(leaves, origins=origins, adapters=adapters, plain=plain)
 
 
-def models_in(tree: Any) -> list[Any]:
-    """The NNX objects in a tree that an optimizer may be for."""
-    nodes = filter(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object))
-    return [node for node in nodes if not is_optimizer(node)]
+def models_in(flat: Flat, tree: Any) -> list[Any]:
+    """The NNX objects in a tree that the optimizers in it may be for."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_nnx_object) if flat.nodes else []
+    return [x for x in nodes if is_nnx_object(x) and not is_optimizer(x)]
 
 
 class _Search:

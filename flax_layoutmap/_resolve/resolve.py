@@ -91,7 +91,9 @@ def resolve_tree(
     flat = flatten(tree)
     if params is None:
         leaves = leaves_of(flat, tree)
-        return decided(find_origins(leaves, flat.nodes, models_in(tree), tx), rules)
+        return decided(
+            find_origins(leaves, flat.nodes, models_in(flat, tree), tx), rules
+        )
     leaves = leaves_beside(leaves_of(flatten(params), params), flat, tree)
     if layouts:
         leaves = dataclasses.replace(leaves, given=dict(enumerate(layouts)))
@@ -123,7 +125,7 @@ def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolut
             return resolution
     flat = flatten(tree, names)
     leaves = leaves_of(flat, tree, None if key is None else key[0])
-    resolution = decided(find_origins(leaves, flat.nodes, models_in(tree)), rules)
+    resolution = decided(find_origins(leaves, flat.nodes, models_in(flat, tree)), rules)
     # Annotations depend on Flax's logical rules in context, and state of an unknown
     # kind on the current layouts of arrays; the key has neither, and it does not tell
     # which Variables of an NNX object are shared.
