@@ -7,6 +7,7 @@ optimizer state.
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -198,7 +199,7 @@ class _Flattening:
 
     def below(self, node: Any, start: str) -> None:
         """Add the leaves below a node; the hot loop."""
-        kinds, parts = self.kinds, self.parts
+        kinds, parts, is_bare = self.kinds, self.parts, _LAYOUT_METADATA.isdisjoint
         is_single = type(node) is dict and len(node) == 1
         for key, child in node.items() if is_single else self.children(node, start):
             path = start + (parts.get(key) or self.part(key))
@@ -207,7 +208,12 @@ class _Flattening:
                 self.paths.append(path)
                 self.leaves.append(child)
             elif kind == "box":
-                self.box(child, kind, path)
+                value = child.get_raw_value()
+                if kinds.get(type(value)) == "leaf" and is_bare(metadata_of(child)):
+                    self.paths.append(path)
+                    self.leaves.append(value)
+                else:
+                    self.box(child, kind, path)
             elif kind == "dict" and key != "opt_state":
                 self.below(child, path + "/")
             elif self.is_optimizer_state(key, child):
@@ -253,11 +259,7 @@ class _Flattening:
         is_moment = kind == "moment" and around[1] != "optimizer"
         if is_moment:
             self.enter(around[0], "optimizer")
-        if self.kinds.get(type(value)) == "leaf":
-            self.paths.append(path or "")
-            self.leaves.append(value)
-        else:
-            self.add(value, path)
+        self.add(value, path)
         if is_moment:
             self.enter(*around)
         if is_annotated and len(self.leaves) == first + 1:
@@ -279,14 +281,13 @@ class _Flattening:
 
     def children(self, node: Any, start: str) -> Iterable[tuple[Any, Any]]:
         """The children of a node with their keys, in JAX's order."""
-        if type(node) is not dict:
-            if is_nnx_object(node):
-                node, self.has_objects = nnx_state(node), True
-            node = node.raw_mapping if isinstance(node, nnx.State) else node
         try:
             if type(node) is dict:
-                keys = sorted(node) if len(node) > 1 else node
-                return [(key, node[key]) for key in keys]
+                return sorted(node.items(), key=operator.itemgetter(0))
+            if is_nnx_object(node):
+                node, self.has_objects = nnx_state(node), True
+            if isinstance(node, nnx.State):
+                return self.children(node.raw_mapping, start)
             children, _ = jax.tree_util.tree_flatten_with_path(
                 node, is_leaf=lambda child: child is not node
             )
