@@ -83,14 +83,13 @@ def compiled(step: Any, *args: Any, mesh: flm.DeviceMesh) -> Any:
         context = jax.sharding.use_abstract_mesh(jax_mesh.abstract_mesh)
     with context:
         text = lowered.compile().as_text()
-    found = read_program(text, mesh.axis_names, mesh.shape)
+    found = read_program(text, mesh.axis_sizes)
     assert not found.unread
     return found.collectives
 
 
 # ------------------------------------------------------------- texts of programs
 
-SLICES = (0, 0, 0, 0, 1, 1, 1, 1)
 WHOLE = "replica_groups=[2,4]<=[8]"
 SUM = """\
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -123,4 +122,4 @@ def computation(name: str, *lines: str) -> str:
 
 def read(text: str, **options: Any) -> Program:
     """Reads a program for two rows ('data') of four devices ('model')."""
-    return read_program(text, ("data", "model"), (2, 4), **options)
+    return read_program(text, {"data": 2, "model": 4}, **options)

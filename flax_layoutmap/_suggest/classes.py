@@ -67,7 +67,7 @@ def dims_of(
     rules[".*"] = None
     rules.names[".*"] = (...,)  # marks each output in the program
     rules.activations.add(Rule(".*", (...,), rank="skip"))
-    lowered = lower_step(step, args, kwargs, rules.freeze(), [*state], "tpu", mesh)
+    lowered = lower_step(step, args, kwargs, rules.freeze(), [*state], "tpu")
     module = lowered.program.compiler_ir("stablehlo").operation
     kinds = [value.type for value in _main(module).regions[0].blocks[0].arguments]
     data = {

@@ -23,7 +23,7 @@ from flax_layoutmap._suggest.rules import rules_of
 from flax_layoutmap._suggest.suggestion import ASSUMED, GIVEN, Choice, Suggestion
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._lower import rules_and_mesh
-from flax_layoutmap.pod._topologies import topology as topology_of
+from flax_layoutmap.pod._topologies import topology_or_none
 
 _ASKED = 6  # the layouts asked about beside full sharding and the rules given
 _EQUAL = 1e-3  # times that differ by a smaller share count as equal
@@ -85,10 +85,8 @@ def suggest(
     is_number = isinstance(hbm, Real) and not isinstance(hbm, bool)
     if hbm is not None and not (is_number and 0 < hbm < math.inf):
         raise LayoutError(f"hbm={hbm!r} is not a number of bytes: hbm=16 * 2**30")
-    if topology is None and slices is not None:
-        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
-    where = None if topology is None else topology_of(topology, slices=slices)
-    rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    where = topology_or_none(topology, slices)
+    rules, on = rules_and_mesh(step, mesh, layout_map, where)
     if AxisType.Explicit in on.axis_types or on.size == 1:
         raise MeshError(f"suggest needs auto axes and several devices, and got {on!r}")
     chip = ASSUMED if where is None else where.generation

@@ -9,7 +9,6 @@ import dataclasses
 import glob
 import importlib.metadata
 import json
-import math
 import os
 import re
 import signal
@@ -21,30 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
-from flax_layoutmap._core.mesh_shape import over_slices
-from flax_layoutmap.pod._topologies import Topology
+from flax_layoutmap.pod._topologies import Topology, split_over_slices
 
 # Most devices of the CPU client of jaxlib; it rejects 4,096.
 MOST_DEVICES = 2048
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
-# Without these libtpu queries the cloud for metadata, logs to files, and does not
-# report reshards that go through the whole array.
+# Without these libtpu queries the cloud for metadata, and logs to files.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_LOG_DIR": "disabled",
-    "TPU_STDERR_LOG_LEVEL": "1",
     "TPU_MIN_LOG_LEVEL": "1",
 }
 _SIZE = r"([\d.]+)([KMGT]?)"
 _TOO_LARGE = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_REMATERIALISED = re.compile(
-    r"Involuntary full rematerialization\. .*? for HLO operation (.*)"
-)
 _FATAL = re.compile(r"(F\d{4} |.*Error\b|.*Check fail)")
 
 
@@ -67,12 +60,9 @@ class Answer:
     Attributes:
         program: the partitioned or final program; None if it does not fit.
         given: the program before XLA changed it.
-        memory: bytes on one device that libtpu allocates: "arguments", "temporary", and
-            "allocated" for all.
+        memory: bytes on one device that libtpu allocates: "temporary", and "allocated"
+            for all.
         too_large: bytes needed and available, if the program does not fit.
-        slice_of: the slice of each place of the mesh, row by row.
-        rematerialised: name and type of each array that is gathered in full to change
-            its sharding.
         warnings: of the library.
     """
 
@@ -80,8 +70,6 @@ class Answer:
     given: str
     memory: Mapping[str, int]
     too_large: tuple[int, int] | None
-    slice_of: tuple[int, ...]
-    rematerialised: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
 
@@ -91,13 +79,13 @@ def compile_for(
     sizes: Mapping[str, int],
     *,
     timeout: float,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
 ) -> Answer:
     """Compile a module, lowered for a mesh of these sizes, by libtpu.
 
     Raises LayoutError after `timeout` seconds.
     """
-    if "xla_dump_to" in (options or {}):
+    if "xla_dump_to" in options:
         raise LayoutError(
             "compiler_options cannot set xla_dump_to: flm.pod.compile has the compiler "
             "write its program to a folder of its own, and reads it there"
@@ -110,7 +98,7 @@ def compile_for(
         "options": arguments,
         "within": within,
         "between": between,
-        "compiler_options": dict(options or {}),
+        "compiler_options": dict(options),
     }
     return _Asked("libtpu", str(topology), timeout, warning).run(request, code)
 
@@ -186,8 +174,6 @@ class _Asked:
             given=texts.get("given", ""),
             memory=answer.get("memory", {}),
             too_large=too_large,
-            slice_of=tuple(answer.get("slice_of", ())),
-            rematerialised=tuple(rematerialised(log)),
             warnings=tuple(notes),
         )
 
@@ -210,36 +196,9 @@ class _Asked:
             text += f". {self.warning}"
         return "\n  ".join([f"{text}. Its last output:" if last else text, *last])
 
-    def why_it_failed(self, error: str, stage: str) -> str:
-        texts = {
-            "topology": "libtpu does not make the topology",
-            "mesh": "there is no mesh on",
-            "compile": "libtpu refuses the program for",
-            "partition": "XLA's partitioner refuses the program for",
-        }
-        text = f"{texts[stage]} {self.where}: {error.strip()}"
+    def why_it_failed(self, error: str, what: str) -> str:
+        text = f"{self.who} refuses the {what} for {self.where}: {error.strip()}"
         return f"{text}\n  {self.warning}" if self.warning else text
-
-
-def split_over_slices(
-    sizes: Mapping[str, int], topology: Topology
-) -> tuple[list[int], list[int]]:
-    """Sizes of the mesh axes inside one slice, and over the slices."""
-    count = math.prod(sizes.values())
-    line = ",".join(f"{name}={size}" for name, size in sizes.items())
-    if count != topology.devices:
-        raise MeshError(
-            f"the mesh {line} has {count:,} devices, and {topology} has "
-            f"{topology.devices:,}; change a size, or write -1 for one of them"
-        )
-    between = over_slices(tuple(sizes.values()), topology.slices)
-    if between is None:
-        raise MeshError(
-            f"the mesh {line} does not lie on {topology}: the first axes go over the "
-            f"{topology.slices} slices; put an axis of size {topology.slices} first"
-        )
-    within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
-    return within, between
 
 
 # -------------------------------------------------------------------------- libtpu
@@ -247,39 +206,34 @@ def split_over_slices(
 
 def has_libtpu() -> bool:
     """Whether libtpu is installed, or named by TPU_LIBRARY_PATH."""
-    if os.environ.get("TPU_LIBRARY_PATH"):
-        return True
+    return bool(os.environ.get("TPU_LIBRARY_PATH")) or _version() is not None
+
+
+def _version() -> str | None:
     try:
-        importlib.metadata.version("libtpu")
+        return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def check_libtpu() -> str | None:
     """Require libtpu; return a warning if it is not the one that JAX pins."""
     pinned = wanted_libtpu()
-    library = os.environ.get("TPU_LIBRARY_PATH")
-    if library:
-        if not Path(library).is_file():
-            raise LayoutError(
-                f"TPU_LIBRARY_PATH is {library!r}, and there is no such file; unset it "
-                "to use the installed libtpu"
-            )
-        return None
     if not has_libtpu():
         raise LayoutError(
             "libtpu is not installed: pip install 'flax-layoutmap[tpu-aot]', which "
             f"takes the one of this JAX, {pinned}.* (Linux on x86-64, 200 MB, no TPU "
             'needed); flm.pod.plan(…, engine="partitioner") does without it'
         )
-    version = importlib.metadata.version("libtpu")
-    if pinned and version != pinned and not version.startswith(f"{pinned}."):
-        return (
-            f"libtpu {version} is not the one that this JAX pins, {pinned}.*; another "
-            f"may fail or die: pip install 'libtpu=={pinned}.*'"
-        )
-    return None
+    if pinned is None or os.environ.get("TPU_LIBRARY_PATH"):
+        return None
+    version = _version()
+    if f"{version}.".startswith(f"{pinned}."):
+        return None
+    return (
+        f"libtpu {version} is not the one that this JAX pins, {pinned}.*; another may "
+        f"fail or die: pip install 'libtpu=={pinned}.*'"
+    )
 
 
 def wanted_libtpu() -> str | None:
@@ -329,22 +283,6 @@ def _run(folder: Path, timeout: float) -> tuple[int | None, str]:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     return code, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
-
-
-# ----------------------------------------------------------------------------- log
-
-
-def rematerialised(log: str) -> list[tuple[str, str]]:
-    """Name and type of the arrays that are gathered in full, by the compiler's log."""
-    arrays: dict[tuple[str, str], None] = {}
-    for line in log.splitlines():
-        warned = _REMATERIALISED.search(line)
-        if warned:
-            name = re.search(r'op_name="([^"]*)"', warned[1])
-            kind = re.search(r"= ([a-z]\w*\[[\d,]*\])", warned[1])
-            called = name[1] if name else warned[1].split(" ")[0]
-            arrays[called, kind[1] if kind else ""] = None
-    return list(arrays)
 
 
 def _too_large(error: str) -> tuple[int, int] | None:

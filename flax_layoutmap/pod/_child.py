@@ -53,7 +53,7 @@ _FAILURES = (
 def main(folder: Path) -> None:
     threading.Thread(target=_end_with_the_parent, args=[folder], daemon=True).start()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    answer: dict[str, Any] = {"stage": "topology"}
+    answer: dict[str, Any] = {"stage": "program"}
     try:
         answered = _partition if request["topology"] is None else _compile
         answered(folder, request, answer)
@@ -67,7 +67,6 @@ def _partition(folder: Path, request: dict[str, Any], answer: dict[str, Any]) ->
     import numpy as np
     from jaxlib import xla_client
 
-    answer["stage"] = "partition"
     client = xla_client.make_cpu_client(num_devices=request["devices"])
     devices = client.devices()
     options = {"xla_dump_hlo_pass_re": "^spmd-partitioning$"}
@@ -100,12 +99,11 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
+    answer["stage"] = "topology"
     described = topologies.get_topology_desc(request["topology"], "tpu", **options)
-    answer["stage"] = "mesh"
+    answer["stage"] = "program"
     devices = _grid(described.devices, request, answer)
     flat = list(np.asarray(devices, dtype=object).flat)
-    answer["slice_of"] = [getattr(device, "slice_index", 0) for device in flat]
-    answer["stage"] = "compile"
     code = (folder / "module.mlirbc").read_bytes()
     options = request["compiler_options"] | _dump_to(folder)
     with _answering_early(folder, answer, _assigned):
@@ -178,14 +176,12 @@ def allocated(buffers: str) -> dict[str, int]:
     Allocations with a color are in other memories, such as that of the vector unit or
     of the host; thread-local ones are those of computations within the program.
     """
-    sizes = {"arguments": 0, "temporary": 0, "allocated": 0}
+    sizes = {"temporary": 0, "allocated": 0}
     for size, kind in _ALLOCATION.findall(buffers):
         if kind.startswith("thread-local"):
             continue
         sizes["allocated"] += int(size)
-        if kind.startswith("parameter "):
-            sizes["arguments"] += int(size)
-        elif kind.startswith("preallocated-temp"):
+        if kind.startswith("preallocated-temp"):
             sizes["temporary"] += int(size)
     return sizes
 

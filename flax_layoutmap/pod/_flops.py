@@ -37,8 +37,9 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
     condition, body = called_by(loop.attributes)[:2]
     lines = module.computations[condition]
     used = {name for line in lines for name in operand_names(line.text)}
-    ops = [line.instruction for line in lines if " get-tuple-element(" in line.text]
-    compared = {op.number or 0 for op in ops if op is not None and op.name in used}
+    ops = [module.instruction(condition, name) for name in used]
+    elements = [op for op in ops if op is not None and op.opcode == "get-tuple-element"]
+    compared = {op.number or 0 for op in elements}
     bounds = {bound for bound in _constants(module, condition) if bound > 0}
     below = any("direction=LT" in line.text for line in lines)
     if len(bounds) != 1 or len(compared) != 1 or not below:

@@ -3,17 +3,22 @@
 Every line that communicates is handled in one of three ways: it is read, it repeats an
 operation that was read (the TPU compiler writes one asynchronous gather into several
 fusions), or it is listed as unread. None is dropped.
+
+The axes of a collective are those along which the places of its groups differ.
+`replica_groups` has four forms: lists, an iota with a transposition, a mesh with
+anonymous axes, and such a mesh over other device ids.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from flax_layoutmap.pod._flops import trips
-from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
-from flax_layoutmap.pod._hlo_sources import Sources
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -21,11 +26,10 @@ from flax_layoutmap.pod._hlo_text import (
     Module,
     arrays_of,
     called_by,
-    rendezvous,
     split,
 )
-from flax_layoutmap.pod._hlo_values import Call
-from flax_layoutmap.pod._records import KINDS, Collective, Kind
+from flax_layoutmap.pod._hlo_values import Call, Sources
+from flax_layoutmap.pod._report_text import KINDS, Collective, Kind
 
 _KINDS: dict[str, Kind] = {
     **{kind: kind for kind in KINDS},
@@ -46,6 +50,129 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
 
 
+# ------------------------------------------------------------------------------ groups
+
+_IOTA = re.compile(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?!T\()"
+)
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
+)
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?\s*)*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+# `'a'`, or a part of it: `'a':(2)4` is 4 of it, after a factor of 2.
+_PICKED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+
+class _Unread(Exception):
+    """Why an operation cannot be read."""
+
+
+class Grid:
+    """The mesh as a compiled program numbers it.
+
+    The first axes go over the slices. A program of several may count the devices, its
+    `partitions`, of one alone.
+    """
+
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[int], slices: int, partitions: int
+    ) -> None:
+        self.names, self.slices, self.partitions = names, slices, partitions
+        count = math.prod(sizes)
+        firsts = np.arange(slices) * (count // slices)
+        self._firsts = np.unravel_index(firsts, sizes)
+        # Of each id of the program: its slice, and its coordinates.
+        places = np.arange(min(partitions, count))
+        self._slice_of = places * slices // count
+        self._coordinates = np.unravel_index(places, sizes)
+
+    def axes(self, groups: np.ndarray) -> tuple[str, ...]:
+        """The axes along which the members of a group differ."""
+        if groups.size and groups.max() >= len(self._slice_of):
+            raise _Unread("its groups are not of this mesh")
+        coordinates = zip(self.names, self._coordinates, strict=True)
+        return tuple(name for name, each in coordinates if _differ(each[groups]))
+
+    def crosses(self, groups: np.ndarray) -> bool:
+        """Whether members of one group are on different slices."""
+        return _differ(self._slice_of[groups])
+
+    def axes_between_slices(self) -> tuple[str, ...]:
+        """The axes along which the slice changes."""
+        firsts = zip(self.names, self._firsts, strict=True)
+        return tuple(name for name, each in firsts if _differ(each[None]))
+
+
+def _differ(groups: np.ndarray) -> bool:
+    return bool((groups != groups[:, :1]).any())
+
+
+def groups_of(attributes: str, partitions: int) -> np.ndarray | None:
+    """The groups of a collective, one row each; None where they cannot be read."""
+    try:
+        if iota := _IOTA.search(attributes):
+            return _ids(*iota.group(2, 3)).reshape(_numbers(iota[1]))
+        if mesh := _MESH.search(attributes):
+            return _of_mesh(*mesh.groups())
+        if lists := _LISTS.search(attributes):
+            rows = [_numbers(row) for row in re.findall(r"\{([^}]*)\}", lists[1])]
+            # An empty list means all devices.
+            return np.array(rows or [range(partitions)], dtype=np.int64)
+    except (KeyError, ValueError):  # an unknown axis; sizes that do not fit
+        pass
+    return None
+
+
+def pairs_of(attributes: str) -> np.ndarray | None:
+    """Source and target of a permute, one row for each pair that moves something."""
+    written = _PAIRS.search(attributes)
+    if written is None:
+        return None
+    pairs = np.array(_numbers(written[1]), dtype=np.int64).reshape(-1, 2)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def _ids(shape: str, order: str | None) -> np.ndarray:
+    """Devices `[2,4]` numbered row by row, then transposed by `T(1,0)`."""
+    dims = _numbers(shape)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids if order is None else ids.transpose(_numbers(order))).reshape(-1)
+
+
+def _of_mesh(
+    written: str, shape: str | None, order: str | None, names: str
+) -> np.ndarray:
+    axes = {name: int(size) for name, size in _MESH_AXIS.findall(written)}
+    ids = _ids(shape or str(math.prod(axes.values())), order)
+    # Each axis is cut where a part of it begins or ends.
+    sizes: list[int] = []
+    picked: list[int] = []
+    parts = collections.defaultdict(list)
+    for name, before, size in _PICKED_AXIS.findall(names):
+        start, whole = int(before or 1), axes[name]
+        parts[name].append(range(start, start * int(size or whole)))
+    for name, whole in axes.items():
+        ends = (end for part in parts[name] for end in (part.start, part.stop))
+        cuts = {1, whole, *ends}
+        for start, end in itertools.pairwise(sorted(cuts)):
+            if any(start in part for part in parts[name]):
+                picked.append(len(sizes))
+            sizes.append(end // start)
+    rest = [at for at in range(len(sizes)) if at not in picked]
+    width = math.prod(sizes[at] for at in picked)
+    return ids.reshape(sizes).transpose(rest + picked).reshape(-1, width)
+
+
+# -------------------------------------------------------------------------- collectives
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """The communication of a compiled program.
@@ -64,11 +191,9 @@ class Program:
 
 def read_program(
     program: str | Module,
-    names: Iterable[str],
-    sizes: Iterable[int],
+    sizes: Mapping[str, int],
     *,
-    slice_of: Iterable[int] = (),
-    crossing: Collection[str] = (),
+    slices: int = 1,
     paths: Sequence[str] = (),
     results: Mapping[int, str] | None = None,
     parameters: Collection[int] = (),
@@ -78,22 +203,19 @@ def read_program(
 
     Args:
         program: what `compiled.as_text()` gives, or a dump of the optimised program.
-        names: names of the mesh axes.
-        sizes: their sizes.
-        slice_of: slice of each place of the mesh, row by row; empty for one slice.
-        crossing: axes that cross slices, where `slice_of` is empty.
+        sizes: name of each mesh axis → its size.
+        slices: number of slices, over which the first axes go.
         paths: path of each argument of the program.
         results: position of a result → path of the leaf that it updates, which the sums
             that it is computed from get; of several results the first counts.
         parameters: positions of the arguments that are parameters.
         new_parameters: positions of the results that are.
     """
-    sizes, slices = tuple(sizes), tuple(slice_of)
     module = split(program) if isinstance(program, str) else program
-    # A program for several slices counts the places of one of them.
-    grid = Grid(tuple(names), sizes, slices, module.partitions or math.prod(sizes))
+    shape = tuple(sizes.values())
+    grid = Grid(tuple(sizes), shape, slices, module.partitions or math.prod(shape))
     sources = Sources(module, paths, results or {}, parameters, new_parameters)
-    return _Reader(module, grid, sources, crossing).read()
+    return _Reader(module, grid, sources).read()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,23 +229,11 @@ class _Site:
     calls: tuple[Call, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Moved:
-    """What an operation moves, and between which devices."""
-
-    kind: Kind
-    axes: tuple[str, ...]
-    arrays: list[Array]
-    members: int
-    over_dcn: bool
-
-
 @dataclasses.dataclass(slots=True)
 class _Reader:
     module: Module
     grid: Grid
     sources: Sources
-    crossing: Collection[str]
     active: dict[str, list[Line]] = dataclasses.field(default_factory=dict)
     seen: set[Line] = dataclasses.field(default_factory=set)
     # Of each operation the line that runs least often.
@@ -135,12 +245,10 @@ class _Reader:
         self.walk(self.module.entry, 1, ())
         collectives: list[Collective] = []
         for site in self.sites.values():
-            between = site.op.opcode == "send"
-            moved = self.between_slices(site) if between else self.within(site)
-            if isinstance(moved, str):
-                self.fails(site.line, moved)
-            elif moved.axes or between:  # else each device is alone in its group
-                collectives += self.records(site, moved)
+            try:
+                collectives += self.records(site)
+            except _Unread as why:
+                self.fails(site.line, str(why))
         for lines in self.module.computations.values():
             for line in lines:
                 if line not in self.seen and line.communicates:
@@ -192,15 +300,10 @@ class _Reader:
 
     def visit(self, site: _Site) -> None:
         """Keep a line that communicates, unless it ends what another began."""
-        op, between_slices = site.op, _TRANSFER.search(site.line.text)
-        if _END.search(op.opcode):
-            if (site.home, *op.operands[:1]) not in self.module.by_name:
-                self.fails(site.line, "its start is not there")
-        elif op.opcode == "recv" and between_slices:
-            name = rendezvous(op.attributes)
-            if name not in (sent for _, sent in self.module.sends):
-                self.fails(site.line, "its send is not there")
-        elif op.opcode.removesuffix("-start") in _KINDS or between_slices:
+        opcode, between_slices = site.op.opcode, _TRANSFER.search(site.line.text)
+        if _END.search(opcode) or opcode == "recv" and between_slices:
+            return
+        if opcode.removesuffix("-start") in _KINDS or between_slices:
             self.keep(site)
         else:
             self.fails(site.line, "unknown form")
@@ -219,68 +322,71 @@ class _Reader:
         if site.executions < self.sites.setdefault(key, site).executions:
             self.sites[key] = site
 
-    def within(self, site: _Site) -> _Moved | str:
-        """What an operation within a slice moves; else why it cannot be read."""
+    def within(self, site: _Site) -> tuple[Kind, list[Array], np.ndarray]:
+        """Kind, arrays and groups of an operation within a slice."""
         op = site.op
         opcode = op.opcode.removesuffix("-start")
         kind, parts = _KINDS[opcode], op.type
         if opcode != op.opcode and kind != "all-reduce" and isinstance(parts, tuple):
             parts = parts[1]  # of operand, result, context
-        arrays = arrays_of(parts)
-        if not arrays:
-            return "its type cannot be read"
         if kind == "collective-permute":
             groups = pairs_of(op.attributes)
         else:
             groups = groups_of(op.attributes, self.grid.partitions)
         if groups is None:
-            return "its groups cannot be read"
-        axes, members = self.grid.axes(groups), groups.shape[1]
-        if axes is None:
-            return "its groups are not of this mesh"
+            raise _Unread("its groups cannot be read")
+        arrays = arrays_of(parts)
         if kind == "all-reduce" and self.scatters(site.home):
             kind = "reduce-scatter"
         elif opcode == "reduce-scatter":
-            arrays = _widened(arrays, members)
-        crosses = self.grid.crosses(groups) or not set(axes).isdisjoint(self.crossing)
-        return _Moved(kind, axes, arrays, members, crosses)
+            arrays = _widened(arrays, groups.shape[1])
+        return kind, arrays, groups
 
-    def between_slices(self, site: _Site) -> _Moved | str:
-        """What is sent to another slice; else why it cannot be read."""
+    def between_slices(self, site: _Site) -> tuple[Kind, list[Array]]:
+        """Kind and arrays of what is sent to another slice."""
         transfer = _TRANSFER.search(site.line.text)
         sent_as = transfer[1] if transfer else ""
+        if sent_as not in _BETWEEN_SLICES:
+            raise _Unread(f"unknown transfer {sent_as!r}")
         # The token and the context follow what is sent.
-        parts = site.op.type
+        kind, parts = _BETWEEN_SLICES[sent_as], site.op.type
         arrays = arrays_of(parts[0]) if isinstance(parts, tuple) and parts else []
-        if sent_as not in _BETWEEN_SLICES or not arrays:
-            return f"unknown transfer {sent_as!r}"
-        kind, slices = _BETWEEN_SLICES[sent_as], self.grid.slices
-        if kind == "all-gather":
-            arrays = _widened(arrays, slices)
-        return _Moved(kind, self.grid.axes_between_slices(), arrays, slices, True)
+        return kind, _widened(arrays, self.grid.slices if kind == "all-gather" else 1)
 
-    def records(self, site: _Site, moved: _Moved) -> Iterator[Collective]:
-        """One record for each leaf that the operation moves, usually one."""
+    def records(self, site: _Site) -> Iterator[Collective]:
+        """One record for each leaf that an operation moves, usually one."""
+        if site.op.opcode == "send":
+            kind, arrays = self.between_slices(site)
+            axes, members = self.grid.axes_between_slices(), self.grid.slices
+            over_dcn = True
+        else:
+            kind, arrays, groups = self.within(site)
+            axes, members = self.grid.axes(groups), groups.shape[1]
+            over_dcn = self.grid.crosses(groups)
+        if not arrays:
+            raise _Unread("its type cannot be read")
+        if not axes and not over_dcn:
+            return  # each device is alone in its group
         paths, source = self.sources(site.home, site.op, site.calls)
-        parts = {paths[0]: moved.arrays}
-        if len(paths) == len(moved.arrays):
+        parts = {paths[0]: arrays}
+        if len(paths) == len(arrays):
             parts = collections.defaultdict(list)
-            for path, array in zip(paths, moved.arrays, strict=True):
+            for path, array in zip(paths, arrays, strict=True):
                 parts[path].append(array)
-        for leaves, arrays in parts.items():
-            size = sum(array.bytes for array in arrays)
+        for leaves, moved in parts.items():
+            size = sum(array.bytes for array in moved)
             yield Collective(
-                kind=moved.kind,
-                axes=moved.axes,
+                kind=kind,
+                axes=axes,
                 bytes=size,
-                wire_bytes=wire_bytes(moved.kind, size, moved.members),
+                wire_bytes=wire_bytes(kind, size, members),
                 executions=site.executions,
-                dtype=arrays[0].dtype,
-                shape=arrays[0].shape,
+                dtype=moved[0].dtype,
+                shape=moved[0].shape,
                 path=leaves[0] if leaves else None,
                 joined=leaves[1:],
                 source=source,
-                over_dcn=moved.over_dcn,
+                over_dcn=over_dcn,
             )
 
     def scatters(self, home: str) -> bool:

@@ -23,12 +23,11 @@ _COMPUTATION = re.compile(
 )
 _RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
-_NAME = re.compile(r"%([\w.\-]+)")
+# jaxlib 0.12 writes `%name#1` for an element of a tuple as an operand.
+_NAME = re.compile(r"%([\w.\-#]+)")
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r", index=(\d+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
-# An element of a tuple as an operand, which jaxlib 0.12 writes for get-tuple-element.
-_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 # `bf16[4,8]{1,0:T(8,128)}`, and what tuples of such have besides.
 _TYPE = re.compile(
     r"([a-z]\w*)\[((?:<?=?\d+,?)*)\](?:\{[^{}]*\})?|[()]|/\*.*?\*/|[,\s]"
@@ -158,9 +157,20 @@ class Module:
         }
 
     def instruction(self, computation: str, name: str) -> Instruction | None:
-        """One instruction by its name; None where it is not there."""
+        """An instruction by its name, or of `name#1` that of the element."""
+        name, *indices = name.split("#")
         line = self.by_name.get((computation, name))
-        return None if line is None else line.instruction
+        op = None if line is None else line.instruction
+        for index in map(int, indices):
+            if op is None:
+                return None
+            parts = () if isinstance(op.type, Array) else op.type
+            kind = parts[index] if index < len(parts) else ()
+            element = f"{name}#{index}"
+            opcode = "get-tuple-element"
+            op = Instruction(element, kind, opcode, (name,), "", False, index)
+            name = element
+        return op
 
     def changed(self, made: Mapping[Line, Instruction]) -> "Module":
         """The program with other instructions in the place of some lines."""
@@ -189,11 +199,6 @@ class Module:
         types = {op.number or 0: op.type for op in ops}
         return arrays_of(tuple(types[at] for at in sorted(types)))
 
-    def results(self) -> list[Array]:
-        """The results of the program, in order; of a partitioned one their shards."""
-        root = self.root(self.entry)
-        return [] if root is None else arrays_of(root.type)
-
     def root(self, computation: str) -> Instruction | None:
         """The result of a computation."""
         for line in reversed(self.computations.get(computation, [])):
@@ -213,39 +218,10 @@ def split(text: str) -> Module:
     computations: dict[str, list[Line]] = {}
     entry = ""
     for is_entry, name, body in _COMPUTATION.findall(text):
-        known: dict[str, Line] = {}
-        computations[name] = [
-            line
-            for written in body.splitlines()
-            if " = " in written
-            for line in _with_elements(Line(written), known)
-        ]
+        lines = [line for line in body.splitlines() if " = " in line]
+        computations[name] = list(map(Line, lines))
         entry = name if is_entry else entry
     return Module(computations, entry, text)
-
-
-def _with_elements(line: Line, known: dict[str, Line]) -> list[Line]:
-    """A line, after one of get-tuple-element for each `%name#1` among its operands.
-
-    `known` has the lines of the computation before it by name; these are added.
-    """
-    made: list[Line] = []
-    text = line.text
-    while operand := _ELEMENT.search(text):  # `%name#1#0` in two turns
-        name, index = operand[1], int(operand[2])
-        element = f"{name}.element.{index}"
-        if element not in known:
-            op = known[name].instruction if name in known else None
-            whole = () if op is None or isinstance(op.type, Array) else op.type
-            kind = whole[index] if index < len(whole) else ()
-            opcode, rest = "get-tuple-element", f", index={index}"
-            op = Instruction(element, kind, opcode, (name,), rest, False, index)
-            known[element] = _written(op)
-            made.append(known[element])
-        text = f"{text[: operand.start()]}%{element}{text[operand.end() :]}"
-    line = line if text == line.text else Line(text)
-    known[line.name] = line
-    return [*made, line]
 
 
 def _written(op: Instruction) -> Line:

@@ -1,45 +1,38 @@
-"""Lower a step on an abstract mesh, with the arguments sharded by the rules."""
+"""Lower a step on an abstract mesh, with the arguments laid out by the rules."""
 
-import contextlib
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from flax import nnx
+from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
-from flax_layoutmap._resolve.resolve import resolve, rule_set_of
+from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import (
-    Argument,
-    call_with,
-    names_of,
-    slots_of,
-    spans,
-    take_apart,
-)
-from flax_layoutmap._step.inputs import holds_parameters
+from flax_layoutmap._step.arguments import NUMBERS, Argument, spans
+from flax_layoutmap._step.inputs import split_leaf
 from flax_layoutmap._step.jit import Jitted, jit
-from flax_layoutmap._step.shardings import abstract, avals_of
+from flax_layoutmap._step.shardings import avals_of, is_on_host
 from flax_layoutmap._step.trace import mesh_context
-from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap._tree.paths import Roots
-from flax_layoutmap.pod._ask import split_over_slices
-from flax_layoutmap.pod._leaves import (
-    Leaf,
-    leaves_of,
-    notes_of,
-    same_trees,
-    split_data,
-)
-from flax_layoutmap.pod._topologies import Topology
+from flax_layoutmap.pod._topologies import Topology, split_over_slices
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """An argument of the lowered program."""
+
+    path: str  # starts with the name of the argument
+    role: str  # "parameter", "optimizer", "data" or "other"
+    is_donated: bool
+    is_on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,36 +73,21 @@ class Lowered:
 
 
 def rules_and_mesh(
-    step: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    mesh: Any,
-    layout_map: Any,
-    topology: Topology | None,
+    step: Any, mesh: Any, layout_map: Any, topology: Topology | None
 ) -> tuple[RuleSet | None, DeviceMesh]:
     """The rules on an abstract mesh, and that mesh: the first that is given.
 
-    The step may bring rules, the rules a mesh, and the arguments of a step of `jax.jit`
-    shardings.
+    The step may bring rules, and the rules a mesh.
     """
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
     rules = None if layout_map is None else rule_set_of(layout_map, "layout_map=")
     chosen = _abstract_mesh(mesh, topology)
-    if chosen is None and rules is not None and rules.mesh is not None:
+    if chosen is None and rules is not None:
         chosen = _abstract_mesh(rules.mesh, topology)
-    if chosen is None and rules is None:
-        chosen = _mesh_of_arguments(args, kwargs)
     if chosen is None:
         raise MeshError(
             'a mesh is missing: pass mesh="fsdp=16,tensor=4", or rules that have one'
-        )
-    types = zip(chosen.axis_names, chosen.axis_types, strict=True)
-    manual = [name for name, kind in types if kind == AxisType.Manual]
-    if manual:
-        raise MeshError(
-            f"the axes {', '.join(map(repr, manual))} of the mesh {chosen} are manual, "
-            f'as inside of a shard_map; plan for a mesh of auto axes: mesh="{chosen}"'
         )
     if topology is not None:
         split_over_slices(chosen.axis_sizes, topology)
@@ -132,17 +110,6 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
     return given if given.is_abstract else as_mesh(jax_mesh.abstract_mesh)
 
 
-def _mesh_of_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeviceMesh | None:
-    """The mesh that shardings of the arguments are on."""
-    for leaf in jax.tree.leaves((args, kwargs)):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return _abstract_mesh(sharding.mesh, None)
-    return None
-
-
 # -------------------------------------------------------------------------- errors
 
 # Errors of a step that needs the values of its arguments.
@@ -159,33 +126,27 @@ _LACKS_MESH = re.compile(
     r"mesh.*empty|empty.*mesh|not found in mesh: \(\)|not under a mesh context",
     re.DOTALL | re.IGNORECASE,
 )
-_WITHOUT_MESH = (
-    ": in a NamedSharding, a jax.shard_map(mesh=…), or in out_shardings; name axes "
-    'alone, jax.lax.with_sharding_constraint(x, PartitionSpec("data")), '
-    'flm.distribute_tensor(x, ("data", None)), jax.shard_map without mesh=, or take '
-    "jax.sharding.get_abstract_mesh() in the step"
-)
+_MESH = re.compile(r'"([^"]+)"=(\d+)')
 
 
 def lower_step(
     step: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    rules: RuleSet | None,
+    rules: RuleSet,
     donated: str | Iterable[str],
     platform: str,
-    mesh: DeviceMesh,
 ) -> Lowered:
-    """Lower a step without devices.
-
-    The rules are on an abstract mesh; None is for a function of `jax.jit` alone. The
-    `donated` arguments of a function of `jax.jit` are state, and not donated by this.
-    """
+    """Lower a step without devices, by rules on an abstract mesh."""
+    while not isinstance(step, Jitted) and hasattr(step, "lower"):
+        step = step.__wrapped__  # of jax.jit or nnx.jit
+    if not isinstance(step, Jitted):
+        step = jit(step, layout_map=rules)
     name = getattr(step, "__name__", "the step")
     call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
     try:
-        lowered = _in_its_mesh(call, mesh)
-        _check_mesh(lowered, mesh)
+        lowered = _in_its_mesh(call, rules.mesh)
+        _check_mesh(lowered, rules.mesh)
         return lowered
     except _NEEDS_VALUES as error:
         raise LayoutError(
@@ -203,13 +164,10 @@ def lower_step(
     except ValueError as error:
         if isinstance(error, LayoutError) or not _OTHER_DEVICES.search(str(error)):
             raise
-        raise MeshError(
-            f"{name} is planned for the mesh {mesh}, and names another one ({error})"
-            f"{_WITHOUT_MESH}"
-        ) from error
+        raise _other_mesh(name, rules.mesh, str(error)) from error
 
 
-def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
+def _in_its_mesh(call: Callable[[], Lowered], mesh: Any) -> Lowered:
     """Lower, and again in the context of the mesh if the step needs one and has none.
 
     Constraints that name axes alone, as under `jax.set_mesh`, need one; a shard_map
@@ -223,62 +181,35 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
             raise
         if not _LACKS_MESH.search(str(error)):
             raise
-    jax_mesh: Any = mesh.jax_mesh
-    with jax.sharding.use_abstract_mesh(jax_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.jax_mesh):
         return call()
 
 
-_MESH = re.compile(r'"((?:[^"\\]|\\.)+)"=(\d+)')
-
-
-def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
+def _check_mesh(lowered: Lowered, mesh: Any) -> None:
     """Raise MeshError where the step names another mesh than the plan's."""
     for op in lowered.program.compiler_ir("stablehlo").body.operations:
-        if op.operation.name != "sdy.mesh":
-            continue
-        axes = _MESH.findall(str(op.attributes["mesh"]))
-        sizes = [(_plain(name), int(size)) for name, size in axes]
-        if sizes and sizes != list(mesh.axis_sizes.items()):
-            other = ",".join(f"{name}={size}" for name, size in sizes)
-            raise MeshError(
-                f"{lowered.name} is planned for the mesh {mesh}, and names another "
-                f"one, {other}{_WITHOUT_MESH}"
-            )
+        if op.operation.name == "sdy.mesh":
+            axes = _MESH.findall(str(op.attributes["mesh"]))
+            sizes = {name: int(size) for name, size in axes}
+            if sizes and [*sizes.items()] != [*mesh.axis_sizes.items()]:
+                other = ",".join(f"{name}={size}" for name, size in sizes.items())
+                raise _other_mesh(lowered.name, mesh, other)
+
+
+def _other_mesh(name: str, mesh: Any, other: str) -> MeshError:
+    return MeshError(
+        f"{name} is planned for the mesh {mesh}, and names another one, {other}: in a "
+        "NamedSharding or a jax.shard_map(mesh=…); name axes alone, "
+        'jax.lax.with_sharding_constraint(x, PartitionSpec("data")), '
+        'flm.distribute_tensor(x, ("data", None)), jax.shard_map without mesh=, or '
+        "take jax.sharding.get_abstract_mesh() in the step"
+    )
 
 
 # ------------------------------------------------------------------------ lowering
 
 
 def _lower_step(
-    step: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    rules: RuleSet | None,
-    donated: str | Iterable[str],
-    platform: str,
-) -> Lowered:
-    owner = getattr(step, "__self__", step)
-    if is_nnx_object(owner):
-        raise LayoutError(
-            f"the step is a module ({type(owner).__name__}), whose arrays would be "
-            "constants of the program; pass it as an argument: "
-            "flm.pod.plan(lambda model, x: model(x), model, x, …)"
-        )
-    is_nnx = type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
-    if not isinstance(step, Jitted):
-        if not is_nnx and callable(getattr(step, "trace", None)):
-            return _lower_jitted(step, args, kwargs, rules, donated, platform)
-        # nnx.jit wraps the user's function; its own options do not count here.
-        step = jit(step.__wrapped__ if is_nnx else step, layout_map=rules)
-    if rules is None:
-        raise LayoutError(
-            "plan needs layout_map= unless step is a jax.jit function whose arguments "
-            "have shardings"
-        )
-    return _lower_ours(step, args, kwargs, rules, donated, platform)
-
-
-def _lower_ours(
     step: Jitted,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -286,159 +217,30 @@ def _lower_ours(
     donated: str | Iterable[str],
     platform: str,
 ) -> Lowered:
-    """Lower what `flm.jit` would run."""
     job, arguments, program = step.without_running(
-        args, kwargs, rules, split_data, donated
+        args, kwargs, rules, _split_data, donated
     )
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
     avals = avals_of(leaves, program.wanted)
     with mesh_context(rules, leaves):
         traced = program.jitted.trace(*avals)
         lowered = _lower(traced, platform, job.name)
-    kept = [_number_of(name) for name in _arguments_of(lowered)]
+    kept = _used(lowered)
     place = {leaf: at for at, leaf in enumerate(kept)}
     new, result = program.shapes
     updates = dict(enumerate(program.outcome.leaves))
     count = len(jax.tree.leaves(new))
     updates |= {count + at: leaf for at, leaf in same_trees(result, arguments).items()}
-    gone = set(program.donated)
-    every = leaves_of(arguments, [at in gone for at in range(len(leaves))], avals)
+    every = _leaves_of(arguments, set(program.donated), avals)
+    constants = {id(array): array for array in traced.jaxpr.consts}
     return Lowered(
         job.name,
         lowered,
         [every[at] for at in kept],
         {result: place[leaf] for result, leaf in updates.items() if leaf in place},
-        _constants(traced),
-        notes=notes_of(arguments, rules),
+        [(tuple(np.shape(x)), int(x.nbytes)) for x in constants.values()],
+        notes=_notes_of(arguments, rules),
     )
-
-
-def _lower_jitted(
-    step: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    rules: RuleSet | None,
-    state: str | Iterable[str],
-    platform: str,
-) -> Lowered:
-    """Lower a `jax.jit` function, with its arguments sharded by the rules.
-
-    `state` names arguments that are state, beside those that are donated, hold
-    parameters by the rules, or come back. Numbers and other values stay as they are.
-    The function is called in another one, where its in_shardings are constraints:
-    arguments that the rules place otherwise are moved first.
-    """
-    signature = inspect.signature(step)
-    named = names_of(signature, state, (), "donate_argnames")
-    slots = slots_of(signature.bind(*args, **kwargs))
-    arguments = take_apart([pair for pair in slots if _has_arrays(pair[1])], named)
-    with contextlib.nullcontext() if rules is None else mesh_context(rules, ()):
-        traced = step.trace(*args, **kwargs)
-    donated = _donated(traced, arguments)
-    result = traced.out_info
-    arguments = _with_state(arguments, donated, result, rules)
-    if rules is not None:
-        arguments = _sharded(arguments, rules)
-    placed = {
-        argument.slot: (argument, span)
-        for argument, span in zip(arguments, spans(arguments), strict=True)
-    }
-
-    def flat(*leaves: Any) -> Any:
-        values = []
-        for slot, value in slots:
-            if slot in placed:
-                argument, span = placed[slot]
-                value = argument.plain(leaves[span.start : span.stop])
-            values.append((slot, value))
-        return call_with(step, values)
-
-    flat.__name__ = name = getattr(step, "__name__", "the step")
-    leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    avals = abstract(leaves, [getattr(leaf, "sharding", None) for leaf in leaves])
-    gone = [at for at, is_donated in enumerate(donated) if is_donated]
-    whole = jax.jit(flat, donate_argnums=gone)
-    with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
-        lowered = _lower(whole.trace(*avals), platform, name)
-    kept = [_number_of(name) for name in _arguments_of(lowered)]
-    place = {leaf: at for at, leaf in enumerate(kept)}
-    every = leaves_of(arguments, donated, avals)
-    updates = same_trees(result, arguments)
-    return Lowered(
-        name,
-        lowered,
-        [every[at] for at in kept],
-        {result: place[leaf] for result, leaf in updates.items() if leaf in place},
-        _constants(traced),
-        () if rules is None else notes_of(arguments, rules),
-    )
-
-
-def _has_arrays(value: Any) -> bool:
-    """Whether an argument of `jax.jit` is a tree of arrays, and so is not static."""
-    leaves = jax.tree.leaves(value)
-    arrays = [hasattr(leaf, "dtype") for leaf in leaves]
-    numbers = [isinstance(leaf, bool | int | float | complex) for leaf in leaves]
-    return any(arrays) and all(map(max, arrays, numbers))
-
-
-def _donated(traced: Any, arguments: Sequence[Argument]) -> list[bool]:
-    """Whether a traced function of `jax.jit` donates each leaf of these arguments.
-
-    It has more leaves: numbers that are not static.
-    """
-    infos = iter(jax.tree.leaves(traced.args_info))
-    found = []
-    for argument in arguments:
-        for leaf in argument.leaves:
-            shape = np.shape(leaf)
-            found.append(next(info.donated for info in infos if info.shape == shape))
-    return found
-
-
-def _with_state(
-    arguments: Sequence[Argument],
-    donated: Sequence[bool],
-    result: Any,
-    rules: RuleSet | None,
-) -> list[Argument]:
-    """Mark the arguments that are state: donated, with parameters, or returned."""
-    returned = {*same_trees(result, arguments).values()} if rules is None else set()
-    marked = []
-    for argument, span in zip(arguments, spans(arguments), strict=True):
-        is_tuple = argument.treedef == jax.tree.structure(tuple(argument.leaves))
-        is_donated = any(donated[at] for at in span)
-        is_state = argument.is_state or (is_donated and argument.is_container)
-        if rules is None:
-            is_state |= is_donated or not (is_tuple or returned.isdisjoint(span))
-        else:
-            is_state = is_state or holds_parameters(argument, rules)
-        marked.append(argument.as_state() if is_state else argument)
-    return marked
-
-
-def _sharded(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
-    """Arguments whose leaves have the shardings of the rules."""
-    trees = {
-        argument.name: argument.plain(abstract(argument.leaves))
-        for argument in arguments
-        if argument.is_state
-    }
-    shardings: Any = ()
-    if trees:
-        resolution = resolve(Roots(trees), rules)
-        resolution.announce()
-        shardings = resolution.sharding_list()
-    by_rule = iter(shardings)
-    return [
-        dataclasses.replace(
-            argument,
-            leaves=abstract(argument.leaves, by_rule)
-            if argument.is_state
-            else split_data(argument, rules),
-        )
-        for argument in arguments
-    ]
 
 
 def _lower(traced: Any, platform: str, name: str) -> Any:
@@ -456,30 +258,121 @@ def _lower(traced: Any, platform: str, name: str) -> Any:
         ) from error
 
 
-def _arguments_of(lowered: Any) -> list[str]:
-    """What JAX calls the arguments of a program; it drops those that are unused."""
+def _used(lowered: Any) -> list[int]:
+    """The leaves that a program uses, by the names of its arguments: `leaves[3]`."""
     operations = lowered.compiler_ir("stablehlo").body.operations
     (main,) = (op for op in operations if str(op.name) == '"main"')
-    texts = [str(argument.location)[5:-2] for argument in main.arguments]
-    return [_plain(text) for text in texts]
+    names = [str(argument.location) for argument in main.arguments]
+    return [int(name.partition("[")[2].partition("]")[0]) for name in names]
 
 
-def _number_of(name: str) -> int:
-    """The number of a leaf from the name of its argument, such as `leaves[3]`."""
-    return int(name.partition("[")[2].removesuffix("]"))
+# -------------------------------------------------------------------------- leaves
 
 
-def _plain(text: str) -> str:
-    """A string as MLIR writes it, without its escapes."""
+def _leaves_of(
+    arguments: Sequence[Argument], donated: set[int], avals: Sequence[Any]
+) -> list[Leaf]:
+    """Path, role and memory of all leaves; `avals` have the program's shardings."""
+    leaves: list[Leaf] = []
+    for argument in arguments:
+        paths, owners = argument.flat.full_paths(), argument.owners()
+        roles = ["data"] * len(paths)
+        for section in argument.flat.sections if argument.is_state else ():
+            for at in range(section.start, section.stop):
+                is_cache = isinstance(owners[at], nnx.Cache)
+                is_cache = is_cache or "cache" in paths[at].split("/")
+                role = "other" if is_cache else section.role
+                roles[at] = _role(role, argument.leaves[at])
+        for path, role in zip(paths, roles, strict=True):
+            at = len(leaves)
+            on_host = is_on_host(getattr(avals[at], "sharding", None))
+            leaves.append(Leaf(path, role, at in donated, on_host))
+    return leaves
 
-    def byte(escaped: re.Match[bytes]) -> bytes:
-        code = escaped[1]
-        return bytes.fromhex(code.decode()) if len(code) == 2 else code
 
-    return re.sub(rb'\\([\\"]|[0-9A-F]{2})', byte, text.encode()).decode()
+def _role(role: str, leaf: Any) -> str:
+    """Counters and random state are not parameters; quantised matrices are."""
+    dtype = getattr(leaf, "dtype", np.int32)
+    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    if role != "parameter" or jax.numpy.issubdtype(dtype, np.inexact):
+        return role
+    return "other" if is_key or np.ndim(leaf) < 2 else role
 
 
-def _constants(traced: Any) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes of the arrays that a traced function closes over."""
-    constants = {id(array): array for array in traced.jaxpr.consts}
-    return [(tuple(np.shape(each)), int(each.nbytes)) for each in constants.values()]
+def _split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
+    """The leaves of an argument that is data, split over the batch axes.
+
+    A leaf that came with a sharding over axes of the mesh keeps its spec.
+    """
+    mesh: Any = None if rules is None else rules.mesh
+    placed: list[Any] = []
+    for at, leaf in enumerate(argument.raw):
+        if isinstance(leaf, NUMBERS) or mesh is None:
+            placed.append(leaf)
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        plain = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        given = getattr(leaf, "sharding", None)
+        if isinstance(given, NamedSharding) and {*given.mesh.axis_names} <= {
+            *mesh.axis_names
+        }:
+            sharding = NamedSharding(mesh.jax_mesh, given.spec)
+            try:
+                TensorLayout(sharding).shard_shape(leaf.shape)
+            except LayoutError as error:
+                raise LayoutError(
+                    f"{argument.label(at)} came with a sharding that does not fit the "
+                    f"mesh {mesh}: {error}; pass its shape alone, "
+                    "jax.ShapeDtypeStruct(x.shape, x.dtype)"
+                ) from error
+            placed.append(plain.update(sharding=sharding))
+        else:
+            placed.append(split_leaf(argument, at, plain, rules))
+    return placed
+
+
+def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
+    """Find the trees of arguments in a tree of shapes, each once.
+
+    Returns the position of a leaf of the result → that over the leaves of all
+    arguments.
+    """
+    shapes, treedef = jax.tree.flatten(result)
+    numbers = treedef.unflatten(range(len(shapes)))
+    updates: dict[int, int] = {}
+
+    def is_of(argument: Argument, tree: Any) -> bool:
+        places, structure = jax.tree.flatten(tree)
+        if structure != argument.treedef or not updates.keys().isdisjoint(places):
+            return False
+        pairs = zip(places, argument.leaves, strict=True)
+        return all(np.shape(shapes[at]) == np.shape(leaf) for at, leaf in pairs)
+
+    for argument, positions in zip(arguments, spans(arguments), strict=True):
+        is_same = functools.partial(is_of, argument)
+        if argument.is_container and any(map(np.shape, argument.leaves)):
+            trees = jax.tree.leaves(numbers, is_leaf=is_same)
+            for tree in filter(is_same, trees):
+                updates.update(zip(jax.tree.leaves(tree), positions, strict=True))
+                break
+    return updates
+
+
+def _notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:
+    """A warning where all arguments, also what seems to be state, are data."""
+    if any(each.is_state for each in arguments) or len(arguments) < 2:
+        return ()
+    containers = [each.name for each in arguments if each.is_container and each.leaves]
+    if containers:
+        return (
+            f"no rule shards a leaf of {', '.join(containers)}, so every argument is "
+            "taken for data and split over the batch axes; name the state: "
+            f'donate_argnames="{containers[0]}"',
+        )
+    if not rules.rules:
+        return ()
+    name = arguments[0].name
+    return (
+        "no rule applies, as every argument is a bare array, which has no path. Wrap "
+        f'it: {{"{name}": {name}}}',
+    )

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,21 +20,22 @@ from flax_layoutmap.pod._ask import (
     has_libtpu,
     partition_for,
 )
-from flax_layoutmap.pod._bounds import dcn_axes, memory_of, seconds_bound
 from flax_layoutmap.pod._flops import flops_of
 from flax_layoutmap.pod._hlo import Program, read_program
-from flax_layoutmap.pod._hlo_sources import Frames
 from flax_layoutmap.pod._hlo_text import Array, Module, split
-from flax_layoutmap.pod._lower import Lowered, lower_step, rules_and_mesh
-from flax_layoutmap.pod._merge import merge
-from flax_layoutmap.pod._records import Drift, Engine, Memory
+from flax_layoutmap.pod._lower import Leaf, Lowered, lower_step, rules_and_mesh
+from flax_layoutmap.pod._partitioner import code_of, code_to_partition, merge
 from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._rewrite import code_of, code_to_partition
-from flax_layoutmap.pod._topologies import Topology
-from flax_layoutmap.pod._topologies import topology as topology_of
+from flax_layoutmap.pod._report_text import Collective, Engine, Memory, axes_text
+from flax_layoutmap.pod._topologies import (
+    Topology,
+    split_over_slices,
+    topology_or_none,
+)
 
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 _ENGINES = ("libtpu", "partitioner")
+_ROLES = ("parameter", "optimizer", "data", "other")
 # Constants, and state that is not donated, of fewer bytes are not worth a warning.
 _MANY_BYTES = 1 << 20
 
@@ -47,7 +50,8 @@ def plan(
     donate_argnames: str | Iterable[str] = (),
     platform: str = "tpu",
     engine: Engine | None = None,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
+    compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PodReport:
     """Plan the collectives and memory of a step on a mesh, in seconds.
@@ -59,29 +63,26 @@ def plan(
     most axes, and leave out what the compiler needs beside the arguments.
 
     Args:
-        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
+        step: a function, planned as `flm.jit` runs it, or what `flm.jit`, `jax.jit` or
+            `nnx.jit` made of one; options of the last two do not count.
         *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, NNX objects with either
             (`nnx.eval_shape(make)`). State is laid out by the rules, data over the
-            `batch` axes, as `flm.jit` does it.
+            `batch` axes.
         mesh: as a line, `"fsdp=16,tensor=4"`, or anything that `DeviceMesh` accepts;
             devices are not needed. With a topology one size may be -1. None takes that
             of the rules.
-        layout_map: the rules; None takes those of a function of `flm.jit`. A function
-            of `jax.jit` needs none where its arguments have shardings; its in_shardings
-            move arguments that the rules place otherwise.
+        layout_map: the rules; None takes those of a function of `flm.jit`.
         topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`: adds the limit of
             memory and the least time on the links.
         slices: how many slices of it.
-        donate_argnames: arguments that are given away, beside those that `flm.jit` was
-            told, and state; a function of `jax.jit` donates its own alone.
+        donate_argnames: arguments that are given away, and state.
         platform: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`: what to lower for.
         engine: `"libtpu"` or `"partitioner"`. None takes libtpu where it is installed
             and there is a topology. The partitioner takes up to 2,048 devices.
         timeout: seconds after which the other process is ended.
+        compiler_options: options of libtpu by name, such as
+            `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
         **kwargs: arguments of the step by name.
-
-    Returns:
-        The report.
 
     Raises:
         LayoutError: the step needs real values, calls back into Python, or has no
@@ -109,18 +110,14 @@ def plan(
         4096
     """
     start = time.perf_counter()
-    platform = "cuda" if platform == "gpu" else platform
     _check_choice("platform", platform, _PLATFORMS)
-    where = None if topology is None else topology_of(topology, slices=slices)
+    _check_choice("engine", engine or "libtpu", _ENGINES)
+    where = topology_or_none(topology, slices)
     if where is not None and platform != "tpu":
         raise MeshError(
             f"{where} is of TPUs, and platform={platform!r} is not: leave out the "
             'topology, or take platform="tpu"'
         )
-    if where is None and slices is not None:
-        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
-    if engine is not None:
-        _check_choice("engine", engine, _ENGINES)
     if engine == "libtpu" and where is None:
         raise MeshError(
             'engine="libtpu" needs the slice that it compiles for: pass '
@@ -128,9 +125,11 @@ def plan(
         )
     if engine == "libtpu":
         check_libtpu()
-    rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
-    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, on)
-    made = _Plan(lowered, on, where, platform, timeout)
+    rules, on = rules_and_mesh(step, mesh, layout_map, where)
+    if rules is None:
+        raise LayoutError("plan needs rules: pass layout_map=, or a step of flm.jit")
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform)
+    made = _Plan(lowered, on, where, platform, timeout, compiler_options or {})
     with shown_progress(f"planning {lowered.name}"):
         if engine == "libtpu" or (where and not engine and has_libtpu()):
             report = made.by_libtpu(insists=engine is not None)
@@ -139,32 +138,14 @@ def plan(
     return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
 
 
-def compile(
-    step: Any,
-    *args: Any,
-    topology: Any,
-    slices: int | None = None,
-    mesh: Any = None,
-    layout_map: Any = None,
-    donate_argnames: str | Iterable[str] = (),
-    timeout: float = 900.0,
-    compiler_options: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> PodReport:
-    """Plan a step with libtpu, and with options of its compiler.
-
-    As `flm.pod.plan(…, engine="libtpu")`, whose arguments, results and errors it has,
-    with these differences:
+def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
+    """Plan a step with libtpu: `flm.pod.plan(…, engine="libtpu")`.
 
     Args:
-        topology: required.
-        timeout: seconds after which the compiler is ended.
-        compiler_options: options of XLA by name, such as
-            `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
-
-    Raises:
-        LayoutError: libtpu is missing, refuses the step, dies, or does not finish in
-            time; or the options set `xla_dump_to`.
+        step: as for `flm.pod.plan`.
+        *args: as for `flm.pod.plan`.
+        topology: the slice to compile for.
+        **options: the other arguments of `flm.pod.plan`.
 
     Example:
         >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
@@ -177,15 +158,7 @@ def compile(
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.
     """
-    start = time.perf_counter()
-    where = topology_of(topology, slices=slices)
-    check_libtpu()
-    rules, on = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
-    lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", on)
-    made = _Plan(lowered, on, where, "tpu", timeout, compiler_options)
-    with shown_progress(f"compiling {lowered.name} for {where}"):
-        report = made.by_libtpu(insists=True)
-    return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
+    return plan(step, *args, topology=topology, engine="libtpu", **options)
 
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -205,7 +178,7 @@ class _Plan:
     topology: Topology | None
     platform: str
     timeout: float  # seconds
-    options: Mapping[str, Any] | None = None  # of libtpu's compiler
+    options: Mapping[str, Any]  # of libtpu's compiler
 
     def by_partitioner(self) -> PodReport:
         """The report by XLA's partitioner."""
@@ -222,43 +195,40 @@ class _Plan:
         libtpu fails.
         """
         assert self.topology is not None
-        code = code_of(self.lowered.program)
-        sizes = self.mesh.axis_sizes
+        code, sizes = code_of(self.lowered.program), self.mesh.axis_sizes
+        where: dict[str, Any] = {"timeout": self.timeout, "options": self.options}
         try:
-            answer = compile_for(
-                code, self.topology, sizes, timeout=self.timeout, options=self.options
-            )
+            answer = compile_for(code, self.topology, sizes, **where)
         except LayoutError as error:
             if insists:
                 raise
-            report = self.by_partitioner()
             text = f"libtpu failed, and XLA's partitioner was asked instead: {error}"
-            return dataclasses.replace(report, warnings=(text, *report.warnings))
+            return _warned(self.by_partitioner(), text)
         if answer.program is None:
             return _too_large(self.by_partitioner(), answer)
-        slice_of = answer.slice_of if self.topology.slices > 1 else ()
-        module = split(answer.program)
-        report = self.report("libtpu", answer.given, module, slice_of)
-        warnings = (*report.warnings, *answer.warnings, *_rematerialised(answer))
-        memory = _memory(report.memory, answer)
-        return dataclasses.replace(report, fits=True, memory=memory, warnings=warnings)
+        report = self.report("libtpu", answer.given, split(answer.program))
+        memory = dataclasses.replace(
+            report.memory,
+            temporary_bytes=answer.memory["temporary"],
+            peak_bytes=answer.memory["allocated"],
+            note="the peak is what libtpu allocates, gaps included; the runtime, other "
+            "programs and host buffers come on top",
+        )
+        report = dataclasses.replace(report, fits=True, memory=memory)
+        return _warned(report, after=answer.warnings)
 
-    def report(
-        self, engine: Engine, given: str, module: Module, slice_of: Sequence[int] = ()
-    ) -> PodReport:
+    def report(self, engine: Engine, given: str, module: Module) -> PodReport:
         """The report of a program; `given` is that before it was partitioned."""
-        lowered, where, sizes = self.lowered, self.topology, self.mesh.axis_sizes
-        before = split(given)
+        lowered, where = self.lowered, self.topology
         shards = module.parameters()
-        program = self.read(module, slice_of)
-        memory = memory_of(shards, lowered.leaves, where)
+        program = self.read(module)
+        memory = _memory_of(shards, lowered.leaves, where)
         flops = flops_of(module)
         compute, bound = None, {}
         if where is not None:
             compute = flops / where.generation.flops
-            bound = seconds_bound(program.collectives, sizes, where)
-        whole = before.parameters()
-        warnings = _warnings_of(lowered, whole, shards, self.mesh)
+            bound = _seconds_bound(program.collectives, self.mesh.axis_sizes, where)
+        warnings = _warnings_of(lowered, shards)
         return PodReport(
             engine=engine,
             step=lowered.name,
@@ -269,43 +239,110 @@ class _Plan:
             memory=memory,
             collectives=program.collectives,
             flops_per_device=flops,
-            flops_total=flops_of(before),
+            flops_total=flops_of(split(given)),
             compute_seconds=compute,
             seconds_bound=bound,
-            drift=tuple(_drift(lowered, shards, module.results())),
             unread=collections.Counter(program.unread),
             warnings=(*warnings, *program.notes),
             paths=tuple(leaf.path for leaf in lowered.leaves),
         )
 
-    def read(self, module: Module, slice_of: Sequence[int]) -> Program:
+    def read(self, module: Module) -> Program:
         """The collectives, with the paths of the step's leaves."""
-        lowered, sizes = self.lowered, self.mesh.axis_sizes
-        leaves = enumerate(lowered.leaves)
-        parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
+        leaves, updates = self.lowered.leaves, self.lowered.updates
+        parameters = {n for n, leaf in enumerate(leaves) if leaf.role == "parameter"}
         return read_program(
             module,
-            sizes.keys(),
-            sizes.values(),
-            slice_of=slice_of,
-            crossing=() if slice_of else dcn_axes(sizes, self.topology),
-            paths=[leaf.path for leaf in lowered.leaves],
-            results={r: lowered.leaves[at].path for r, at in lowered.state()},
+            self.mesh.axis_sizes,
+            slices=1 if self.topology is None else self.topology.slices,
+            paths=[leaf.path for leaf in leaves],
+            results={r: leaves[at].path for r, at in self.lowered.state()},
             parameters=parameters,
-            new_parameters=[r for r, at in lowered.updates.items() if at in parameters],
+            new_parameters=[r for r, at in updates.items() if at in parameters],
         )
 
 
-def _warnings_of(
-    lowered: Lowered, whole: Sequence[Array], shards: Sequence[Array], mesh: DeviceMesh
-) -> Iterator[str]:
-    """The warnings about arguments: `whole`, and their shards on a device."""
+def _memory_of(
+    shards: Sequence[Array], leaves: Sequence[Leaf], topology: Topology | None
+) -> Memory:
+    """Bytes of the arguments on one device, by role."""
+    sums: dict[str, int] = dict.fromkeys(_ROLES, 0)
+    on_host = dict(sums)
+    for shard, leaf in zip(shards, leaves, strict=True):
+        (on_host if leaf.is_on_host else sums)[leaf.role] += shard.bytes
+    return Memory(
+        at_rest={role: size for role, size in sums.items() if size},
+        host_at_rest={role: size for role, size in on_host.items() if size},
+        limit_bytes=None if topology is None else topology.generation.hbm_limit_bytes,
+        note="what the step needs besides, such as activations, is not in it",
+    )
+
+
+def _seconds_bound(
+    collectives: Sequence[Collective], sizes: Mapping[str, int], topology: Topology
+) -> dict[str, float]:
+    """Axes (`"fsdp"`, `"data+fsdp"`, `"data (DCN)"`) → seconds in a step, at least.
+
+    Bandwidth alone: no latency, no overlap. An axis that covers whole dims of the slice
+    uses their links; another may use every link of a chip. Links of unknown bandwidth
+    are left out.
+    """
+    within, _ = split_over_slices(sizes, topology)
+    dims = _dims_of_axes(dict(zip(sizes, within, strict=True)), topology.shape)
+    seconds: dict[str, float] = {}
+    for collective in collectives:
+        speed = _speed(collective, dims, topology) if collective.axes else None
+        if speed:
+            key = axes_text(collective)
+            sent = collective.wire_bytes_per_step / speed
+            seconds[key] = seconds.get(key, 0.0) + sent
+    return seconds
+
+
+def _dims_of_axes(
+    sizes: Mapping[str, int], shape: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The dims of a slice that each axis covers in full; all where it shares one."""
+    every = tuple(dim for dim, size in enumerate(shape) if size > 1)
+    left, dims = list(every), dict[str, tuple[int, ...]]()
+    for name, size in sizes.items():
+        choices = (
+            some
+            for count in range(len(left) + 1)
+            for some in itertools.combinations(left, count)
+            if math.prod(shape[dim] for dim in some) == size
+        )
+        dims[name] = next(choices, every)
+        left = [dim for dim in left if dim not in dims[name] or dims[name] == every]
+    return dims
+
+
+def _speed(
+    collective: Collective, dims: Mapping[str, tuple[int, ...]], topology: Topology
+) -> float | None:
+    """Bytes per second that a device can send for a collective."""
+    generation = topology.generation
+    each = generation.devices_per_chip
+    if collective.over_dcn:
+        dcn = generation.dcn_bytes_per_second
+        return None if dcn is None else dcn / each
+    if generation.link_bytes_per_second is None:
+        return None
+    used = {dim for axis in collective.axes for dim in dims[axis]}
+    links = sum(2 if topology.wrap[dim] else 1 for dim in used)
+    return links * generation.link_bytes_per_second / each
+
+
+def _warned(
+    report: PodReport, *before: str, after: Iterable[str] = (), **changes: Any
+) -> PodReport:
+    warnings = (*before, *report.warnings, *after)
+    return dataclasses.replace(report, warnings=warnings, **changes)
+
+
+def _warnings_of(lowered: Lowered, shards: Sequence[Array]) -> Iterator[str]:
+    """The warnings about arguments, of which a device has the `shards`."""
     yield from lowered.notes
-    if mesh.size > 1 and whole and list(whole) == list(shards):
-        yield (
-            f"no argument is sharded over {mesh}: every device does the whole step; "
-            "pass layout_map=layout_map, or arguments with shardings"
-        )
     large = [each for each in lowered.constants if each[1] >= _MANY_BYTES]
     if large:
         shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
@@ -326,17 +363,6 @@ def _warnings_of(
         )
 
 
-def _drift(
-    lowered: Lowered, shards: Sequence[Array], results: Sequence[Array]
-) -> Iterator[Drift]:
-    """State whose shards have another shape after the step."""
-    for result, argument in sorted(lowered.updates.items()):
-        leaf = lowered.leaves[argument]
-        before, after = shards[argument].shape, results[result].shape
-        if leaf.role != "data" and before != after:
-            yield Drift(path=leaf.path, before=before, after=after)
-
-
 def _too_large(report: PodReport, answer: Answer) -> PodReport:
     assert answer.too_large is not None
     needed, there = answer.too_large
@@ -352,33 +378,5 @@ def _too_large(report: PodReport, answer: Answer) -> PodReport:
         "more, take a smaller batch per device, or rematerialise. The collectives are "
         "those of XLA's partitioner"
     )
-    warnings = (problem, *report.warnings, *answer.warnings, *_rematerialised(answer))
-    return dataclasses.replace(report, fits=False, memory=memory, warnings=warnings)
-
-
-def _memory(memory: Memory, answer: Answer) -> Memory:
-    return dataclasses.replace(
-        memory,
-        temporary_bytes=answer.memory.get("temporary"),
-        peak_bytes=answer.memory.get("allocated"),
-        note="the peak is what libtpu allocates, gaps included; the runtime, other "
-        "programs and host buffers come on top",
-    )
-
-
-def _rematerialised(answer: Answer) -> list[str]:
-    """A warning for each array that is gathered in full to change its sharding."""
-    text = answer.program or ""
-    frames = Frames(text)
-    warnings = []
-    for name, kind in answer.rematerialised:
-        at = text.find(f'op_name="{name}"')
-        line = text[at : text.find("\n", at)] if at >= 0 else ""
-        source = frames.source(line)
-        warnings.append(
-            f"involuntary rematerialization of {name} {kind}"
-            + (f" at {source}" if source else "")
-            + ": the compiler makes the whole array on every device to change its "
-            "sharding; constrain it in two steps or not at all"
-        )
-    return warnings
+    given: dict[str, Any] = {"after": answer.warnings, "fits": False, "memory": memory}
+    return _warned(report, problem, **given)

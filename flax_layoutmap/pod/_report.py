@@ -12,7 +12,13 @@ from flax_layoutmap._rules.files import mesh_to_json
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import Shown
 from flax_layoutmap.pod import _report_text
-from flax_layoutmap.pod._records import KINDS, Collective, Drift, Engine, Kind, Memory
+from flax_layoutmap.pod._report_text import (
+    KINDS,
+    Collective,
+    Engine,
+    Kind,
+    Memory,
+)
 from flax_layoutmap.pod._topologies import Topology
 
 if TYPE_CHECKING:
@@ -44,7 +50,6 @@ class PodReport(Shown):
         compute_seconds: the least time for them; None without a topology.
         seconds_bound: axes (`"fsdp"`, `"data (DCN)"`) → least time of their
             collectives, bandwidth alone: no latency, no overlap.
-        drift: state that leaves the step in another layout than it came in.
         unread: part of the program that could not be read → how often.
         warnings: messages to read.
         paths: every leaf of the arguments.
@@ -64,7 +69,6 @@ class PodReport(Shown):
     flops_total: int = 0
     compute_seconds: float | None = None
     seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    drift: tuple[Drift, ...] = ()
     unread: Mapping[str, int] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     paths: tuple[str, ...] = dataclasses.field(default=(), repr=False)
@@ -111,7 +115,7 @@ class PodReport(Shown):
         Raises:
             LayoutError: there is no such axis or kind.
         """
-        _check(self, axis, kind)
+        self._check(axis, kind)
         return sum(
             collective.wire_bytes_per_step
             for collective in self.collectives
@@ -144,9 +148,8 @@ class PodReport(Shown):
             LayoutError: there is no such axis or kind.
         """
         wanted = {kinds} if isinstance(kinds, str) else set(kinds)
-        for kind in wanted:
-            _check(self, axis, kind)
-        _check(self, axis, None)
+        for kind in (None, *wanted):
+            self._check(axis, kind)
         over = [each for each in self.collectives if _may_be_over(each, axis)]
         large = _large(over, small_bytes)
         other = [each for each in large if each.kind not in wanted]
@@ -159,7 +162,7 @@ class PodReport(Shown):
                 f"run {', '.join(sorted(wanted)) or 'no collectives'}:\n"
                 f"{bullet_list(lines)}"
             )
-        _check_all_read(self, allow_unread)
+        self._check_all_read(allow_unread)
 
     def forbid(
         self,
@@ -167,7 +170,6 @@ class PodReport(Shown):
         path: str | None = None,
         kind: Kind | None = None,
         axis: str | None = None,
-        source: str | None = None,
         small_bytes: int = 0,
         allow_unread: bool = False,
     ) -> None:
@@ -179,35 +181,28 @@ class PodReport(Shown):
             path: regex, searched in the path of the leaf that is moved.
             kind: such as `"all-gather"`.
             axis: a mesh axis.
-            source: regex, searched in the line that it comes from, such as
-                `"model.py:36 Attention.__call__"`.
-            small_bytes: those of one kind over the same axes do not count where they
-                send less than this together in a step.
-            allow_unread: pass even if parts of the program could not be read.
+            small_bytes: as for `expect`.
+            allow_unread: as for `expect`.
 
         Raises:
             AssertionError: there is one; all are listed. Or `report.unread` is not
                 empty.
             LayoutError: nothing is forbidden, or there is no such axis, kind or leaf.
         """
-        given = {"path": path, "kind": kind, "axis": axis, "source": source}
+        given = {"path": path, "kind": kind, "axis": axis}
         what = ", ".join(f"{key}={value!r}" for key, value in given.items() if value)
         if not what:
             raise LayoutError(
-                'forbid what? pass path="embed", kind="all-gather", axis="tensor" or '
-                'source="model.py:36"'
+                'forbid what? pass path="embed", kind="all-gather" or axis="tensor"'
             )
-        _check_pattern("source", source)
-        _check_pattern("path", path)
-        _check(self, axis, kind)
-        _check_path(self, path)
+        self._check(axis, kind)
+        pattern = None if path is None else self._pattern(path)
         some = [
             each
             for each in self.collectives
             if (axis is None or _may_be_over(each, axis))
             and kind in (None, each.kind)
-            and any(_matches(path, leaf) for leaf in (each.path, *each.joined))
-            and _matches(source, each.source)
+            and (pattern is None or any(map(pattern.search, each.paths)))
         ]
         large = _large(some, small_bytes)
         if large:
@@ -215,23 +210,52 @@ class PodReport(Shown):
                 f"{self.step} on mesh {self.mesh} was to have no collective with "
                 f"{what}:\n{bullet_list(_report_text.lines_of(large))}"
             )
-        _check_all_read(self, allow_unread)
+        self._check_all_read(allow_unread)
 
     def compare(self, other: "PodReport") -> str:
-        """Compare with another report in a table.
-
-        Args:
-            other: of another layout, mesh, or engine.
-
-        Raises:
-            LayoutError: it is not a report.
-        """
-        if not isinstance(other, PodReport):
-            raise LayoutError(
-                f"compare needs another report, got {other!r}; make one with "
-                "flm.pod.plan(step, …, layout_map=other)"
-            )
+        """Return a table of this report and another, of another layout or mesh."""
         return _report_text.comparison(self, other)
+
+    # ------------------------------------------------------------------- checks
+
+    def _check(self, axis: str | None, kind: str | None) -> None:
+        """Raise LayoutError for an axis or a kind that there is not."""
+        names: Sequence[str] = self.mesh.axis_names
+        if axis is not None and axis not in names:
+            raise LayoutError(
+                f"the mesh {self.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
+            )
+        if kind is not None and kind not in KINDS:
+            raise LayoutError(
+                f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the "
+                f"kinds are {', '.join(KINDS)}"
+            )
+
+    def _pattern(self, path: str) -> re.Pattern[str]:
+        """A pattern of paths; raises LayoutError if it is in no argument's."""
+        try:
+            pattern = re.compile(path)
+        except re.error as error:
+            raise LayoutError(
+                f"path={path!r} is not a regular expression: {error}"
+            ) from error
+        if self.paths and not any(map(pattern.search, self.paths)):
+            parts = {part for leaf in self.paths for part in (leaf, *leaf.split("/"))}
+            raise LayoutError(
+                f"no argument of {self.step} matches path={path!r}"
+                f"{did_you_mean(path, parts)}; the check would always pass"
+            )
+        return pattern
+
+    def _check_all_read(self, allow_unread: bool) -> None:
+        """Raise AssertionError if a part of the program was not read."""
+        if self.unread and not allow_unread:
+            parts = [f"{part} ({times})" for part, times in self.unread.items()]
+            raise AssertionError(
+                f"no violation found in {self.step} on mesh {self.mesh}, but parts of "
+                f"the program could not be read:\n{bullet_list(parts)}\n"
+                "pass allow_unread=True to ignore them"
+            )
 
 
 def _may_be_over(collective: Collective, axis: str) -> bool:
@@ -250,56 +274,3 @@ def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
         if sum(member.wire_bytes_per_step for member in members) >= small_bytes
         for collective in members
     ]
-
-
-def _check_all_read(report: PodReport, allow_unread: bool) -> None:
-    """Raise AssertionError if a part of the program was not read."""
-    if report.unread and not allow_unread:
-        parts = [f"{part} ({times})" for part, times in report.unread.items()]
-        raise AssertionError(
-            f"no violation found in {report.step} on mesh {report.mesh}, but parts of "
-            f"the program could not be read:\n{bullet_list(parts)}\n"
-            "pass allow_unread=True to ignore them"
-        )
-
-
-def _check(report: PodReport, axis: str | None, kind: str | None) -> None:
-    """Raise LayoutError for an axis or a kind that there is not."""
-    names: Sequence[str] = report.mesh.axis_names
-    if axis is not None and axis not in names:
-        raise LayoutError(
-            f"the mesh {report.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
-        )
-    if kind is not None and kind not in KINDS:
-        raise LayoutError(
-            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
-            f"are {', '.join(KINDS)}"
-        )
-
-
-def _check_path(report: PodReport, path: str | None) -> None:
-    if not path or not report.paths:
-        return
-    if not any(re.search(path, leaf) for leaf in report.paths):
-        parts = {part for leaf in report.paths for part in (leaf, *leaf.split("/"))}
-        raise LayoutError(
-            f"no argument of {report.step} matches path={path!r}"
-            f"{did_you_mean(path, parts)}; the check would always pass"
-        )
-
-
-def _check_pattern(name: str, pattern: str | None) -> None:
-    """Raise LayoutError for an invalid regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise LayoutError(
-            f"{name}={pattern!r} is not a regular expression: {error}; write a literal "
-            "bracket as \\(, or use re.escape"
-        ) from error
-
-
-def _matches(pattern: str | None, text: str | None) -> bool:
-    if pattern is None:
-        return True
-    return text is not None and re.search(pattern, text) is not None

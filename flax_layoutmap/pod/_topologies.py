@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax_layoutmap._core.errors import MeshError, did_you_mean
+from flax_layoutmap._core.mesh_shape import over_slices
 
 Shape = tuple[int, ...]
 # Chips on one host along each dim; a slice that is smaller has one host.
@@ -244,6 +245,11 @@ def topology(name: "str | Topology", *, slices: int | None = None) -> Topology:
     return Topology(generation, shape, slices or 1)
 
 
+def topology_or_none(name: Any, slices: int | None) -> Topology | None:
+    """The topology of a plan, which may have none."""
+    return topology(name, slices=slices) if name or slices is not None else None
+
+
 @functools.cache
 def shapes_of(generation: Generation) -> tuple[Shape, ...]:
     """Every shape that a slice of the generation can have, smallest first."""
@@ -309,3 +315,27 @@ def _no_slice(generation: Generation, asked: str, chips: float) -> MeshError:
 
 def _by_x(shape: Shape) -> str:
     return "x".join(map(str, shape))
+
+
+# ------------------------------------------------------------- meshes on slices
+
+
+def split_over_slices(
+    sizes: Mapping[str, int], topology: Topology
+) -> tuple[list[int], list[int]]:
+    """Sizes of the mesh axes inside one slice, and over the slices."""
+    count = math.prod(sizes.values())
+    line = ",".join(f"{name}={size}" for name, size in sizes.items())
+    if count != topology.devices:
+        raise MeshError(
+            f"the mesh {line} has {count:,} devices, and {topology} has "
+            f"{topology.devices:,}; change a size, or write -1 for one of them"
+        )
+    between = over_slices(tuple(sizes.values()), topology.slices)
+    if between is None:
+        raise MeshError(
+            f"the mesh {line} does not lie on {topology}: the first axes go over the "
+            f"{topology.slices} slices; put an axis of size {topology.slices} first"
+        )
+    within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
+    return within, between

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import needs_libtpu
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from pods import rules, struct
 
 import flax_layoutmap as flm
@@ -131,23 +129,6 @@ def test_a_step_that_does_not_fit(width: int, options: Any, limit: int) -> None:
     report = compiled(width=width, compiler_options=options)
     assert report.fits is False and report.memory.limit_bytes == limit
     assert (report.memory.peak_bytes or 0) > limit
-
-
-@needs_libtpu
-def test_involuntary_rematerialisation_and_its_line() -> None:
-    mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    before, after = P("y", None, "x"), P(None, ("x", "y"), None)
-
-    def turned(a: jax.Array) -> jax.Array:
-        made = jnp.sin(a)
-        return jax.lax.with_sharding_constraint(made + 1, NamedSharding(mesh, after))
-
-    given = NamedSharding(mesh, before)
-    a = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32, sharding=given)
-    report = flm.pod.compile(jax.jit(turned), a, topology="v5e:2x4", mesh=mesh)
-    assert {each.kind for each in report.collectives} >= {"all-gather"}
-    warned = [text for text in report.warnings if text.startswith("involuntary")]
-    assert len(warned) == 1
 
 
 @needs_libtpu

@@ -24,8 +24,7 @@ from pods import (
 )
 
 import flax_layoutmap as flm
-from flax_layoutmap.pod._merge import merge
-from flax_layoutmap.pod._rewrite import code_to_partition
+from flax_layoutmap.pod._partitioner import code_to_partition, merge
 
 # ---------------------------------------------------------------- what is merged
 

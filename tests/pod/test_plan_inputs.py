@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from pods import (
     MEGATRON,
     MESH,
@@ -76,13 +76,12 @@ def test_modules_as_with_jit() -> None:
     found = kinds(report)
     assert found["all-gather", ("data",), "model/up/kernel"] == 1
     assert found["reduce-scatter", ("data",), "model/up/kernel"] == 1
-    assert report.drift == ()
     (source,) = {one.source for one in report.collectives if one.axes == ("model",)}
     # The line is the user's, where Flax makes the product.
     assert re.fullmatch(r"test_plan_inputs.py:\d+ Net.__call__", source or "")
 
 
-@pytest.mark.parametrize("jit", [flm.jit, nnx.jit])
+@pytest.mark.parametrize("jit", [flm.jit, jax.jit, nnx.jit])
 def test_every_kind_of_function_gives_the_same_plan(jit: Any) -> None:
     layout_map = rules(**NET)
     jitted, plain = (
@@ -155,13 +154,7 @@ def product(params: Any, other: Any, x: Any) -> Any:
             {},
             {"parameter": UP, "data": DATA},
         ),
-        (
-            jax.jit(product, static_argnums=1),
-            (PARAMS, 3, X),
-            {},
-            {"parameter": UP, "data": DATA},
-        ),
-        (jax.jit(product), (PARAMS, 3, X), {}, {"parameter": UP, "data": DATA}),
+        (jax.jit(product), (PARAMS, 3, X), {}, {"parameter": UP, "data": DATA + 4}),
         (product, (PARAMS, 3), {"x": X}, {"parameter": UP, "data": DATA + 4}),
         (lambda params, x: None, (PARAMS, X), {}, {}),
         (jax.jit(lambda params, x: None), (PARAMS, X), {}, {}),
@@ -169,7 +162,7 @@ def product(params: Any, other: Any, x: Any) -> Any:
     ],
 )
 def test_arguments(step: Any, args: Any, kwargs: Any, wanted: dict[str, int]) -> None:
-    """By name, static, of numbers, and unused ones, which JAX leaves out."""
+    """By name, of numbers, and unused ones, which JAX leaves out."""
     report = plan(step, *args, **kwargs, **BY_RULES)
     assert report.memory.at_rest == wanted and report.collectives == ()
 
@@ -237,15 +230,10 @@ def mapped(mesh: flm.DeviceMesh) -> Any:
     return lambda p, x: call(p["w"], x)
 
 
-def given_out(mesh: flm.DeviceMesh) -> Any:
-    sharding = NamedSharding(jax_mesh_of(mesh), P("data"))
-    return jax.jit(lambda p, x: x @ p["w"], out_shardings=sharding)
-
-
 SPREAD: dict[str, Any] = {"layout_map": rules(w=("data", "model"))}
 
 
-@pytest.mark.parametrize("make", [constrained, mapped, given_out])
+@pytest.mark.parametrize("make", [constrained, mapped])
 def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None:
     """Silently it would be without layouts where the number of devices is the same."""
     step = make(mesh)
@@ -256,13 +244,7 @@ def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None
         assert said.startswith(
             f"<lambda> is planned for the mesh {other}, and names another one"
         )
-        assert said.endswith(
-            ": in a NamedSharding, a jax.shard_map(mesh=…), or in "
-            "out_shardings; name axes alone, jax.lax.with_sharding_constraint(x, "
-            'PartitionSpec("data")), flm.distribute_tensor(x, ("data", None)), '
-            "jax.shard_map without mesh=, or take jax.sharding.get_abstract_mesh() in "
-            "the step"
-        )
+        assert "in a NamedSharding or a jax.shard_map(mesh=…); name axes alone" in said
     assert plan(step, SQUARE, X, **SPREAD).collectives
 
 
@@ -307,21 +289,6 @@ def test_explicit_axes() -> None:
         ("all-reduce", ("model",), None): 1,
         ("all-reduce", ("data",), None): 1,
     }
-    own = jax.sharding.AbstractMesh(
-        (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2
-    )
-
-    def step(w: Any, x: Any) -> Any:
-        return x @ jax.sharding.reshard(w, P(None, "tensor"))
-
-    w, x = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(own, spec))
-        for shape, spec in (((64, 32), P("fsdp", "tensor")), ((16, 64), P("fsdp")))
-    )
-    report = flm.pod.plan(jax.jit(step), w, x, mesh=own)
-    assert [(one.kind, one.axes) for one in report.collectives] == [
-        ("all-gather", ("fsdp",))
-    ]
 
 
 # ------------------------------------------------------------------- what is refused
@@ -373,8 +340,6 @@ SMALL = NamedSharding(jax_mesh_of(flm.DeviceMesh.abstract(MESH)), P("data"))
 OWN = jax.ShapeDtypeStruct((6, 16), jnp.float32, sharding=SMALL)
 MODEL: Any = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 EXPLICIT = flm.DeviceMesh.abstract(MESH, axis_types="explicit")
-TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual)
-MANUAL = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=TYPES)
 ELSEWHERE = flm.TensorLayout(("data", None), flm.DeviceMesh.abstract("data=8"))
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
@@ -385,13 +350,13 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(layout_map=None),
         flm.LayoutError,
-        "plan needs layout_map= unless step is a jax.jit function whose arguments have "
-        "shardings",
+        "plan needs rules: pass layout_map=, or a step of flm.jit",
     ),
     (
         planned(slices=2),
         flm.errors.MeshError,
-        'slices of which topology? pass topology="v5p:4x4x4" too',
+        'not a topology: None; write "v5p:4x4x4" (chips along each dim) or an '
+        'accelerator type, "v5p-128"',
     ),
     (
         planned(topology="v5e:4x4"),
@@ -426,16 +391,10 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "cpu",
     ),
     (
-        planned(mesh="data=8", topology="v5e:2x4", platform="gpu"),
+        planned(mesh="data=8", topology="v5e:2x4", platform="cuda"),
         flm.errors.MeshError,
         "v5e:2x4 is of TPUs, and platform='cuda' is not: leave out the topology, or "
         'take platform="tpu"',
-    ),
-    (
-        planned(mesh=MANUAL),
-        flm.errors.MeshError,
-        "the axes 'model' of the mesh data=2,model=4 are manual, as inside of a "
-        'shard_map; plan for a mesh of auto axes: mesh="data=2,model=4"',
     ),
     (
         planned(mesh="data=3,model=-1", topology="v5e:2x4"),
@@ -466,8 +425,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: plan(MODEL, X, layout_map=rules(up=(None, "model"))),
         flm.LayoutError,
-        "the step is a module (Net), whose arrays would be constants of the program; "
-        "pass it as an argument: flm.pod.plan(lambda model, x: model(x), model, x, …)",
+        "the step uses a jax.ShapeDtypeStruct that is not among its arguments (",
     ),
     (
         lambda: plan(lambda x: MODEL(x), X, layout_map=rules(up=(None, "model"))),
@@ -477,10 +435,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(x=OWN, mesh="data=4,model=4"),
         flm.LayoutError,
-        "x (6,16) came with the sharding P(data), which does not fit the mesh "
-        "data=4,model=4: shape (6, 16): dim 0 of size 6 does not divide by mesh axis "
-        "'data' of size 4; pass its shape alone, jax.ShapeDtypeStruct(x.shape, "
-        "x.dtype)",
+        "x (6,16) came with a sharding that does not fit the mesh data=4,model=4: "
+        "shape (6, 16): dim 0 of size 6 does not divide by mesh axis 'data' of size 4; "
+        "pass its shape alone, jax.ShapeDtypeStruct(x.shape, x.dtype)",
     ),
 ]
 

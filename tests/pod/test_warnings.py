@@ -5,10 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from pods import MEGATRON, MESH, PARAMS, ROWS, SQUARE, X, plan, rules, sgd, struct
-
-import flax_layoutmap as flm
+from pods import MEGATRON, PARAMS, ROWS, SQUARE, X, plan, rules, sgd, struct
 
 
 def test_state_that_is_not_donated() -> None:
@@ -21,8 +18,7 @@ def test_state_that_is_not_donated() -> None:
         "donate_argnames"
     )
     donated = plan(sgd, *given, layout_map=layout, donate_argnames="params")
-    jitted = plan(jax.jit(sgd, donate_argnums=0), *given, layout_map=layout)
-    assert donated.warnings == jitted.warnings == ()
+    assert donated.warnings == ()
 
 
 TABLE = jnp.ones((1024, 512))
@@ -55,25 +51,6 @@ def test_a_rule_for_a_bare_array(wrap: Any) -> None:
     step = wrap(lambda w, x: x @ w)
     (warning,) = plan(step, SQUARE["w"], X, layout_map=rules(**ROWS)).warnings
     assert warning == (
-        "rule 'w' cannot apply: w is a bare array, which has no path. Wrap it: "
-        '{"w": w}'
+        "no rule applies, as every argument is a bare array, which has no path. Wrap "
+        'it: {"w": w}'
     )
-
-
-def test_nothing_is_sharded() -> None:
-    (warning,) = plan(jax.jit(sgd), PARAMS, X).warnings
-    assert warning == (
-        "no argument is sharded over data=2,model=4: every device does the whole step; "
-        "pass layout_map=layout_map, or arguments with shardings"
-    )
-
-
-def test_state_that_leaves_in_another_layout() -> None:
-    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
-    replicated = NamedSharding(jax_mesh, PartitionSpec())
-    step = jax.jit(
-        lambda p, x: {"w": p["w"] + x.sum()}, out_shardings={"w": replicated}
-    )
-    report = plan(step, SQUARE, X, layout_map=rules(**ROWS), donate_argnames="p")
-    (drift,) = report.drift
-    assert (drift.path, drift.before, drift.after) == ("p/w", (4, 16), (16, 16))

@@ -92,7 +92,6 @@ NAMESPACES = {
     ],
     "pod": [
         "Collective",
-        "Drift",
         "Generation",
         "Memory",
         "PodReport",

@@ -214,7 +214,7 @@ def test_the_report(wide: flm.Suggestion) -> None:
     [
         ({"hbm": "16GB"}, "hbm='16GB' is not a number of bytes"),
         ({"hbm": True}, "hbm=True is not a number of bytes"),
-        ({"slices": 2}, "slices of which topology. pass topology="),
+        ({"slices": 2}, "^not a topology: None"),
         ({"mesh": "data=1"}, "needs auto axes and several devices"),
         ({"mesh": EXPLICIT}, "needs auto axes and several devices"),
         ({}, "no state to lay out; its data: x; say what is state: donate_argnames="),
