@@ -5,6 +5,7 @@ for each part of the batch by itself, by `jax.vmap` with `spmd_axis_name`, so th
 sums stay on its devices until the loop has ended.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.tree_util import DictKey
 
 from flax_layoutmap._core.errors import LayoutError, StructureError, bullet_list
 from flax_layoutmap._core.fetch import is_eager
@@ -24,21 +24,17 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.batch import has_rows
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._place.relayout import relayout
-from flax_layoutmap._resolve.resolve import resolve, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_split_over, current_rules, split_axes
-from flax_layoutmap._step.arguments import (
-    call_with,
-    first_four,
-    names_of,
-    slots_of,
-)
-from flax_layoutmap._tree.flax_internals import nnx_split
-from flax_layoutmap._tree.paths import Roots, join_keys
+from flax_layoutmap._step import arguments as taken
+from flax_layoutmap._step.arguments import Slot
+from flax_layoutmap._tree.graph import Graph
+from flax_layoutmap._tree.paths import Roots
 
-# Arrays, and values of Variables, by path.
-_Values = Mapping[str, Any]
+# Leaves of the arguments by path.
+_Leaves = Mapping[str, Any]
 
 
 def accumulate(
@@ -49,16 +45,15 @@ def accumulate(
     batch_argnames: str | Iterable[str] | None = None,
     has_aux: bool = False,
     reduce: Literal["once", "each"] = "once",
-    layout_map: Any = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` over micro-batches, reduced over the batch axes once.
 
-    For a function that `flm.jit` compiles. The rows of the batch are split into
-    micro-batches, each with rows of every device; all other arguments are passed whole.
-    Loss and gradients are the means over micro-batches: those of the whole batch, if
-    the loss is a mean over rows. Gradients are added up in float32 at least, and get
-    the layouts of optimizer state. In the loop a device sees its own rows: what that
-    means for PRNG keys, BatchNorm, Variables and layouts is in docs/training.md.
+    For a function of `flm.jit`. The rows of the batch are split into micro-batches,
+    each with rows of every device; all other arguments are passed whole. Loss and
+    gradients are means over micro-batches: those of the whole batch, if the loss is a
+    mean over rows. Gradients are added up in float32 at least, and get the layouts of
+    optimizer state. In the loop a device sees its own rows: what that means for PRNG
+    keys, BatchNorm, Variables and layouts is in docs/training.md.
 
     Args:
         loss_fn: as for `nnx.value_and_grad`; it returns a scalar.
@@ -72,11 +67,9 @@ def accumulate(
         reduce: `"once"`: sums are reduced after the last micro-batch, over the batch
             axes over which no state is sharded, and over the others in each.
             `"each"`: over all axes in each micro-batch (ZeRO-2).
-        layout_map: the rules; None takes those of the surrounding `flm.jit`.
 
     Returns:
-        A function with the arguments of `loss_fn`, which returns what
-        `nnx.value_and_grad(loss_fn, …)` does.
+        A function that takes and returns what `nnx.value_and_grad(loss_fn, …)` does.
 
     Raises:
         LayoutError: an option has another value; or, when called: there are no rules,
@@ -104,117 +97,106 @@ def accumulate(
         raise LayoutError(f"accumulate(steps=…) takes 1 or more, got {steps!r}")
     if reduce not in ("once", "each"):
         raise LayoutError(f"accumulate(reduce=…) is 'once' or 'each', got {reduce!r}")
-    signature = inspect.signature(loss_fn)
+    names = functools.partial(taken.names_of, signature := inspect.signature(loss_fn))
     several = isinstance(argnums, Sequence)
     numbers = tuple(argnums) if several else (argnums,)
-    wrt = [names_of(signature, (), getattr(n, "argnum", n), "argnums") for n in numbers]
-    batch = names_of(signature, batch_argnames or (), (), "batch_argnames")
+    wrt = [names((), getattr(n, "argnum", n), "argnums") for n in numbers]
+    batch = names(batch_argnames or (), (), "batch_argnames")
     gradient = nnx.value_and_grad(loss_fn, argnums=numbers, has_aux=has_aux)
+
+    def loss_aux_and_grads(values: Iterable[tuple[Slot, Any]]) -> Any:
+        result, grads = taken.call_with(gradient, values)
+        return *(result if has_aux else (result, ())), grads
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
         rules = current_rules()
-        if layout_map is not None:
-            rules = rule_set_of(layout_map, "accumulate")
         if rules is None or rules.mesh is None:
             raise LayoutError(
                 "accumulate needs rules with a mesh, to know the axes of the batch: "
-                "call it in a function of flm.jit(layout_map=…), or pass them, "
-                "flm.accumulate(loss_fn, steps=…, layout_map=layout_map)"
+                "call it in a function of flm.jit(layout_map=layout_map), or in "
+                "flm.activation_scope(layout_map)"
             )
-        slots = slots_of(signature.bind(*args, **kwargs))
-
-        def on_arguments(arguments: _Values) -> Any:
-            pairs = [(slot, arguments[slot.name]) for slot, _ in slots]
-            result, grads = call_with(gradient, pairs)
-            return *(result if has_aux else (result, ())), grads
-
-        given = {slot.name: value for slot, value in slots}
-        trained = [s.name for own in wrt for s, _ in slots if s.is_among(own)]
-        run = _Run(on_arguments, given, trained, rules, int(steps))
-        named = [slot.name for slot, _ in slots if slot.is_among(batch)]
-        loss, grads, aux = run.result(run.rows(named), once=reduce == "once")
+        slots = taken.slots_of(signature.bind(*args, **kwargs))
+        trained = [s.name for each in wrt for s, _ in slots if s.is_among(each)]
+        run = _Run(loss_aux_and_grads, slots, trained, rules, int(steps))
+        rows = run.rows([slot.name for slot, _ in slots if slot.is_among(batch)])
+        loss, grads, aux = run.result(rows, once=reduce == "once")
         return (loss, aux) if has_aux else loss, grads if several else grads[0]
 
     return value_and_grad
 
 
+@dataclasses.dataclass
 class _Run:
-    """One call: its arrays by path, the gradient as a function of these, and the loop.
+    """One call: its leaves by path, the gradient as a function of these, and loops."""
 
-    `states` are the names of arguments with parameters or Variables.
-    """
+    gradient: Callable[..., Any]
+    slots: Sequence[tuple[Slot, Any]]
+    trained: Sequence[str]
+    rules: RuleSet
+    steps: int
 
-    def __init__(
-        self, gradient: Any, given: _Values, trained: Any, rules: RuleSet, steps: int
-    ) -> None:
-        self.gradient, self.given, self.trained = gradient, given, trained
-        self.rules, self.mesh, self.steps = rules, cast("Any", rules.mesh), steps
-        self.graphdef, state = nnx_split(given)
-        self.treedef, self.values = jax.tree.structure(state), _values_of(state)
-        self.variables = {
-            join_keys(map(DictKey, path)): part
-            for path, part in nnx.iter_graph(given, graph=True)
-            if _is_variable(part)
-        }
-        self.names = {path: path.partition("/")[0] for path in self.values}
-        self.states = {*trained, *(self.names[path] for path in self.variables)}
+    def __post_init__(self) -> None:
+        self.mesh = cast("Any", self.rules.mesh)
+        self.static = {slot: x for slot, x in self.slots if not _has_arrays(x)}
+        pairs = [pair for pair in self.slots if pair[0] not in self.static]
+        self.arguments = taken.take_apart(pairs)
+        table = [(a, n, a.path(n)) for a in self.arguments for n in range(len(a.raw))]
+        self.leaves = {path: a.raw[n] for a, n, path in table}
+        self.argument = {path: a.name for a, _, path in table}
+        self.held = [path for a, n, path in table if a.in_objects[n]]
+        # The arguments with parameters or Variables.
+        self.states = {*self.trained, *(a.name for a in self.arguments if a.objects)}
         # Traced once for both calls.
         self.once: Any = jax.jit(self.pure, inline=True)
 
-    def pure(self, arrays: _Values) -> Any:
-        """Loss, gradients, changed floats, other changed values, and the rest.
+    def pure(self, leaves: _Leaves) -> Any:
+        """Loss, gradients, changed values of Variables, and the rest.
 
         Keys that Flax returns as it has read them, or that the loss reseeds, stay.
         """
-        before = {**self.values, **arrays}
-        state = jax.tree.unflatten(self.treedef, jax.tree.leaves([*before.values()]))
-        arguments = nnx.merge(self.graphdef, state)
-        loss, aux, grads = self.gradient(arguments)
-        graphdef, state = nnx_split(arguments)
-        after = _values_of(state)
-        if graphdef != self.graphdef:
-            differing = first_four(sorted(before.keys() ^ after.keys()))
+        leaves = {**self.leaves, **leaves}
+        values, objects = taken.put_together(self.arguments, leaves.values())
+        before, rest = Graph(objects), iter(values)
+        slots = [slot for slot, _ in self.slots]
+        static = [self.static[x] if x in self.static else next(rest) for x in slots]
+        loss, aux, grads = self.gradient(zip(slots, static, strict=True))
+        after = Graph(objects)
+        if not after.is_like(before):
             raise StructureError(
-                "accumulate: the loss changes the structure or static attributes of "
-                f"its arguments{differing and f' ({differing})'}; a loop has one "
-                "structure: return such a value, with has_aux=True"
+                "accumulate: the loss changes the structure, shapes or static "
+                "attributes of its arguments, and a loop has one structure: return "
+                "such a value, with has_aux=True"
             )
-        changed: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-        for path, variable in self.variables.items():
-            pairs = zip(*map(jax.tree.leaves, (before[path], after[path])), strict=True)
-            new = [x for old, x in pairs if x is not old]
-            if new and not isinstance(variable, nnx.RngKey):
-                is_float = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in new)
-                changed[not is_float][path] = after[path]
-        return loss, grads, *changed, aux
+        held = zip(self.held, before.leaves, after.leaves, after.owners(), strict=True)
+        changed = {
+            path: new
+            for path, old, new, owner in held
+            if new is not old and not isinstance(owner, nnx.RngKey | None)
+        }
+        return loss, grads, changed, aux
 
     def is_key(self, path: str) -> bool:
         """Whether an array is a PRNG key: in a state, none of old style."""
-        x = self.values[path]
-        is_old = self.names[path] not in self.states and np.ndim(x) and not has_rows(x)
-        return _is_typed_key(x) or bool(is_old)
+        x, is_data = self.leaves[path], self.argument[path] not in self.states
+        return _is_typed_key(x) or bool(is_data and np.ndim(x) and not has_rows(x))
 
-    def rows(self, named: Sequence[str]) -> _Values:
-        """The arrays that are split, of the arguments that are named or the only one.
-
-        Raises:
-            LayoutError: there are several, or the rows do not divide.
-        """
-        with_rows = {self.names[path] for path, x in self.values.items() if has_rows(x)}
-        data = sorted(with_rows - self.states)
+    def rows(self, named: Sequence[str]) -> _Leaves:
+        """The leaves to split: of the arguments that are named, or the only one."""
+        with_rows = [path for path, x in self.leaves.items() if has_rows(x)]
+        data = sorted({self.argument[path] for path in with_rows} - self.states)
         batch, steps = named or data[: len(data) == 1], self.steps
         if not batch or not {*batch} <= {*data}:
             raise LayoutError(
-                "accumulate splits the rows (dim 0) of the batch: name the arguments "
-                f"with rows, flm.accumulate(loss_fn, steps={steps}, "
-                "batch_argnames=…); those with arrays that have a dim, and are neither "
-                f"differentiated nor in an NNX object, are {data}"
+                "accumulate splits the rows (dim 0) of the batch: name its arguments, "
+                "batch_argnames=…, of those with arrays that have a dim, and are "
+                f"neither differentiated nor in an NNX object: {data}"
             )
         rows = {
             path: x
-            for path, x in self.values.items()
-            if self.names[path] in batch and np.ndim(x) and not _is_typed_key(x)
+            for path, x in self.leaves.items()
+            if self.argument[path] in batch and np.ndim(x) and not _is_typed_key(x)
         }
         axes = tuple(axis for axis in self.rules.batch if axis not in split_axes())
         parts = math.prod(map(self.mesh.dim_size, axes))
@@ -230,27 +212,24 @@ class _Run:
             )
         return rows
 
-    def result(self, rows: _Values, *, once: bool) -> Any:
+    def result(self, rows: _Leaves, *, once: bool) -> Any:
         """Loss, gradients and the rest; writes what changed into NNX objects."""
-        whole = {
-            path: value
-            for path, value in self.values.items()
-            if path not in rows
-            and all(hasattr(x, "shape") for x in jax.tree.leaves(value))
-        }
+        arrays = {path: x for path, x in self.leaves.items() if hasattr(x, "shape")}
+        whole = {path: x for path, x in arrays.items() if path not in rows}
         axes: tuple[str, ...] = ()
         if once and not is_eager():
-            trees = {name: self.given[name] for name in self.states}
+            trees = {s.name: x for s, x in self.slots if s.name in self.states}
             leaves = resolve(Roots(trees), self.rules)
             used = {axis for leaf in leaves for axis in leaf.layout.axis_names}
             axes = tuple(x for x in self.rules.batch if x not in {*used, *split_axes()})
-        run = functools.partial(*((self.by_parts, axes) if axes else (self.loop, 0)))
-        loss, grads, floats, counts, aux = run(rows, whole)
-        for path, value in (floats | counts).items():
-            self.variables[path].set_raw_value(value)
+        means = self.by_parts(axes, rows, whole) if axes else self.loop(rows, whole)
+        loss, grads, floats, counts, aux = means
+        new = iter({**self.leaves, **floats, **counts}.values())
+        for argument in self.arguments:
+            argument.write([next(new) for _ in argument.raw])
         return loss, jax.tree.map(distribute_tensor, grads, self.layouts(grads)), aux
 
-    def by_parts(self, axes: tuple[str, ...], rows: _Values, whole: _Values) -> Any:
+    def by_parts(self, axes: tuple[str, ...], rows: _Leaves, whole: _Leaves) -> Any:
         """A loop for each part of the batch along axes, and the means over them."""
         mesh, count = self.mesh, math.prod(map(self.mesh.dim_size, axes))
         rest = tuple(axis for axis in self.rules.batch if axis not in axes)
@@ -263,79 +242,72 @@ class _Run:
         number = distribute_tensor(jnp.arange(count), TensorLayout((axes,), mesh))
         *means, counts, aux = jax.vmap(
             functools.partial(call_split_over, axes, self.loop),
-            in_axes=(0, 0, None),
+            in_axes=(0, None, 0),
             out_axes=(0, 0, 0, None, 0),  # counts must not depend on the rows
             spmd_axis_name=axes,
-        )(number, jax.tree.map(by_part, rows), whole)
+        )(jax.tree.map(by_part, rows), whole, number)
         aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return *jax.tree.map(lambda x: x.mean(0), means), counts, aux
 
-    def loop(self, part: Any, rows: _Values, whole: _Values) -> Any:
-        """Means of loss, gradients and changed floats; changed counts; the rest."""
-        steps = self.steps
-        # Each micro-batch has rows of every device: nothing is moved.
-        rows = {
-            path: jnp.moveaxis(x.reshape(len(x) // steps, steps, *x.shape[1:]), 1, 0)
-            for path, x in rows.items()
-        }
-        like = {**whole, **{path: x[0] for path, x in rows.items()}}
-        loss, grads, floats, counts, _ = jax.eval_shape(self.once, like)
-        layouts = self.layouts(grads, in_loop=True)
+    def loop(self, rows: _Leaves, whole: _Leaves, part: Any = None) -> Any:
+        """Means of loss, gradients and changed floats; changed counts; the rest.
 
-        def micro_batch(carry: Any, xs: Any) -> Any:
-            (sums, changing), (number, rows) = carry, xs
-            values = {**whole, **changing, **rows}
-            for path in filter(self.is_key, whole):
-                values[path] = _folded(values[path], part * steps + number)
-            loss, grads, floats, counts, aux = self.once(values)
-            return (plus(sums, (loss, grads)), floats | counts), aux
+        In the loop of a part gradients keep the layout of parameters; they move to that
+        of optimizer state once, after it.
+        """
+        steps, first = self.steps, 0 if part is None else part * self.steps
+
+        def micro_batches(x: Any) -> Any:  # each has rows of every device
+            return jnp.moveaxis(x.reshape(len(x) // steps, steps, *x.shape[1:]), 1, 0)
+
+        def zeros_like(x: Any) -> Any:
+            return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
         def plus(sums: Any, more: Any) -> Any:
             loss, grads = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
             return loss, jax.tree.map(distribute_tensor, grads, layouts)
 
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)),
-            (loss, grads),
-        )
-        start = plus(zeros, zeros), {path: whole[path] for path in floats | counts}
+        def micro_batch(carry: Any, xs: Any) -> Any:
+            (sums, changing), (number, rows) = carry, xs
+            leaves = {**whole, **changing, **rows}
+            for path in filter(self.is_key, whole):
+                leaves[path] = _folded(leaves[path], first + number)
+            loss, grads, changed, aux = self.once(leaves)
+            return (plus(sums, (loss, grads)), changed), aux
+
+        rows = jax.tree.map(micro_batches, rows)
+        like = {**whole, **jax.tree.map(lambda x: x[0], rows)}
+        *like, changed, _ = jax.eval_shape(self.once, like)
+        layouts = self.layouts(like[1], of_state=part is None)
+        zeros = jax.tree.map(zeros_like, (*like,))
+        start = plus(zeros, zeros), {path: whole[path] for path in changed}
         (sums, new), aux = jax.lax.scan(micro_batch, start, (jnp.arange(steps), rows))
-        means = jax.tree.map(
-            lambda x, like: (x / steps).astype(like.dtype), sums, (loss, grads)
-        )
-        changed = ({path: new[path] for path in own} for own in (floats, counts))
-        return *means, *changed, aux
+        means = jax.tree.map(lambda x, y: (x / steps).astype(y.dtype), sums, (*like,))
+        counts = {path: x for path, x in new.items() if not _is_float(x)}
+        floats = {path: x for path, x in new.items() if path not in counts}
+        return *means, floats, counts, aux
 
-    def layouts(self, grads: tuple[Any, ...], *, in_loop: bool = False) -> Any:
-        """For each gradient the layout of optimizer state.
-
-        Inside the loop gradients keep the parameters' layout, where that of optimizer
-        state is not finer; they move to the optimizer's layout once, after the loop.
-        """
-        layouts = []
-        for name, own in zip(self.trained, grads, strict=True):
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
-            parameters = [*resolve(Roots({name: like}), self.rules)]
-            trees = {name: self.given[name], "gradients": optax.TraceState(like)}
-            states = [*resolve(Roots(trees), self.rules)][-len(parameters) :]
-            for pair in zip(states, parameters, strict=True):
-                dims, least = (x.layout.dims(len(x.shape)) for x in pair)
-                shared = zip(dims, least, strict=True)
-                if in_loop and any(axes[: len(part)] != part for axes, part in shared):
-                    dims = least
-                # Without its memory kind: a gradient stays on the device.
-                layouts.append(TensorLayout(dims, self.mesh))
+    def layouts(self, grads: Sequence[Any], *, of_state: bool = True) -> Any:
+        """For each gradient the layout of optimizer state, or of the parameter."""
+        layouts, values = [], {slot.name: x for slot, x in self.slots}
+        for name, grad in zip(self.trained, grads, strict=True):
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grad)
+            trees: Any = {name: like}
+            if of_state:
+                trees = {name: values[name], "gradients": optax.TraceState(like)}
+            leaves = [*resolve(Roots(trees), self.rules)][-len(jax.tree.leaves(like)) :]
+            # Without its memory kind: a gradient stays on the device.
+            dims = [leaf.layout.dims(len(leaf.shape)) for leaf in leaves]
+            layouts += [TensorLayout(each, self.mesh) for each in dims]
         return jax.tree.unflatten(jax.tree.structure(grads), layouts)
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+def _has_arrays(value: Any) -> bool:
+    return any(hasattr(x, "dtype") for x in jax.tree.leaves(value))
 
 
-def _values_of(state: Any) -> dict[str, Any]:
-    pairs = jax.tree.leaves_with_path(state, is_leaf=_is_variable)
-    raw = nnx.Variable.get_raw_value
-    return {join_keys(keys): raw(x) if _is_variable(x) else x for keys, x in pairs}
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _is_typed_key(x: Any) -> bool:

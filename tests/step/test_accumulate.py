@@ -198,7 +198,8 @@ def test_arguments_of_every_kind(make: Any, mesh: str) -> None:
     loss_fn, args, options = make()
     layouts = {"w$|kernel": ("fsdp", "tensor")} if "fsdp" in mesh else {}
     layout_map = rules(mesh, **layouts)
-    gradient = flm.accumulate(loss_fn, steps=4, layout_map=layout_map, **options)
+    scope = flm.activation_scope(layout_map)
+    gradient = scope(flm.accumulate(loss_fn, steps=4, **options))
     expected = nnx.value_and_grad(loss_fn, **options)(*args)
     close(gradient(*args), expected)
     static = tuple(at for at, x in enumerate(args) if isinstance(x, str | bool))
@@ -443,8 +444,8 @@ def test_rows_that_do_not_divide_or_differ() -> None:
         ({"reduce": "data"}, "is 'once' or 'each', got 'data'"),
         ({"argnums": 4}, "argnums names argument number 4"),
         ({"batch_argnames": "x"}, "batch_argnames names the argument 'x', but"),
-        ({"batch_argnames": "params"}, "name the arguments with rows, flm.accumulate("),
-        ({"batch": jnp.float32(1)}, "nor in an NNX object, are []"),
+        ({"batch_argnames": "params"}, "name its arguments, batch_argnames=…, of"),
+        ({"batch": jnp.float32(1)}, "nor in an NNX object: []"),
     ],
 )
 def test_options(options: Any, message: str) -> None:
@@ -457,7 +458,7 @@ def test_in_its_own_loss_and_without_rules() -> None:
 
     found = gradients(rules("data=8"), nested, PARAMS, batch_of(), steps=4)
     close(found, jax.value_and_grad(linear)(PARAMS, batch_of()))
-    with pytest.raises(flm.LayoutError, match=r"layout_map=layout_map\)"):
+    with pytest.raises(flm.LayoutError, match=r"activation_scope\(layout_map\)"):
         flm.accumulate(linear, steps=2)(PARAMS, batch_of())
 
 
@@ -480,11 +481,8 @@ def counts_rows(model: Any, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            grows,
-            "attributes of its arguments \\(model/seen\\); a loop has one structure",
-        ),
-        (edits, "static attributes of its arguments; a loop"),
+        (grows, "changes the structure, shapes or static attributes"),
+        (edits, "changes the structure, shapes or static attributes"),
         (changes_a_dtype, r"model/up/bias'\] has type float32\[16\]"),  # JAX's own
         (counts_rows, r"\['model/calls'\], got axis spec None"),  # JAX's own
     ],
