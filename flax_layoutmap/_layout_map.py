@@ -1,5 +1,6 @@
 """LayoutMap: the mutable mapping of rules, a thin wrapper around a RuleSet."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -27,7 +28,6 @@ from flax_layoutmap._rules.rules import (
     batch_axes,
     make_rules,
 )
-from flax_layoutmap._rules.scope import Block
 
 _MISSING = object()
 _SECTIONS = ("activations", "names", "optimizer")
@@ -280,7 +280,7 @@ class LayoutMap(_Section):
             )
         super().__setattr__(name, value)
 
-    def scope(self) -> Block:
+    def scope(self) -> contextlib.AbstractContextManager[Any, None]:
         """Return `flm.layout_map_scope` of this map, as in tf-keras."""
         return layout_map_scope(self)
 

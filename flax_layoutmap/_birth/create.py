@@ -28,7 +28,7 @@ from flax_layoutmap._place.place import need_devices
 from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._rules.rules import current_rules
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     is_nnx_object,

@@ -27,8 +27,7 @@ from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import is_eager, need_devices, put
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_or_recall, rule_set_of
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import Block, using_rules
+from flax_layoutmap._rules.rules import RuleSet, using_rules
 from flax_layoutmap._tree.flax_internals import (
     METACLASS,
     is_nnx_object,
@@ -50,7 +49,7 @@ _ONLY_SHAPES = (
 )
 
 
-def layout_map_scope(layout_map: Any) -> Block:
+def layout_map_scope(layout_map: Any) -> contextlib.AbstractContextManager[Any, None]:
     """Create every model in the block sharded by the rules.
 
     tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
@@ -100,7 +99,8 @@ def layout_map_scope(layout_map: Any) -> Block:
     """
     rules = rule_set_of(layout_map, "layout_map_scope(layout_map)")
     need_devices(rules, "layout_map_scope")
-    return Block(functools.partial(_opened, rules, layout_map))
+    block: Any = _opened(rules, layout_map)  # to a checker it could suppress errors
+    return block
 
 
 @contextlib.contextmanager

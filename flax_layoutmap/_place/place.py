@@ -34,8 +34,12 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
 from flax_layoutmap._resolve.lay import unknown_memory
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import current_rules, get_default_mesh, split_axes
+from flax_layoutmap._rules.rules import (
+    RuleSet,
+    current_rules,
+    get_default_mesh,
+    split_axes,
+)
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.objects import NO_NUMBERS

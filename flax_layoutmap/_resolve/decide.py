@@ -138,7 +138,7 @@ def _match_names(matcher: Matcher, names: Sequence[tuple[str, ...]]) -> MatchedR
 def _match_owner(made: Decisions, owner: int) -> MatchedRules:
     """The optimizer rules of a parameter, by its path, else by that without LoRA."""
     flat, plain = made.leaves.flat, made.leaves.plain
-    matcher = made.rules.matcher_of("optimizer")
+    matcher = made.rules.matchers["optimizer"]
     match = _match_names(matcher, flat.forms_of_names(owner))
     if not match.rules and owner in plain:
         match = matcher.match(flat.forms(owner, plain[owner]))

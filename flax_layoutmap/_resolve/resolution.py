@@ -20,8 +20,14 @@ from flax_layoutmap._core.errors import (
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
 from flax_layoutmap._resolve.leaves import Leaves
-from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
-from flax_layoutmap._rules.rules import RuleSet, announce
+from flax_layoutmap._rules.records import (
+    Decision,
+    ResolvedLeaf,
+    announce,
+    layout_of,
+    show_shape,
+)
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show import report as _report
 from flax_layoutmap._show.diff import (
     ResolutionDiff,

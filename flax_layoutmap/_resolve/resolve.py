@@ -119,7 +119,7 @@ def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolut
         names = names_of_shared(tree)
         tree = nnx_state(tree)  # what its Resolution is a tree of
     key = _key_of(tree, names)
-    trees = rules._caches.resolved
+    trees = rules._resolved
     for known, resolution in tuple(trees):
         if _is_equal(known, key):
             return resolution

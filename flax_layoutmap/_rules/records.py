@@ -1,15 +1,16 @@
-"""Records of a Resolution: decisions, leaves and totals, and their texts."""
+"""Records of a Resolution: decisions, leaves, totals, warnings; their texts."""
 
 import dataclasses
 import difflib
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.errors import ResolveError, bullet_list, visible, warn
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.files import mesh_to_json
@@ -193,3 +194,50 @@ def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
         "memory_kind": leaf.layout.memory_kind,
         "mesh": None if own in (None, mesh) else mesh_to_json(own),
     }
+
+
+# ------------------------------------------------------------------- warnings
+
+
+class Remark(NamedTuple):
+    """A warning, and what it is about: paths within the section, with the reason."""
+
+    text: str
+    keys: frozenset[str]
+
+
+def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
+    """Emit warnings, each once for a rule set, and in one process of a job.
+
+    A strict rule set raises ResolveError instead; one with `strict=False` is quiet.
+    """
+    if rules.strict is False or not remarks:
+        return
+    if rules.strict:
+        texts = [remark.text for remark in remarks]
+        raise ResolveError(f"strict: {_listed(texts)}", texts)
+    texts = news(rules, remarks)
+    if texts and _is_first(rules.mesh):
+        warn(
+            f"{_listed(texts, limit=10)}\n  (a rule None says that a leaf is "
+            "to be replicated; strict=False is quiet, strict=True raises)"
+        )
+
+
+def _listed(texts: Sequence[str], limit: int = 50) -> str:
+    count = "1 finding" if len(texts) == 1 else f"{len(texts)} findings"
+    return f"{count}\n{bullet_list(texts, limit=limit)}"
+
+
+def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
+    """The texts of the remarks about something that none was about before."""
+    announced = rules._announced
+    new = [remark for remark in remarks if not remark.keys <= announced]
+    announced.update(*(remark.keys for remark in new))
+    return [remark.text for remark in new]
+
+
+def _is_first(mesh: DeviceMesh | None) -> bool:
+    if mesh is None or mesh.is_abstract:
+        return True
+    return mesh.devices.flat[0].process_index == jax.process_index()

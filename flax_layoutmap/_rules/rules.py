@@ -1,20 +1,15 @@
-"""RuleSet, all rules and options of a LayoutMap as one frozen value; its warnings."""
+"""RuleSet, all rules and options of a LayoutMap frozen, and the ambient one."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 
-from flax_layoutmap._core.errors import (
-    MeshError,
-    ResolveError,
-    RuleError,
-    bullet_list,
-    did_you_mean,
-    warn,
-)
+from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.matching import Matcher, MatchMode, Rule
@@ -26,21 +21,17 @@ Indivisible = Literal["error", "replicate"]
 SECTIONS = ("rules", "activations", "names", "optimizer")
 OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 
-
-@dataclasses.dataclass(slots=True)
-class Caches:
-    """What a rule set remembers; not a part of its value."""
-
-    matchers: dict[str, Matcher] = dataclasses.field(default_factory=dict)
-    # Keys of emitted remarks; shared by the same rules on other meshes.
-    announced: set[str] = dataclasses.field(default_factory=set)
-    # Ids of the activation rules that matched.
-    fired: set[int] = dataclasses.field(default_factory=set)
-    # The last structures of trees and their Resolutions, newest first.
-    resolved: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+_T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def _memo(kind: Any) -> Any:
+    """A field that a rule set remembers something in; not a part of its value."""
+    return dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=kind
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RuleSet:
     """All rules and options of a LayoutMap, frozen and hashable.
 
@@ -69,9 +60,12 @@ class RuleSet:
     names: tuple[Rule, ...] = ()
     optimizer: tuple[Rule, ...] = ()
 
-    _key: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
-    _hash: int = dataclasses.field(init=False, repr=False)
-    _caches: Caches = dataclasses.field(init=False, repr=False, default_factory=Caches)
+    # Keys of emitted remarks; shared by the same rules on other meshes.
+    _announced: set[str] = _memo(set)
+    # Ids of the activation rules that matched.
+    _fired: set[int] = _memo(set)
+    # The last structures of trees and their Resolutions, newest first.
+    _resolved: list[tuple[Any, Any]] = _memo(list)
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
@@ -80,22 +74,20 @@ class RuleSet:
         for name in SECTIONS:
             put(name, _unique(make_rules(getattr(self, name))))
         check_options(**{name: getattr(self, name) for name in OPTIONS})
-        fields = [field.name for field in dataclasses.fields(self) if field.init]
-        put("_key", tuple(getattr(self, name) for name in fields))
-        put("_hash", hash(self._key))
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, RuleSet) or self._hash != other._hash:
-            return False
-        return bool(self._key == other._key)
+    @functools.cached_property
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._values)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RuleSet, self._key
+        return RuleSet, self._values
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Return the positions (from 0) of the parameter rules that match a path.
@@ -108,19 +100,18 @@ class RuleSet:
     @property
     def matcher(self) -> Matcher:
         """The matcher of the parameter rules."""
-        return self.matcher_of("rules")
+        return self.matchers["rules"]
 
-    def matcher_of(self, section: str) -> Matcher:
-        """The matcher of a section, made on first use."""
-        matchers = self._caches.matchers
-        if section not in matchers:
-            mode = "fullmatch" if section == "names" else self.match
-            matchers[section] = Matcher(getattr(self, section), mode)
-        return matchers[section]
+    @functools.cached_property
+    def matchers(self) -> dict[str, Matcher]:
+        """The matcher of each section."""
+        modes: dict[str, MatchMode] = dict.fromkeys(SECTIONS, self.match)
+        modes["names"] = "fullmatch"
+        return {name: Matcher(getattr(self, name), modes[name]) for name in modes}
 
     def layout_in(self, section: str, path: str) -> TensorLayout | None:
         """Look up a path in a section: exact key, then patterns; None for a miss."""
-        rules, matched = getattr(self, section), self.matcher_of(section).match((path,))
+        rules, matched = getattr(self, section), self.matchers[section].match((path,))
         if matched.key is not None:
             return rules[matched.key].layout
         if not matched.rules:
@@ -144,7 +135,7 @@ class RuleSet:
     def with_changes(self, **changes: Any) -> "RuleSet":
         """Return the rules with other options; warnings are still emitted once."""
         changed = dataclasses.replace(self, **changes)
-        changed._caches.announced = self._caches.announced
+        object.__setattr__(changed, "_announced", self._announced)
         return changed
 
     def on(self, mesh: Any) -> "RuleSet":
@@ -230,45 +221,115 @@ def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return rules
 
 
-class Remark(NamedTuple):
-    """A warning, and what it is about: paths within the section, with the reason."""
+# ------------------------------------- the ambient rule set, mesh and split
 
-    text: str
-    keys: frozenset[str]
+_CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
+    "flax_layoutmap_rules", default=None
+)
+
+_DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar(
+    "flax_layoutmap_default_mesh", default=None
+)
 
 
-def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
-    """Emit warnings, each once for a rule set, and in one process of a job.
+@contextlib.contextmanager
+def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
+    """Set the mesh of layouts without one, in a block or a decorated function.
 
-    A strict rule set raises ResolveError instead; one with `strict=False` is quiet.
+    A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
+    precedence over it, and it over `jax.set_mesh`. It applies to this library only, in
+    the same thread or task; unlike `jax.set_mesh` it works inside of `jit` and with an
+    abstract mesh. A function under `jax.jit` reads it when it is traced: called with
+    another default mesh, it may reuse what was compiled for the first.
+
+    Args:
+        mesh: anything that `DeviceMesh` accepts.
+
+    Returns:
+        A context manager (and decorator) that gives the `DeviceMesh`.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> with flm.dtensor.default_mesh("data=8"):
+        ...     x = flm.relayout(jax.numpy.ones(8), ("data",))
+        >>> flm.dtensor.fetch_layout(x)
+        TensorLayout(('data',), DeviceMesh('data=8'))
+
+    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes, and
+    compiles functions again.
     """
-    if rules.strict is False or not remarks:
+    made = as_mesh(mesh)
+    if made is None:
+        raise MeshError("default_mesh takes a mesh, got None; use flm.DeviceMesh(...)")
+    token = _DEFAULT_MESH.set(made)
+    try:
+        yield made
+    finally:
+        _DEFAULT_MESH.reset(token)
+
+
+def get_default_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost `default_mesh`, or None.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.dtensor.get_default_mesh() is None
+        True
+
+    Plain JAX: `jax.sharding.get_mesh()`.
+    """
+    return _DEFAULT_MESH.get()
+
+
+def current_rules() -> RuleSet | None:
+    return _CURRENT.get()
+
+
+# Part of the key of JAX's own caches: a function under `jax.jit` that is called in a
+# scope is traced again for other rules.
+_TRACE_KEY: Any = jax.make_user_context(None)
+
+
+def trace_key() -> Any:
+    """What the surrounding scopes add to the keys of JAX's caches, or None."""
+    return _TRACE_KEY.value
+
+
+def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """In the block, this hashable value is part of the keys of JAX's caches."""
+    return _TRACE_KEY(value)
+
+
+@contextlib.contextmanager
+def using_rules(rules: RuleSet | None) -> Iterator[None]:
+    """Make a rule set the ambient one inside the block; None leaves it as it is."""
+    if rules is None:
+        yield
         return
-    if rules.strict:
-        texts = [remark.text for remark in remarks]
-        raise ResolveError(f"strict: {_listed(texts)}", texts)
-    texts = news(rules, remarks)
-    if texts and _is_first(rules.mesh):
-        warn(
-            f"{_listed(texts, limit=10)}\n  (a rule None says that a leaf is "
-            "to be replicated; strict=False is quiet, strict=True raises)"
-        )
+    token = _CURRENT.set(rules)
+    # A trace depends on the rules only through their names.
+    names = keyed(("names", rules)) if rules.names else contextlib.nullcontext()
+    try:
+        with names:
+            yield
+    finally:
+        _CURRENT.reset(token)
 
 
-def _listed(texts: Sequence[str], limit: int = 50) -> str:
-    count = "1 finding" if len(texts) == 1 else f"{len(texts)} findings"
-    return f"{count}\n{bullet_list(texts, limit=limit)}"
+# The axes over which the surrounding `flm.accumulate` has split the batch.
+_SPLIT: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "flax_layoutmap_split", default=()
+)
 
 
-def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of the remarks about something that none was about before."""
-    announced = rules._caches.announced
-    new = [remark for remark in remarks if not remark.keys <= announced]
-    announced.update(*(remark.keys for remark in new))
-    return [remark.text for remark in new]
+def split_axes() -> tuple[str, ...]:
+    return _SPLIT.get()
 
 
-def _is_first(mesh: DeviceMesh | None) -> bool:
-    if mesh is None or mesh.is_abstract:
-        return True
-    return mesh.devices.flat[0].process_index == jax.process_index()
+def call_split_over(axes: tuple[str, ...], call: Callable[..., _T], *args: Any) -> _T:
+    """Call where each device has its own rows along these axes: layouts omit them."""
+    token = _SPLIT.set(axes)
+    try:
+        return call(*args)
+    finally:
+        _SPLIT.reset(token)

@@ -13,6 +13,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.files import rules_to_json
 from flax_layoutmap._rules.records import (
     Decision,
+    Remark,
     ResolvedLeaf,
     Shape,
     Totals,
@@ -24,7 +25,7 @@ from flax_layoutmap._rules.records import (
     show_shape,
     show_spec,
 )
-from flax_layoutmap._rules.rules import Remark, RuleSet
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.table import (
     Grid,

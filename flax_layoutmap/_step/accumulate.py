@@ -26,8 +26,12 @@ from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._place.relayout import relayout
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import call_split_over, current_rules, split_axes
+from flax_layoutmap._rules.rules import (
+    RuleSet,
+    call_split_over,
+    current_rules,
+    split_axes,
+)
 from flax_layoutmap._step import arguments as taken
 from flax_layoutmap._step.arguments import Slot
 from flax_layoutmap._tree.graph import Graph

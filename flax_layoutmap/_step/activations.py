@@ -19,8 +19,7 @@ from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import is_for_outputs
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import Block, keyed, using_rules
+from flax_layoutmap._rules.rules import RuleSet, keyed, using_rules
 from flax_layoutmap._step.explicit import has_explicit_axes
 from flax_layoutmap._step.output_rules import OutputRules, Path
 from flax_layoutmap._tree.flatten import flatten
@@ -34,7 +33,9 @@ from flax_layoutmap._tree.flax_internals import (
 from flax_layoutmap._tree.paths import escape, forms, join_keys
 
 
-def activation_scope(layout_map: Any, *models: Any) -> Block:
+def activation_scope(
+    layout_map: Any, *models: Any
+) -> contextlib.AbstractContextManager[None, None]:
     """Apply `layout_map.activations` to the layers that are called in the block.
 
     `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]` there.
@@ -87,7 +88,8 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
         with using_rules(rules), activated(rules, roots, parameters, warn):
             yield
 
-    return Block(scope)
+    block: Any = scope()  # to a type checker it could suppress errors
+    return block
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from flax_layoutmap._rules.matching import (
     is_for_outputs,
     reaching_the_end,
 )
-from flax_layoutmap._rules.rules import Remark, RuleSet, news
+from flax_layoutmap._rules.records import Remark, news
+from flax_layoutmap._rules.rules import RuleSet
 
 # The path of a module or of an output in all its forms (see `paths.forms`); messages
 # show the first.
@@ -71,7 +72,7 @@ class OutputRules:
                     "rules with different layouts match the output of "
                     f"{path[0]!r}: {listed}; {CONFLICT_FIX}"
                 )
-            self.rules._caches.fired.update(map(id, rules))
+            self.rules._fired.update(map(id, rules))
             self._chosen[path] = None if winner is None else some[winner]
         return self._chosen[path]
 
@@ -102,7 +103,7 @@ class OutputRules:
         unused = [
             x.rule.pattern
             for x in self._rules
-            if not x.rule.optional and id(x.rule) not in rules._caches.fired
+            if not x.rule.optional and id(x.rule) not in rules._fired
             if not any(x in self._matching(path, x.end) for path in paths)
         ]
         if not unused or not paths or rules.strict is False:

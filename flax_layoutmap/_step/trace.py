@@ -11,8 +11,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import trace_key, using_rules
+from flax_layoutmap._rules.rules import RuleSet, trace_key, using_rules
 from flax_layoutmap._step.activations import activated, forget_path
 from flax_layoutmap._step.arguments import Slot, call_with
 from flax_layoutmap._tree.flax_internals import is_nnx_object

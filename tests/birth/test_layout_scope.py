@@ -303,15 +303,10 @@ def test_nested_blocks(mesh: flm.DeviceMesh) -> None:
     assert_lies(x, (("data",), ()))
 
 
-def test_one_scope_is_entered_twice_and_decorates(mesh: flm.DeviceMesh) -> None:
-    scope = rules(mesh, kernel=COLUMN).scope()
-    with scope:
-        with scope:
-            inner = linear()
-        outer = linear()
-    decorated: Any = scope(linear)
-    models = [inner, outer, decorated()]
-    for model in models:
+def test_a_scope_decorates(mesh: flm.DeviceMesh) -> None:
+    decorated: Any = rules(mesh, kernel=COLUMN).scope()
+    made = decorated(linear)
+    for model in (made(), made()):
         assert_lies(model.kernel[...], ((), ("model",)))
 
 

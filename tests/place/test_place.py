@@ -14,7 +14,7 @@ from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
 from flax_layoutmap._place.place import put
-from flax_layoutmap._rules.scope import using_rules
+from flax_layoutmap._rules.rules import using_rules
 
 P = PartitionSpec
 NAMES = ("data", "model")

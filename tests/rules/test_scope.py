@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.scope import current_rules, using_rules
+from flax_layoutmap._rules.rules import current_rules, using_rules
 
 FIRST = flm.LayoutMap("data=8", strict=False).freeze()
 SECOND = flm.LayoutMap("data=2,model=4", strict=False).freeze()

@@ -21,7 +21,7 @@ from shards import KINDS, assert_lies, bare, grid, leaves_of
 from steps import BATCH, COLUMN, DIMS, ROW, X, Y, make, rules
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._rules.rules import current_rules
 
 P = PartitionSpec
 
