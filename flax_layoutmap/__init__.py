@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from flax_layoutmap._lint.lint import lint as lint
     from flax_layoutmap._place.batch import distribute_batch as distribute_batch
     from flax_layoutmap._place.batch import pad_batch as pad_batch
+    from flax_layoutmap._place.dtensor import relayout as relayout
+    from flax_layoutmap._place.dtensor import relayout_like as relayout_like
     from flax_layoutmap._place.place import distribute_tensor as distribute_tensor
-    from flax_layoutmap._place.relayout import relayout as relayout
-    from flax_layoutmap._place.relayout import relayout_like as relayout_like
     from flax_layoutmap._place.reshard import reshard as reshard
     from flax_layoutmap._resolve.resolution import Resolution as Resolution
     from flax_layoutmap._resolve.resolve import resolve as resolve
@@ -74,8 +74,8 @@ _HOMES = {
     "pad_batch": "_place.batch",
     "pod": None,
     "presets": None,
-    "relayout": "_place.relayout",
-    "relayout_like": "_place.relayout",
+    "relayout": "_place.dtensor",
+    "relayout_like": "_place.dtensor",
     "reshard": "_place.reshard",
     "resolve": "_resolve.resolve",
     "suggest": "_suggest.suggest",

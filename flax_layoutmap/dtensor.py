@@ -17,8 +17,8 @@ from flax_layoutmap._core.fetch import check_layout as check_layout
 from flax_layoutmap._core.fetch import fetch_layout as fetch_layout
 from flax_layoutmap._core.fetch import is_distributed as is_distributed
 from flax_layoutmap._place.dtensor import call_with_layout as call_with_layout
+from flax_layoutmap._place.dtensor import copy_to_mesh as copy_to_mesh
 from flax_layoutmap._place.dtensor import pack as pack
 from flax_layoutmap._place.dtensor import unpack as unpack
-from flax_layoutmap._place.relayout import copy_to_mesh as copy_to_mesh
 from flax_layoutmap._rules.rules import default_mesh as default_mesh
 from flax_layoutmap._rules.rules import get_default_mesh as get_default_mesh

@@ -3,7 +3,6 @@
 import functools
 import math
 import reprlib
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,12 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.axes import divides
-from flax_layoutmap._core.errors import (
-    LayoutError,
-    MeshError,
-    bullet_list,
-    did_you_mean,
-)
+from flax_layoutmap._core.errors import LayoutError, MeshError, bullet_list
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_values
@@ -30,7 +24,6 @@ from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
 Rows = Literal["local", "global"]
-Fill = Literal["repeat", "zeros"]
 
 _DATA = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
@@ -46,13 +39,7 @@ class _Share(NamedTuple):
 
     def total(self, leaf: Any) -> int:
         """Rows of the global array of which the process passes a leaf."""
-        return len(leaf) if _is_spread(leaf) else len(leaf) * self.parts // self.own
-
-    def global_array(self, leaf: Any, sharding: NamedSharding) -> jax.Array:
-        """The array of which the process passes its rows."""
-        host = np.asarray(leaf)
-        shape = (self.total(host), *host.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, host, shape)
+        return len(leaf) if _is_global(leaf) else len(leaf) * self.parts // self.own
 
 
 def distribute_batch(
@@ -61,21 +48,19 @@ def distribute_batch(
     """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes. Scalars and
-    PRNG keys are replicated. Arrays that are there already are returned as they are. As
-    with `jax.device_put`, do not write into a NumPy array afterwards: on CPU its memory
-    may be shared.
+    PRNG keys are replicated. As with `jax.device_put`, do not write into a NumPy array
+    afterwards: on CPU its memory may be shared.
 
     Args:
         batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
             `__array__`; all with the same number of rows. None stays None.
         layout_map: the rules, on a mesh of devices; only their `batch` axes matter.
         rows: which rows a process passes: `"local"`, those of its own devices
-            (processes with the same part, as replicas along other axes, pass the same
-            rows, which is not checked); or `"global"`, all rows, the same in every
-            process, as `flm.jit` takes a batch on the host.
+            (processes with the same part pass the same rows, which is not checked); or
+            `"global"`, all rows, the same in every process.
         check: with several processes, whether to compare structures, shapes and the
             values of scalars and keys first, so that a difference is an error in every
-            process. It is a collective, and waits for the devices: pass False in a loop
+            process. It waits for all of them and for the devices: pass False in a loop
             whose batches all have one shape, and in threads that prefetch.
 
     Returns:
@@ -94,12 +79,10 @@ def distribute_batch(
     """
     rules = rule_set_of(layout_map, "distribute_batch(batch, layout_map)")
     need_devices(rules, "distribute_batch")
-    _check_choice("rows", rows, get_args(Rows))
     share = _share_on(rules, rows)
     with Agreement("distributing a batch", rules.mesh if check else None) as agreement:
         leaves, structure = _flatten(batch, "distribute_batch")
-        _check_same_rows(leaves, share)
-        _check_divides(leaves, rules, rows, share)
+        _check_divides(_row_count(leaves, share) or 0, rules, rows, share)
         agreement.add(lambda: _compared(leaves, structure, rules, rows, share))
     arrays = [leaf for _, leaf in leaves]
     shardings = [
@@ -111,35 +94,34 @@ def distribute_batch(
         placed = jax.device_put(arrays, shardings)
     else:
         placed = [
-            share.global_array(leaf, sharding)
-            if share.own < share.parts and has_rows(leaf) and not _is_spread(leaf)
+            _from_local_rows(leaf, sharding, share)
+            if share.own < share.parts and has_rows(leaf) and not _is_global(leaf)
             else put(leaf, sharding)
             for leaf, sharding in zip(arrays, shardings, strict=True)
         ]
     return jax.tree.unflatten(structure, placed)
 
 
-def pad_batch(
-    batch: Any,
-    multiple: Any = 1,
-    *,
-    size: int | None = None,
-    fill: Fill = "repeat",
-    rows: Rows = "local",
-) -> tuple[Any, np.ndarray]:
-    """Pad a host batch with rows until it divides; return the mask of real rows.
+def _from_local_rows(leaf: Any, sharding: NamedSharding, share: _Share) -> jax.Array:
+    host = np.asarray(leaf)
+    shape = (share.total(host), *host.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, host, shape)
 
-    Pad the last batch of an epoch to the `size` of the others, so that nothing is
-    compiled for it. What is averaged over rows must use the mask (batch statistics
-    inside a model, as in BatchNorm, include the added rows).
+
+def pad_batch(
+    batch: Any, multiple: Any = 1, *, size: int | None = None, rows: Rows = "local"
+) -> tuple[Any, np.ndarray]:
+    """Pad a host batch until its rows divide; return the mask of real rows.
+
+    The last row is repeated (zeros, where a batch has 0 rows). Pad the last batch of an
+    epoch to the `size` of the others, so that nothing is compiled for it. What is
+    averaged over rows must use the mask; BatchNorm includes the added rows.
 
     Args:
         batch: as for `flm.distribute_batch`; scalars and PRNG keys stay as they are.
         multiple: the number of rows becomes a multiple of this: a number, or a map, for
             the parts along its `batch` axes that this process fills.
         size: the number of rows to reach; None: the next multiple.
-        fill: the rows to add: `"repeat"` repeats the last row; `"zeros"` works for a
-            batch without rows too.
         rows: as for `flm.distribute_batch`, if `multiple` is a map.
 
     Returns:
@@ -154,12 +136,9 @@ def pad_batch(
         >>> batch["x"].shape, mask.tolist()
         ((8, 3), [True, True, True, True, True, True, False, False])
     """
-    _check_choice("fill", fill, get_args(Fill))
-    _check_choice("rows", rows, get_args(Rows))
     multiple = _multiple_of(multiple, rows)
     leaves, structure = _flatten(batch, "pad_batch")
-    _check_same_rows(leaves, _Share(1, 1))
-    count = next((len(leaf) for _, leaf in leaves if has_rows(leaf)), None)
+    count = _row_count(leaves, _Share(1, 1))
     if count is None:
         raise LayoutError(
             "pad_batch found no rows: the batch has no array with a dim, except for "
@@ -175,19 +154,13 @@ def pad_batch(
     mask = np.arange(wanted) < count
     if wanted == count:
         return batch, mask
-    if not count and fill == "repeat":
-        raise LayoutError(
-            "pad_batch has no last row to repeat, as the batch has 0 rows; use "
-            'fill="zeros"'
-        )
 
     def padded(leaf: Any) -> Any:
         if not has_rows(leaf):
             return leaf
         host = np.asarray(leaf)
         added = np.zeros((wanted - count, *host.shape[1:]), host.dtype)
-        if fill == "repeat":
-            added[:] = host[-1]
+        added[:] = host[-1] if count else 0
         return np.concatenate([host, added])
 
     return jax.tree.unflatten(structure, [padded(leaf) for _, leaf in leaves]), mask
@@ -195,7 +168,7 @@ def pad_batch(
 
 def _multiple_of(multiple: Any, rows: Rows) -> int:
     """What the number of rows must divide by, from a number or a map."""
-    if isinstance(multiple, int | np.integer) and not isinstance(multiple, bool):
+    if isinstance(multiple, int | np.integer):
         if multiple < 1:
             raise LayoutError(f"multiple must be 1 or more, got {multiple}")
         return int(multiple)
@@ -258,13 +231,13 @@ def _why_not_data(leaf: Any, what: str) -> str:
         return "a masked array, whose mask would be lost"
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
         return f"a NumPy array of {leaf.dtype}"
-    if what == "pad_batch" and _is_spread(leaf):
+    if what == "pad_batch" and _is_global(leaf):
         return f"a global array {show_shape(leaf.shape)}; pad first, distribute then"
     return "" if isinstance(leaf, _DATA) else f"a {type(leaf).__name__}"
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Whether an array is global already: it has shards in other processes."""
+def _is_global(leaf: Any) -> bool:
+    """Whether an array has shards in other processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
@@ -272,18 +245,21 @@ def _is_spread(leaf: Any) -> bool:
 
 
 def _share_on(rules: RuleSet, rows: Rows) -> _Share:
+    if rows not in get_args(Rows):
+        raise LayoutError(f"rows must be one of {get_args(Rows)}, got {rows!r}")
     mesh = rules.mesh
     assert mesh is not None
     TensorLayout((rules.batch, ...), mesh)  # raises where the mesh lacks an axis
+    parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
     if mesh.is_abstract or jax.process_count() == 1:
-        parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
         return _Share(parts, parts)
-    return _share_in_processes(mesh, rules.batch, rows)
+    return _share_in_processes(mesh, rules.batch, parts, rows)
 
 
 @functools.lru_cache(maxsize=32)
-def _share_in_processes(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
-    parts = math.prod(mesh.axis_sizes[axis] for axis in batch)
+def _share_in_processes(
+    mesh: DeviceMesh, batch: tuple[str, ...], parts: int, rows: Rows
+) -> _Share:
     held: dict[int, set[int]] = {}
     places = rows_sharding(batch, mesh).devices_indices_map((parts,))
     for device, (index,) in places.items():
@@ -297,49 +273,37 @@ def _share_in_processes(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) ->
         )
     if rows == "global":
         return _Share(parts, parts)
-    first_holder: dict[int, int] = {}
-    for other in sorted(held):
-        for part in held[other]:
-            first = first_holder.setdefault(part, other)
-            if held[first] != held[other]:
-                lists = [reprlib.repr(sorted(held[p])) for p in (first, other)]
-                raise MeshError(
-                    'rows="local" needs processes that hold the same parts of the '
-                    f"batch or none in common, but of the {parts} parts process "
-                    f"{first} holds {lists[0]} and process {other} {lists[1]}; use "
-                    'another order of devices, or rows="global"'
-                )
+    if sum(map(len, {*map(frozenset, held.values())})) != parts:
+        shown = {process: sorted(own) for process, own in sorted(held.items())}
+        raise MeshError(
+            'rows="local" needs processes that hold the same parts of the batch or '
+            f"none in common, but they hold {reprlib.repr(shown)}; use another order "
+            'of devices, or rows="global"'
+        )
     return _Share(len(held[process]), parts)
 
 
 # ------------------------------------------------------------------- checks
 
 
-def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise LayoutError(
-            f"{option} must be one of {tuple(choices)}, got {value!r}{hint}"
-        )
-
-
-def _check_same_rows(leaves: _Leaves, share: _Share) -> None:
-    """Raise LayoutError where arrays of a batch differ in their rows."""
-    counts: set[int] = set()
+def _row_count(leaves: _Leaves, share: _Share) -> int | None:
+    """Rows that this process passes; raises LayoutError where arrays differ in them."""
+    totals: dict[int, int] = {}
     shown: list[str] = []
     for path, leaf in leaves:
         if has_rows(leaf):
             total = share.total(leaf)
             note = "" if total == len(leaf) else f", of {total} rows in all"
-            note = ", global already" if _is_spread(leaf) else note
-            counts.add(total)
+            note = ", global already" if _is_global(leaf) else note
+            totals[total] = total * share.own // share.parts
             shown.append(f"{path} {show_shape(leaf.shape)}{note}")
-    if len(counts) > 1:
+    if len(totals) > 1:
         raise LayoutError(
             "the arrays of a batch must have equally many rows (dim 0):\n"
             f"{bullet_list(shown)}\ndistribute arrays with other rows separately, or "
             "place them with flm.distribute_tensor"
         )
+    return next(iter(totals.values()), None)
 
 
 def clash_of_rows(count: int, rules: RuleSet) -> str | None:
@@ -348,27 +312,20 @@ def clash_of_rows(count: int, rules: RuleSet) -> str | None:
     return divides((count,), (rules.batch,), rules.mesh.axis_sizes)
 
 
-def _check_divides(leaves: _Leaves, rules: RuleSet, rows: Rows, share: _Share) -> None:
-    problems = []
-    for path, leaf in leaves:
-        problem = None
-        if has_rows(leaf) and (_is_spread(leaf) or share.own == share.parts):
-            problem = clash_of_rows(len(leaf), rules)
-        elif has_rows(leaf) and len(leaf) % share.own:
-            problem = (
-                f"dim 0 of size {len(leaf)} does not divide by {share.own}, for this "
-                f"process fills {share.own} of the {share.parts} parts"
-            )
-        if problem:
-            problems.append(f"{path} {show_shape(leaf.shape)}: {problem}")
-    if problems:
-        is_local = rows == "local" or jax.process_count() == 1
-        more = "" if is_local else f', rows="{rows}"'
-        raise LayoutError(
-            f"the batch does not divide over the batch axes {rules.batch}:\n"
-            f"{bullet_list(problems)}\npad it, batch, mask = "
-            f"flm.pad_batch(batch, layout_map{more}), or drop the rest"
+def _check_divides(count: int, rules: RuleSet, rows: Rows, share: _Share) -> None:
+    if count % share.own == 0:
+        return
+    problem = clash_of_rows(count, rules)
+    if share.own < share.parts:
+        problem = (
+            f"dim 0 of size {count} does not divide by {share.own}, for this process "
+            f"fills {share.own} of the {share.parts} parts"
         )
+    more = "" if rows == "local" or jax.process_count() == 1 else f', rows="{rows}"'
+    raise LayoutError(
+        f"the batch does not divide over the batch axes {rules.batch}: {problem}; pad "
+        f"it, batch, mask = flm.pad_batch(batch, layout_map{more}), or drop the rest"
+    )
 
 
 def _compared(
@@ -378,13 +335,13 @@ def _compared(
     shapes, same = [], []
     for path, leaf in leaves:
         shape = np.shape(leaf)
-        if not has_rows(leaf):
-            same.append(leaf)
-        elif rows == "global" and not _is_spread(leaf):
-            # The first row only: comparing a large batch would take too long.
-            same.append(np.asarray(leaf)[:1])
         if has_rows(leaf):
             shape = (share.total(leaf), *shape[1:])
+            if rows == "global" and not _is_global(leaf):
+                # The first row only: comparing a large batch would take too long.
+                same.append(np.asarray(leaf)[:1])
+        else:
+            same.append(leaf)
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         shapes.append(f"{path} {show_shape(shape)} {dtype}")
     return {

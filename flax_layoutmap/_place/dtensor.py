@@ -1,28 +1,253 @@
-"""DTensor's `pack`, `unpack` and `call_with_layout`."""
+"""DTensor's functions: relayouts, arrays from per-device parts, calls in a layout."""
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from flax_layoutmap._core.axes import normal_spec
-from flax_layoutmap._core.errors import LayoutError, MeshError
-from flax_layoutmap._core.fetch import is_eager, unboxed
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.fetch import (
+    concrete,
+    is_box,
+    is_eager,
+    is_traced,
+    known_layout,
+    own_mesh,
+    unboxed,
+)
+from flax_layoutmap._core.jax_internals import is_in_a_loop
 from flax_layoutmap._core.layout import TensorLayout, named_sharding
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._place.place import (
     as_array,
+    checked_dims,
     distribute,
     explicit_axes,
+    manual_axes,
     mesh_of,
     wanted_layout,
 )
+from flax_layoutmap._tree.flax_internals import is_nnx_object
+
+
+def relayout(
+    x: Any, layout: Any, *, gradient: Any = "input", name: str | None = None
+) -> Any:
+    """Give an array another layout; its gradient has the original layout.
+
+    As `flm.distribute_tensor`, whose gradient has the layout of the result; here the
+    cotangent gets that of `x`, at every order of differentiation. Under `jit` on Auto
+    axes a value has no layout to read. There it gets the sharding that the compiler
+    gives `x`: exact where that is fixed (an argument of `jit`, the result of another
+    relayout), and any elsewhere; `x` is kept until the backward pass, where every
+    device gathers the whole cotangent. For large activations pass `gradient`, which is
+    exact, and keeps and gathers nothing.
+
+    Args:
+        x: an array, a traced value, or a tree of them; None leaves stay None.
+        layout: as for `distribute_tensor`; or a mesh, to which the array is moved with
+            the layout that it has.
+        gradient: the layout that `x` has, which is fixed too; or `"input"`.
+        name: shown in profiles, as by `jax.named_scope`.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=2,model=4")
+        >>> x = flm.relayout(jax.numpy.ones((8, 8)), mesh)
+        >>> x = flm.relayout(x, ("data", None))
+        >>> x = flm.relayout(x, (flm.TensorLayout.MATCH, "model"))
+        >>> tuple(x.sharding.spec)
+        ('data', 'model')
+
+    Plain JAX: as of `flm.distribute_tensor`; twice, to fix the input's layout too.
+    """
+    if gradient != "input":
+        if isinstance(gradient, str):
+            raise LayoutError(
+                f"gradient={gradient!r}: use 'input', or the layout that the array has"
+            )
+        gradient = TensorLayout(gradient)
+    is_mesh = isinstance(layout, DeviceMesh | Mesh | AbstractMesh)
+    is_named = isinstance(layout, str)
+    what = f"relayout(x, {layout!r})" if is_named else "relayout"
+
+    def move(keys: Any, leaf: Any) -> Any:
+        leaf = as_array(leaf, keys, "relayout")
+        to = layout
+        if is_mesh:
+            to = TensorLayout((TensorLayout.MATCH,) * len(leaf.shape), layout)
+        wanted = wanted_layout(to, own_mesh(leaf))
+        return _relayout(leaf, wanted, gradient, what, is_named=is_named)
+
+    with jax.named_scope(name or "relayout"):
+        return jax.tree_util.tree_map_with_path(move, x, is_leaf=is_nnx_object)
+
+
+copy_to_mesh = relayout  # DTensor's older name
+
+
+def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
+    """Give an array the mesh and layout of another; gradients keep its own.
+
+    `like` may have any shape of the same rank; if it is on no mesh, `x` is replicated
+    on its own. Under `jit` on Auto axes a traced `like` has no layout to read, so both
+    are constrained alike: they have one shape, each device gathers `x`, and both are
+    kept until the backward pass. That is exact where their layouts are fixed, as those
+    of arguments are. It raises in the body of a loop, where the layout of the carry
+    would be mixed in.
+
+    Args:
+        x: an array or a traced value; an `nnx.Variable` or a Linen box too.
+        like: the array to follow, or a Variable or box. It gets no gradient.
+        name: shown in profiles, as by `jax.named_scope`.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=8")
+        >>> layout = flm.TensorLayout(("data", None), mesh)
+        >>> like = flm.relayout(jax.numpy.ones((8, 8)), layout)
+        >>> y = flm.relayout_like(jax.numpy.ones((16, 4)), like, name="like_data")
+        >>> flm.dtensor.fetch_layout(y)
+        TensorLayout(('data', None), DeviceMesh('data=8'))
+
+    Plain JAX: `jax.device_put(x, like.sharding)`.
+    """
+    if is_box(x):
+        return jax.tree.map(lambda held: relayout_like(held, like, name=name), x)
+    x, like = (as_array(unboxed(value), (), "relayout_like") for value in (x, like))
+    what = f"relayout_like of an array {tuple(x.shape)} to one {tuple(like.shape)}"
+    layout, mesh = known_layout(like), own_mesh(like) or own_mesh(x)
+    if len(x.shape) != len(like.shape):
+        raise LayoutError(f"{what}: they have different numbers of dims")
+    if mesh is None:
+        raise LayoutError(
+            f"{what}: neither is on a mesh; pass a layout, "
+            "flm.relayout(x, flm.TensorLayout(axes, mesh))"
+        )
+    with jax.named_scope(name or "relayout_like"):
+        if layout is not None or not _is_unknown(like):
+            layout = layout or TensorLayout((), mesh)
+            return _relayout(x, layout, "input", "relayout_like")
+        if not _can_follow(x, like):
+            raise LayoutError(
+                f"{what}, which is traced on Auto axes: it can only be followed by an "
+                "array of its shape (keys by keys), outside of loops and shard_map; "
+                "pass its layout, flm.relayout(x, layout); or read it outside of jit, "
+                "flm.dtensor.fetch_layout(like); or use Explicit axes"
+            )
+        x = _alike.bind(x, x, is_forward=False, mesh=mesh.jax_mesh)
+        return _alike.bind(x, like, is_forward=True, mesh=mesh.jax_mesh)
+
+
+def _relayout(
+    x: Any, layout: TensorLayout, gradient: Any, what: str, *, is_named: bool = False
+) -> Any:
+    before = None
+    if isinstance(gradient, TensorLayout):
+        before = wanted_layout(gradient, layout.device_mesh)
+        checked_dims(before, x, "gradient= of relayout")
+    elif _is_unknown(x) and not manual_axes():
+        mesh: Any = layout.device_mesh
+        x = _alike.bind(x, x, is_forward=False, mesh=mesh.jax_mesh)
+    elif isinstance(x, Tracer):
+        # Outside of jit, `grad` traces an array of a known layout.
+        before = known_layout(concrete(x))
+    if before is not None and isinstance(x, Tracer):
+        # The cotangent passes the two constraints in the other order.
+        x = distribute(x, before, what)
+    return distribute(x, layout, what, is_named=is_named)
+
+
+def _is_unknown(x: Any) -> bool:
+    """Whether the compiler will choose the layout of a value."""
+    return is_traced(x) and known_layout(x) is None
+
+
+def _can_follow(x: Any, like: Any) -> bool:
+    if manual_axes() or is_in_a_loop(x) or is_in_a_loop(like):
+        return False
+    keys = [jnp.issubdtype(value.dtype, jax.dtypes.prng_key) for value in (x, like)]
+    return tuple(x.shape) == tuple(like.shape) and keys[0] == keys[1]
+
+
+# ------------------------------------------------------ one array follows another
+
+# Under `jit` on Auto axes the compiler chooses the sharding of a value later. What can
+# be said is that two values have the same one, by a sharding group of Shardy. `_alike`
+# returns `x`, in the sharding of `like` if `is_forward`; otherwise its cotangent has
+# that sharding. It is a primitive, as `jax.custom_vjp` has no forward mode, and
+# `jax.custom_derivatives.linear_call` no `vmap`.
+_alike = Primitive("alike")
+
+# A number for each group; JAX's own (jax.experimental.shard_alike) count from 0.
+_GROUPS = itertools.count(2**32)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    (x, like), tangent = primals, tangents[0]
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        tangent = _alike.bind(ad.instantiate_zeros(tangent), like, **params)
+    return _alike.bind(x, like, **params), tangent
+
+
+def _transpose(
+    cotangent: Any, x: Any, like: Any, *, is_forward: bool, mesh: Any
+) -> list[Any]:
+    if not ad.is_undefined_primal(like):  # as in jax.linear_transpose
+        cotangent = _alike.bind(cotangent, like, is_forward=not is_forward, mesh=mesh)
+    return [cotangent, None]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    pairs = zip(args, dims, strict=True)
+    moved = (batching.bdim_at_front(x, d, size) for x, d in pairs)
+    return _alike.bind(*moved, **params), 0
+
+
+def _lower(context: Any, x: Any, like: Any, *, is_forward: bool, mesh: Any) -> Any:
+    if not is_forward:
+        return [x]
+
+    def gathered(x: Any, like: Any) -> Any:
+        # A group is symmetric, so an `x` in any sharding must come first; the barrier
+        # keeps that constraint from spreading to `like`.
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+        return jax.lax.optimization_barrier(x)
+
+    (x,) = mlir.lower_fun(gathered, multiple_results=False)(context, x, like)
+    group = next(_GROUPS)
+    sdy.ShardingGroupOp(x, group)
+    sdy.ShardingGroupOp(like, group)
+    return [x]
+
+
+_alike.def_impl(jax.jit(_alike.bind, static_argnames=("is_forward", "mesh")))
+_alike.def_abstract_eval(lambda x, like, **params: x)
+ad.primitive_jvps[_alike] = _jvp
+ad.primitive_transposes[_alike] = _transpose
+batching.primitive_batchers[_alike] = _batch
+mlir.register_lowering(_alike, _lower, cacheable=False)  # a group for each
+
+
+# ------------------------------------------------- parts of devices, calls in a layout
 
 
 def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.Array:
@@ -46,13 +271,10 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
     Plain JAX: `jax.make_array_from_single_device_arrays(shape, sharding, parts)`.
     """
     layout = wanted_layout(layout)
-    mesh = _mesh_of_devices(layout, "pack")
-    devices = _local_devices(mesh.jax_mesh)
+    mesh = mesh_of(layout)
+    devices = _local_devices(mesh)
     parts = _checked_parts(components, layout, len(devices))
-    try:
-        dims = layout.dims(parts[0].ndim)
-    except LayoutError as error:
-        raise LayoutError(f"pack of parts {parts[0].shape}: {error}") from None
+    dims = layout.dims(parts[0].ndim)
     shape = tuple(
         size * math.prod(mesh.axis_sizes[axis] for axis in axes)
         for size, axes in zip(parts[0].shape, dims, strict=True)
@@ -93,15 +315,8 @@ def unpack(x: Any) -> list[jax.Array]:
     return [held[device] for device in _local_devices(sharding.mesh)]
 
 
-def _mesh_of_devices(layout: TensorLayout, what: str) -> DeviceMesh:
-    mesh = mesh_of(layout)
-    if mesh.is_abstract:
-        raise MeshError(f"{what} needs devices, {mesh!r} has none; use a concrete mesh")
-    return mesh
-
-
 def _local_devices(mesh: Any) -> list[Any]:
-    """Those of this process, in the order of the mesh."""
+    """Those of this process, in the order of the mesh; raises for an abstract one."""
     here = jax.process_index()
     return [device for device in mesh.devices.flat if device.process_index == here]
 
@@ -175,23 +390,21 @@ def call_with_layout(
         return fn(*args, **kwargs)
     layout, what = wanted_layout(layout), "call_with_layout"
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
 
     def call(arrays: Sequence[Any]) -> Any:
-        traced = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        filled = [next(traced) if given else leaf for leaf, given in pairs]
-        own_args, own_kwargs = treedef.unflatten(filled)
+        pairs = zip(arrays, leaves, strict=True)
+        filled = [leaf if array is None else array for array, leaf in pairs]
+        traced_args, traced_kwargs = treedef.unflatten(filled)
         return jax.tree.map(
             lambda x: distribute(as_array(x, (), what), layout, what),
-            fn(*own_args, **own_kwargs),
+            fn(*traced_args, **traced_kwargs),
         )
 
-    arrays = list(itertools.compress(leaves, is_array))
     if not is_eager():
         return call(arrays)
-    mesh: Any = _mesh_of_devices(layout, what)
+    mesh: Any = mesh_of(layout)
+    _local_devices(mesh)
     # Constants on Explicit axes ask for a mesh in the context.
-    explicit = bool(explicit_axes(mesh))
-    with jax.set_mesh(mesh.jax_mesh) if explicit else contextlib.nullcontext():
+    with jax.set_mesh(mesh.jax_mesh) if explicit_axes(mesh) else nullcontext():
         return jax.jit(call)(arrays)

@@ -62,7 +62,7 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         layout: anything that `TensorLayout` takes, or the name of a layout in
             `layout_map.names` of the surrounding `flm.jit`, whose `indivisible=` then
             holds too. Axes without a mesh take that of the surrounding `flm.jit`, else
-            that of `flm.dtensor.default_mesh`, else that of `jax.set_mesh`.
+            that of `flm.dtensor.default_mesh`, of `jax.set_mesh`, or of `x`.
 
     Returns:
         The array (or tree) with that layout; the same object where it has it already.
@@ -78,11 +78,13 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
     `jax.sharding.reshard(x, s)`.
     """
-    wanted, is_named = wanted_layout(layout), isinstance(layout, str)
+    is_named = isinstance(layout, str)
     what = f"distribute_tensor(x, {layout!r})" if is_named else "distribute_tensor"
 
     def move(keys: Any, leaf: Any) -> Any:
-        return distribute(as_array(leaf, keys), wanted, what, is_named=is_named)
+        leaf = as_array(leaf, keys, "distribute_tensor")
+        wanted = wanted_layout(layout, own_mesh(leaf))
+        return distribute(leaf, wanted, what, is_named=is_named)
 
     # The name is shown in programs and profiles.
     with jax.named_scope(f"names[{layout}]") if is_named else contextlib.nullcontext():
@@ -115,6 +117,21 @@ def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> N
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         if problem := _why_unmovable(leaf):
             raise _refusal(what, path, problem)
+
+
+def as_array(x: Any, keys: Any, what: str) -> Any:
+    """An array, traced or on the host; messages show its key path and the function."""
+    if is_nnx_object(x):
+        raise StructureError(
+            f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
+            "layout_map.place(module), or its arrays one by one"
+        )
+    is_array = hasattr(x, "shape") and not isinstance(x, np.generic)
+    array = x if is_array else np.asarray(x)
+    if problem := _why_unmovable(array):
+        problem = problem if is_array else f"the {type(x).__name__} {x!r}"
+        raise _refusal(what, join_keys(keys), problem)
+    return array
 
 
 def _refusal(what: str, path: str, problem: str) -> LayoutError:
@@ -199,21 +216,6 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
-    """An array, traced or on the host; messages show its key path and the function."""
-    if is_nnx_object(x):
-        raise StructureError(
-            f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
-            "layout_map.place(module), or its arrays one by one"
-        )
-    is_array = hasattr(x, "shape") and not isinstance(x, np.generic)
-    array = x if is_array else np.asarray(x)
-    if problem := _why_unmovable(array):
-        problem = problem if is_array else f"the {type(x).__name__} {x!r}"
-        raise _refusal(what, join_keys(keys), problem)
-    return array
-
-
 # ---------------------------------------------------------------- the wanted layout
 
 
@@ -264,13 +266,11 @@ def _named(name: str) -> TensorLayout:
 
 def _ambient_mesh() -> DeviceMesh | None:
     rules = current_rules()
-    if rules is not None and rules.mesh is not None:
-        return rules.mesh
-    default = get_default_mesh()
-    if default is not None:
-        return default
+    mesh = get_default_mesh() if rules is None or rules.mesh is None else rules.mesh
+    if mesh is not None:
+        return mesh
     context: Any = jax.sharding.get_abstract_mesh()
-    if is_eager() and not manual_axes(context):
+    if is_eager() and not manual_axes():
         with contextlib.suppress(ValueError):
             # JAX raises under `grad` and `vmap`, even eagerly.
             concrete_mesh = jax.sharding.get_mesh()
@@ -284,7 +284,7 @@ def _mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
     So they are inside of a function of `flm.jit`, and of `jax.sharding.auto_axes`.
     """
     context: Any = jax.sharding.get_abstract_mesh()
-    if not explicit_axes(mesh) - explicit_axes(context) - manual_axes(context):
+    if not explicit_axes(mesh) - explicit_axes(context) - manual_axes():
         return mesh
     if context.axis_names != mesh.axis_names or context.axis_sizes != mesh.shape:
         return mesh
@@ -305,9 +305,9 @@ def explicit_axes(mesh: Any) -> set[str]:
     return _axes_of_type(mesh, AxisType.Explicit)
 
 
-def manual_axes(context: Any) -> set[str]:
+def manual_axes() -> set[str]:
     """The names of the axes that the surrounding `shard_map` has taken over."""
-    return _axes_of_type(context, AxisType.Manual)
+    return _axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
 
 
 def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
@@ -327,7 +327,7 @@ def distribute(
     """
     mesh = mesh_of(layout)
     # Before rank and divisibility, which inside shard_map are those of a part.
-    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    manual = manual_axes()
     for axis in layout.axis_names:
         if axis in manual:
             raise MeshError(
@@ -339,8 +339,7 @@ def distribute(
     if manual.issuperset(mesh.axis_names):
         return x  # no axis is left that could be constrained
     if not is_eager() or (isinstance(x, Tracer) and not _is_elsewhere(x, mesh)):
-        _check_same_devices(x, mesh, what)
-        return _constrain(x, layout, dims, bool(manual), what)
+        return _constrain(x, layout, dims, what)
     if mesh.is_abstract:
         raise MeshError(
             f"{mesh!r} has no devices to move an array to; use a concrete mesh"
@@ -355,9 +354,7 @@ def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
     return is_committed and not mesh.is_abstract and own_mesh(x) != mesh
 
 
-def _constrain(
-    x: Any, layout: TensorLayout, dims: _Dims, inside_manual: bool, what: str
-) -> Any:
+def _constrain(x: Any, layout: TensorLayout, dims: _Dims, what: str) -> Any:
     mesh, kind = mesh_of(layout), layout.memory_kind
     is_explicit = bool(explicit_axes(mesh))
     if _FREE in dims and (is_explicit or kind is not None):
@@ -366,33 +363,16 @@ def _constrain(
             "what a MATCH dim has here; name its axes"
         )
     spec = PartitionSpec(*dims) if _FREE in dims else normal_spec(dims)
-    lies_on, jax_mesh = own_mesh(x), mesh.jax_mesh
-    if inside_manual:
-        # Inside shard_map only the mesh of the context has its manual axes.
-        lies_on, jax_mesh = None, jax.sharding.get_abstract_mesh()
-    to_explicit = NamedSharding(jax_mesh, spec if is_explicit else PartitionSpec())
-    if is_explicit or (lies_on is not None and explicit_axes(lies_on)):
-        # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
-        # that of the gradient, which then does not fit.
-        x = jax.sharding.reshard(x, to_explicit)
-    if not is_explicit:
+    # Inside shard_map only the mesh of the context has its manual axes.
+    jax_mesh = jax.sharding.get_abstract_mesh() if manual_axes() else mesh.jax_mesh
+    if is_explicit:
+        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, spec))
+    else:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(jax_mesh, spec))
     if kind is not None:
         # Neither of the two applies a memory kind.
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
-
-
-def _check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raise MeshError where a traced value would move to more or fewer devices."""
-    context = None if is_eager() else jax.sharding.get_abstract_mesh()
-    for known in (own_mesh(x) if is_traced(x) else None, context):
-        if known is not None and known.axis_names and known.size != mesh.size:
-            raise MeshError(
-                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: inside jit "
-                f"and vmap an array stays on its devices, here {known.size}; call "
-                f"{what} outside, or pass axes without a mesh"
-            )
 
 
 def checked_dims(
@@ -405,28 +385,23 @@ def checked_dims(
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
     known = known_layout(x) if layout.has_match else None
-    ndim = len(shape)
+    what = f"{what} of an array {shape}"
     try:
         # What is on no mesh yet is not sharded.
-        matched = layout.matched(known.dims(ndim) if known else ((),) * ndim)
-        dims = matched.dims(ndim)
+        axes = known.dims(len(shape)) if known else ((),) * len(shape)
+        dims = layout.matched(axes).dims(len(shape))
     except LayoutError as error:
-        raise LayoutError(f"{what} of an array {shape}: {error}") from None
+        raise LayoutError(f"{what}: {error}") from None
     if problem := unknown_memory(layout.memory_kind, mesh):
-        raise LayoutError(f"{what} of an array {shape} to {layout}{problem}")
+        raise LayoutError(f"{what} to {layout}{problem}")
     kept, clashes = divisible(shape, dims, mesh.axis_sizes)
     rules = current_rules()
     if clashes and not (is_named and rules and rules.indivisible == "replicate"):
-        raise LayoutError(
-            f"{what} of an array {shape} to {layout}: {'; '.join(clashes)}"
-        )
+        raise LayoutError(f"{what} to {layout}: {'; '.join(clashes)}")
     if layout.has_match and known is None and is_traced(x):
-        axes = list(layout.axes)
-        if ... in axes:
-            start = axes.index(...)
-            axes[start : start + 1] = [None] * (ndim - len(axes) + 1)
+        written = layout._written_out(len(shape))
         return tuple(
-            _FREE if axis == TensorLayout.MATCH else names
-            for axis, names in zip(axes, kept, strict=True)
+            _FREE if dim == TensorLayout.MATCH else axes
+            for dim, axes in zip(written, kept, strict=True)
         )
     return kept

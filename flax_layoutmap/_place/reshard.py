@@ -5,13 +5,17 @@ eight devices, with jax 0.10.2 and 0.12.0. So the leaves move in groups of `max_
 and a larger leaf in slices.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list
 from flax_layoutmap._core.processes import Agreement
@@ -23,12 +27,12 @@ from flax_layoutmap._place.place import (
     put,
     with_leaves,
 )
-from flax_layoutmap._place.slices import in_slices
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import no_mesh
 
 
 def reshard(
@@ -46,8 +50,7 @@ def reshard(
 
     Args:
         tree: a module (updated in place and returned), or any tree of arrays.
-        to: a `LayoutMap` or `RuleSet` with a mesh of devices, or the Resolution of
-            this tree on one.
+        to: a `LayoutMap` or `RuleSet` with a mesh of devices.
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
             of the slices of a larger leaf.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
@@ -73,25 +76,30 @@ def reshard(
     """
     if not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
         raise LayoutError(f"max_bytes={max_bytes!r}: a chunk is a number of bytes")
-    resolution = _resolved(tree, to)
+    resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
+    need_devices(resolution, "reshard")
+    resolution.announce()
     leaves = flatten(tree).leaves
+    check_movable("reshard", leaves, resolution)
     moves = _moves(leaves, resolution)
-    _check(moves, leaves, resolution, donate)
     with Agreement("moving a tree", resolution.mesh) as agreement:
         agreement.add(resolution.fingerprint_lines)
         paths = [move.path for move in moves]
         agreement.add(lambda: {"moved leaves": paths, "options": f"{max_bytes=}"})
     new, done = list(leaves), [0]
     total = sum(move.bytes for move in moves)
+    kept = Counter(map(id, leaves))  # leaves that still need an array
     try:
         with shown_progress("moving", total, progress, lambda: sum(done)):
             for chunk in _chunks(moves, max_bytes):
-                gone = [move.value for move in chunk if not _move(move, max_bytes, new)]
+                for move in chunk:
+                    stays = _move(move, max_bytes, new)
+                    kept[id(move.value)] -= 0 if stays else len(move.places)
                 jax.block_until_ready([new[move.places[0]] for move in chunk])
                 done.extend(move.bytes for move in chunk)
-                for value in gone if donate else ():
-                    if isinstance(value, jax.Array):
-                        value.delete()
+                for move in chunk if donate else ():
+                    if isinstance(move.value, jax.Array) and not kept[id(move.value)]:
+                        move.value.delete()
     except BaseException:  # an interrupt too leaves a module whole
         if donate:
             with_leaves(tree, new)
@@ -112,62 +120,23 @@ class _Move(NamedTuple):
         return getattr(self.value, "nbytes", 0)
 
 
-def _resolved(tree: Any, to: Any) -> Resolution:
-    """The Resolution of the tree, after its warnings; its mesh has devices."""
-    if isinstance(to, Resolution):
-        flat = flatten(tree)
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in flat.leaves]
-        if (flat.full_paths(), shapes) != (list(to.paths), list(to.shapes)):
-            raise LayoutError(
-                "reshard(tree, to): this Resolution is of another tree; resolve this "
-                "one, flm.resolve(tree, layout_map), or pass the layout_map"
-            )
-        resolution = to
-    else:
-        resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
-    need_devices(resolution, "reshard")
-    resolution.announce()
-    return resolution
-
-
 def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
     """One move for each array and sharding, in the order of the leaves."""
     moves: dict[tuple[int, NamedSharding], _Move] = {}
-    for at, sharding in enumerate(resolution.sharding_list()):
-        leaf = leaves[at]
-        first = _Move(resolution.paths[at], [], leaf, sharding)
-        moves.setdefault((id(leaf), sharding), first).places.append(at)
-    return [
-        move
-        for move in moves.values()
-        if isinstance(move.value, Tracer)
-        or not is_placed(move.value, move.sharding)
-        or move.value.is_deleted()
-    ]
-
-
-def _check(
-    moves: Sequence[_Move], leaves: Sequence[Any], resolution: Resolution, donate: bool
-) -> None:
-    """Raise LayoutError for what cannot be moved, before anything is."""
-    check_movable("reshard", leaves, resolution)
-    paths_of: dict[int, list[str]] = {}
-    for path, leaf in zip(resolution.paths, leaves, strict=True):
-        paths_of.setdefault(id(leaf), []).append(path)
     problems = []
-    for path, places, value, _ in moves:
-        named, paths = f"{path} {show_shape(np.shape(value))}", paths_of[id(value)]
-        if isinstance(value, Tracer):
+    for at, sharding in enumerate(resolution.sharding_list()):
+        leaf, path = leaves[at], resolution.paths[at]
+        named = f"{path} {show_shape(np.shape(leaf))}"
+        if isinstance(leaf, Tracer):
             problems.append(f"{named} is traced: call reshard outside of jit")
-        elif isinstance(value, jax.Array) and value.is_deleted():
+        elif isinstance(leaf, jax.Array) and leaf.is_deleted():
             problems.append(f"{named} was donated or deleted before")
-        elif donate and len(paths) > len(places):
-            others = ", ".join(paths[1:])
-            problems.append(
-                f"{named} is also at {others}, in another layout: use donate=False"
-            )
+        elif not is_placed(leaf, sharding):
+            move = _Move(path, [], leaf, sharding)
+            moves.setdefault((id(leaf), sharding), move).places.append(at)
     if problems:
         raise LayoutError(f"reshard moved nothing:\n{bullet_list(problems)}")
+    return list(moves.values())
 
 
 def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
@@ -191,7 +160,7 @@ def _move(move: _Move, max_bytes: int, leaves: list[Any]) -> bool:
     """
     value, sharding = move.value, move.sharding
     is_array = isinstance(value, jax.Array)
-    moved = in_slices(value, sharding, max_bytes) if is_array else None
+    moved = _in_slices(value, sharding, max_bytes) if is_array else None
     is_kept = moved is None and _keeps_a_part(value, sharding)
     moved = put(value, sharding) if moved is None else moved
     for place in move.places:
@@ -205,3 +174,72 @@ def _keeps_a_part(x: Any, target: NamedSharding) -> bool:
     before = x.sharding.addressable_devices_indices_map(x.shape)
     after = target.addressable_devices_indices_map(x.shape)
     return any(before.get(device) == index for device, index in after.items())
+
+
+# ------------------------------------------------------------------ slice by slice
+
+
+def _in_slices(x: jax.Array, target: NamedSharding, max_bytes: int) -> Any:
+    """Move an array in slices of about `max_bytes`; None if it had better move whole.
+
+    One dim is seen as `parts` runs, a multiple of its shards before and after. A slice
+    takes some elements of each run, so that no device needs another's to cut or to
+    write it.
+    """
+    source, shape = x.sharding, x.shape
+    default = next(iter(target.device_set)).default_memory().kind
+    if (
+        x.nbytes <= max_bytes
+        or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        or not isinstance(source, NamedSharding)
+        or {source.memory_kind, target.memory_kind} != {default}
+        or source.devices_indices_map(shape) == target.devices_indices_map(shape)
+    ):
+        return None
+    shards = zip(shape, *(s.shard_shape(shape) for s in (source, target)), strict=True)
+    parts = [math.lcm(size // before, size // after) for size, before, after in shards]
+    runs = [size // count for size, count in zip(shape, parts, strict=True)]
+    dim = max(range(x.ndim), key=runs.__getitem__)
+    slices = min(runs[dim], math.ceil(x.nbytes / max_bytes))
+    step = runs[dim] // slices
+    # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
+    with no_mesh(), jax.transfer_guard("allow"):
+        moved = jnp.zeros(shape, x.dtype, device=target)
+        for start in range(0, runs[dim], step):
+            size, first = min(step, runs[dim] - start), np.uint32(start)
+            take, _ = _programs(source, x.ndim, dim, runs[dim], size)
+            _, write = _programs(target, x.ndim, dim, runs[dim], size)
+            part = put(take(x, first), _with_runs(target, x.ndim, dim))
+            moved = jax.block_until_ready(write(moved, part, first))
+    return moved
+
+
+def _with_runs(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
+    """The sharding of a slice, in which the dim is two: parts, elements of each run."""
+    entries: list[Any] = [*sharding.spec, *(None,) * ndim][:ndim]
+    entries.insert(dim + 1, None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+@functools.lru_cache(maxsize=64)
+def _programs(
+    sharding: NamedSharding, ndim: int, dim: int, run: int, size: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Functions that cut a slice from an array of a sharding, and write one into it."""
+
+    def as_runs(shard: Any) -> Any:
+        return shard.reshape(*shard.shape[:dim], -1, run, *shard.shape[dim + 1 :])
+
+    def take(shard: Any, start: Any) -> Any:
+        return jax.lax.dynamic_slice_in_dim(as_runs(shard), start, size, dim + 1)
+
+    def write(shard: Any, part: Any, start: Any) -> Any:
+        runs = as_runs(shard)
+        runs = jax.lax.dynamic_update_slice_in_dim(runs, part, start, dim + 1)
+        return runs.reshape(shard.shape)
+
+    whole, part = sharding.spec, _with_runs(sharding, ndim, dim).spec
+    of_shards = functools.partial(jax.shard_map, mesh=sharding.mesh, check_vma=False)
+    cut = of_shards(take, in_specs=(whole, PartitionSpec()), out_specs=part)
+    paste = of_shards(write, in_specs=(whole, part, PartitionSpec()), out_specs=whole)
+    return jax.jit(cut), jax.jit(paste, donate_argnums=0)

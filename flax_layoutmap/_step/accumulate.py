@@ -23,7 +23,6 @@ from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.batch import has_rows
 from flax_layoutmap._place.place import distribute_tensor
-from flax_layoutmap._place.relayout import relayout
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import (
@@ -241,7 +240,7 @@ class _Run:
         def by_part(x: Any) -> Any:
             dims = (axes, rest, *[TensorLayout.MATCH] * (x.ndim - 1))
             parts = x.reshape(count, len(x) // count, *x.shape[1:])
-            return relayout(parts, TensorLayout(dims, mesh), gradient="output")
+            return distribute_tensor(parts, TensorLayout(dims, mesh))
 
         number = distribute_tensor(jnp.arange(count), TensorLayout((axes,), mesh))
         *means, counts, aux = jax.vmap(

@@ -144,7 +144,7 @@ def stepped() -> dict[str, bool]:
     left = PROCESSES - 1 - PROCESS
     x = np.arange(left * 8, dtype=np.float32).reshape(left, 8) + PROCESS
     size = 32 // PROCESSES
-    x, mask = flm.pad_batch(x, layout_map, size=size, fill="zeros")
+    x, mask = flm.pad_batch(x, layout_map, size=size)
     ones = nnx.initializers.ones
     model = flm.create(
         lambda: nnx.Linear(8, 8, kernel_init=ones, rngs=nnx.Rngs(0)), layout_map

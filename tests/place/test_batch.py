@@ -168,8 +168,8 @@ def test_padding_by_a_map(layout_map: flm.LayoutMap, wide: flm.LayoutMap) -> Non
     assert padded[2] == 7
     assert padded[0].dtype == np.int8
     assert mask.dtype == np.bool_ and mask.tolist() == [True] * 3 + [False]
-    padded, mask = flm.pad_batch(x, wide, fill="zeros")
-    assert padded.tolist() == [*x.tolist(), *[[0, 0, 0]] * 5]
+    padded, mask = flm.pad_batch(x, wide)
+    assert padded.tolist() == [*x.tolist(), *[[6, 7, 8]] * 5]
     assert mask.tolist() == [True] * 3 + [False] * 5
 
 
@@ -206,7 +206,7 @@ def test_what_is_refused(layout_map: flm.LayoutMap) -> None:
 
 def test_a_process_without_rows(layout_map: flm.LayoutMap) -> None:
     empty = np.ones((0, 3), np.float32)
-    padded, mask = flm.pad_batch(empty, layout_map, size=4, fill="zeros")
+    padded, mask = flm.pad_batch(empty, layout_map, size=4)
     assert padded.shape == (4, 3) and not padded.any() and not mask.any()
     padded, mask = flm.pad_batch(empty, layout_map)
     assert padded is empty and mask.shape == (0,)
@@ -227,12 +227,12 @@ ARRAYS = st.integers(0, 9).flatmap(
 
 
 @settings(max_examples=60)
-@given(ARRAYS, st.integers(1, 6), st.sampled_from(["repeat", "zeros"]))
+@given(ARRAYS, st.integers(1, 6))
 def test_the_mask_gives_the_original_back(
-    batch: dict[str, np.ndarray], multiple: int, fill: Any
+    batch: dict[str, np.ndarray], multiple: int
 ) -> None:
     rows = len(next(iter(batch.values())))
-    padded, mask = flm.pad_batch(batch, multiple, fill=fill)
+    padded, mask = flm.pad_batch(batch, multiple)
     assert len(mask) % multiple == 0 and rows <= len(mask) < rows + multiple
     assert mask.sum() == rows and mask[:rows].all()
     for name, host in batch.items():
@@ -240,7 +240,7 @@ def test_the_mask_gives_the_original_back(
         assert padded[name].dtype == host.dtype
         np.testing.assert_array_equal(padded[name][mask], host)
         added = padded[name][~mask]
-        expected = host[-1:] if fill == "repeat" and rows else np.zeros_like(added)
+        expected = host[-1:] if rows else np.zeros_like(added)
         np.testing.assert_array_equal(added, np.broadcast_to(expected, added.shape))
 
 
@@ -252,16 +252,14 @@ ADVICE = (
 )
 
 OWN_ROWS = (
-    "the batch does not divide over the batch axes ('data',):\n"
-    "  - x (7,2): dim 0 of size 7 does not divide by 4, for this process fills 4 of "
-    "the 8 parts\n"
-    "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest"
+    "the batch does not divide over the batch axes ('data',): dim 0 of size 7 does not "
+    "divide by 4, for this process fills 4 of the 8 parts; pad it, batch, mask = "
+    "flm.pad_batch(batch, layout_map), or drop the rest"
 )
 ALL_ROWS = (
-    "the batch does not divide over the batch axes ('data',):\n"
-    "  - x (5,2): dim 0 of size 5 does not divide by mesh axis 'data' of size 8\n"
-    'pad it, batch, mask = flm.pad_batch(batch, layout_map, rows="global"), or drop '
-    "the rest"
+    "the batch does not divide over the batch axes ('data',): dim 0 of size 5 does not "
+    "divide by mesh axis 'data' of size 8; pad it, batch, mask = "
+    'flm.pad_batch(batch, layout_map, rows="global"), or drop the rest'
 )
 NO_DEVICE = (
     "process 1 has no device on the mesh of the rules, so no rows of the batch: it "
@@ -309,7 +307,7 @@ def test_two_processes_pass_their_rows(job_part: launch.Part) -> None:
     for answers in (first, second):
         kind, text = answers.pop("overlapping")
         assert kind == "MeshError" and 'rows="local" needs' in text
-        assert "process 0 holds [0, 1, 2] and process 1 [0, 2, 3]; use" in text
+        assert "but they hold {0: [0, 1, 2], 1: [0, 2, 3]}; use" in text
         assert answers.pop("all_that_do_not_divide") == ["LayoutError", ALL_ROWS]
         kind, text = answers.pop("a_global_array_of_other_rows")
         assert kind == "LayoutError"

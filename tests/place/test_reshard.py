@@ -13,7 +13,6 @@ from shards import assert_lies, bare
 
 import flax_layoutmap as flm
 from flax_layoutmap._place import reshard as module
-from flax_layoutmap._place import slices
 
 LAYOUTS = (
     (None, None, None),
@@ -89,7 +88,7 @@ def test_no_device_holds_more_than_a_slice_between() -> None:
     whole = jax.jit(lambda x: x, out_shardings=sharding).lower(x).compile()
     temporary: Any = whole.memory_analysis()
     assert temporary.temp_size_in_bytes >= x.nbytes
-    with mock.patch.object(slices, "put", side_effect=slices.put) as put:
+    with mock.patch.object(module, "put", side_effect=module.put) as put:
         flm.reshard({"w": x}, rules_for(after), max_bytes=x.nbytes // 16)
     sizes = [call.args[0].nbytes for call in put.mock_calls]
     assert len(sizes) == 16 and max(sizes) == x.nbytes // 16
@@ -104,9 +103,10 @@ def test_what_is_not_cut_moves_whole() -> None:
     tree = {"keys": before.place(keys), "device": jnp.arange(64), "numpy": np.ones(64)}
     tree["host"] = flm.distribute_tensor(jnp.ones(64), held)
     tree["x"] = before.place({"x": jnp.ones(64)})["x"]
-    with mock.patch.object(slices, "put") as put:
+    with mock.patch.object(module, "put", side_effect=module.put) as put:
         moved = flm.reshard(tree, before, max_bytes=16)
-    assert not put.mock_calls and moved["x"] is tree["x"]
+    assert all(call.args[0].shape == (64,) for call in put.mock_calls)
+    assert moved["x"] is tree["x"]
     assert (jax.random.key_data(moved["keys"]) == jax.random.key_data(keys)).all()
     for name in ("device", "numpy", "host"):
         np.testing.assert_array_equal(moved[name], tree[name])
@@ -164,26 +164,18 @@ def test_a_model_and_its_optimizer_move_in_place() -> None:
     assert mu.kernel.sharding == layout.sharding(2)
 
 
-def test_a_resolution() -> None:
-    layout_map = flm.LayoutMap("fsdp=8")
-    layout_map["w"] = ("fsdp", None)
-    tree = {"w": np.arange(64.0).reshape(8, 8), "n": 3}
-    moved = flm.reshard(tree, flm.resolve(tree, layout_map))
-    assert moved["w"].sharding.spec == jax.P("fsdp")
-    with pytest.raises(flm.LayoutError, match="this Resolution is of another tree"):
-        flm.reshard({"w": tree["w"]}, flm.resolve(tree, layout_map))
-
-
-def test_one_array_at_two_paths() -> None:
-    layout_map = flm.LayoutMap("fsdp=8")
-    layout_map["a|b"], layout_map["c"] = ("fsdp",), None
-    x = jax.device_put(jnp.ones(8), DEVICES[0])
-    with pytest.raises(flm.LayoutError, match=r"a \(8,\) is also at c, in another"):
-        flm.reshard({"a": x, "c": x}, layout_map, donate=True)
-    flm.reshard({"a": x, "c": x}, layout_map)
-    del layout_map["c"]
-    moved = flm.reshard({"a": x, "b": x}, layout_map, donate=True)
-    assert moved["a"] is moved["b"] and x.is_deleted()
+def test_one_array_at_several_paths() -> None:
+    """It is deleted once no leaf needs it."""
+    layout_map = flm.LayoutMap("fsdp=4,tensor=2")
+    layout_map["a|b"], layout_map["c"] = ("fsdp",), ("tensor",)
+    host = np.arange(8.0, dtype=np.float32)
+    stays = flm.distribute_tensor(host, layout_map["c"].on(layout_map.device_mesh))
+    for x, is_deleted in ((jax.device_put(host, DEVICES[0]), True), (stays, False)):
+        tree = {"a": x, "b": x, "c": x}
+        moved = flm.reshard(tree, layout_map, donate=True, max_bytes=1)
+        assert moved["a"] is moved["b"] and x.is_deleted() == is_deleted
+        for array in moved.values():
+            np.testing.assert_array_equal(array, host)
 
 
 def test_nothing_moves_where_something_cannot() -> None:
