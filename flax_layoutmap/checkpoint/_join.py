@@ -6,7 +6,7 @@ A checkpoint of Orbax and tensors with a mapping are two sources of this one pip
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -14,7 +14,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from flax_layoutmap._birth.slices import arrays_of
-from flax_layoutmap._core.errors import CheckpointError, ResolveError
+from flax_layoutmap._core.errors import CheckpointError, MeshError, ResolveError
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import need_devices, with_leaves
@@ -34,12 +35,92 @@ from flax_layoutmap._tree.paths import Flat, is_train_state, unescape
 from flax_layoutmap._tree.trace import Traced, trace
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
+    Selection,
+    check_bytes,
+    fits_jax,
+    floating_dtype,
     leaf_of,
+    mesh_of,
     nested,
+    pattern_pairs,
     problem_list,
     result_of,
+    rules_of,
 )
-from flax_layoutmap.checkpoint._options import Options, check_processes
+from flax_layoutmap.checkpoint._places import absolute
+
+Missing = Literal["error", "keep", "init"]
+Unexpected = Literal["error", "ignore"]
+
+
+@dataclasses.dataclass
+class Options:
+    """The options of a function that restores, checked.
+
+    The first pattern of `dtypes` that is found in a path sets the dtype of its array.
+    """
+
+    path: Any
+    target: Any = None
+    _: dataclasses.KW_ONLY
+    layout_map: Any = None
+    mesh: Any = None
+    include: Any = None
+    exclude: Any = None
+    rename: Any = None
+    dtype: Any = None
+    missing: Missing = "error"
+    unexpected: Unexpected = "error"
+    host_memory: Any = None
+    broadcast: str | None = None
+    verify: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("missing", self.missing, ("error", "keep", "init"))
+        _check_choice("unexpected", self.unexpected, ("error", "ignore"))
+        check_bytes("host_memory", 1 if self.host_memory is None else self.host_memory)
+        self.path, self.mesh = absolute(self.path), as_mesh(self.mesh)
+        self.rules = rules_of(self.layout_map)
+        if self.rules is not None and self.mesh is not None:
+            self.rules = self.rules.on(self.mesh)
+        axis, mesh = self.broadcast, self.job_mesh
+        if axis and mesh and axis not in mesh.axis_names:
+            raise CheckpointError(
+                f"broadcast={axis!r} is not an axis of the mesh {str(mesh)!r}"
+            )
+        self.selection = Selection(self.include, self.exclude)
+        self.rename = pattern_pairs("rename", self.rename)
+        dtype = self.dtype
+        if dtype is not None and not isinstance(dtype, Mapping | list | tuple):
+            dtype = [("", dtype)]
+        self.dtypes = [
+            (p, _dtype(wanted)) for p, wanted in pattern_pairs("dtype", dtype)
+        ]
+
+    @functools.cached_property
+    def job_mesh(self) -> DeviceMesh | None:
+        return mesh_of(self.target, self.rules) or self.mesh
+
+    def dtype_of(self, path: str) -> Any:
+        """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
+        wanted = (dtype for pattern, dtype in self.dtypes if pattern.search(path))
+        return next(wanted, None)
+
+
+def _check_choice(option: str, given: Any, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise CheckpointError(
+            f"{option}={given!r}: use {' or '.join(map(repr, choices))}"
+        )
+
+
+def _dtype(dtype: Any) -> Any:
+    if dtype is None or (isinstance(dtype, str) and dtype == "target"):
+        return dtype
+    wanted = floating_dtype(dtype)
+    if not fits_jax(wanted):
+        raise CheckpointError(f"dtype={wanted} needs jax_enable_x64")
+    return wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +254,7 @@ def restored(
     progress: bool | None,
 ) -> Any:
     """Go through all stages; `function` names the caller in messages."""
-    check_processes(options.job_mesh)
+    _check_processes(options.job_mesh)
     source, target, plan = planned("restoring", open_source, options, function)
     if plan.resolution is not None:
         plan.resolution.announce()
@@ -212,6 +293,19 @@ def planned(
             }
         )
     return source, target, plan
+
+
+def _check_processes(mesh: DeviceMesh | None) -> None:
+    """Raise MeshError if a mesh lacks devices of some processes."""
+    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
+        return
+    there = {device.process_index for device in mesh.devices.flat}
+    if absent := set(range(jax.process_count())) - there:
+        raise MeshError(
+            f"{mesh!r} has no device of the processes {sorted(absent)}, and all "
+            f"{jax.process_count()} processes of a job restore together; use a mesh of "
+            "all of them, and relayout the result"
+        )
 
 
 # ---------------------------------------------------------------------------- plan

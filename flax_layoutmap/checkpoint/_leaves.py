@@ -1,10 +1,10 @@
-"""Leaves of checkpoints and trees, and checks that they are compatible."""
+"""Leaves of checkpoints and trees: described, chosen by path, and compared."""
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -13,8 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from flax_layoutmap._core.errors import CheckpointError, bullet_list
+from flax_layoutmap._core.errors import CheckpointError, bullet_list, closest
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.table import spell_indices
@@ -156,6 +157,81 @@ def key_data(dtype: Any) -> tuple[str, Shape]:
     return names[0], shape
 
 
+# ------------------------------------------------------- chosen by path and dtype
+
+
+class Selection:
+    """Which leaves to take: those that `include` finds and `exclude` does not.
+
+    `include=None` includes every path.
+    """
+
+    def __init__(self, include: Any, exclude: Any) -> None:
+        self._include = None if include is None else _patterns("include", include)
+        self._exclude = _patterns("exclude", () if exclude is None else exclude)
+
+    def __contains__(self, path: str) -> bool:
+        included = self._include is None or any(p.search(path) for p in self._include)
+        return included and not any(p.search(path) for p in self._exclude)
+
+    def useless(self, paths: Iterable[str]) -> list[str]:
+        """A problem for each pattern of `include` that finds none of the paths."""
+        paths = list(paths)
+        return [
+            f"include={without_leaf(pattern, paths)}"
+            for pattern in self._include or ()
+            if not any(map(pattern.search, paths))
+        ]
+
+
+def without_leaf(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
+    near = closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])
+    return f"{pattern.pattern!r} finds no leaf; the closest paths are {near}"
+
+
+def pattern_pairs(option: str, given: Any) -> list[tuple[re.Pattern[str], Any]]:
+    pairs = given.items() if isinstance(given, Mapping) else given or ()
+    if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
+        raise CheckpointError(
+            f"{option}={given!r}: give a dict, or a list of pairs (pattern, value)"
+        )
+    return [(_compiled(option, pattern), value) for pattern, value in pairs]
+
+
+def _patterns(option: str, given: Any) -> list[re.Pattern[str]]:
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return [_compiled(option, pattern) for pattern in ([given] if is_one else given)]
+
+
+def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise CheckpointError(
+            f"{option}=: {pattern!r} is not a regular expression: {error}"
+        ) from error
+
+
+def floating_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError as error:
+        raise CheckpointError(f"dtype={dtype!r} is not a dtype: {error}") from error
+    if not is_floating(wanted):
+        raise CheckpointError(
+            f"dtype={wanted} is not floating-point; only floating-point arrays are "
+            "converted, and only to floating-point"
+        )
+    return wanted
+
+
+def check_bytes(option: str, given: Any) -> None:
+    if not isinstance(given, int | float) or given <= 0:
+        raise CheckpointError(
+            f"{option}={given!r} is not a number of bytes, such as {8 << 30}"
+        )
+
+
 # -------------------------------------------------------------- stored and wanted
 
 
@@ -229,6 +305,11 @@ def _held(result: Leaf) -> Leaf:
 
 
 # --------------------------------------------------------------------------- trees
+
+
+def rules_of(layout_map: Any) -> RuleSet | None:
+    """The frozen rules of a `LayoutMap`; a `RuleSet` or None is returned unchanged."""
+    return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 
 def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:

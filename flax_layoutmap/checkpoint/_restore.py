@@ -22,10 +22,15 @@ from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._join import planned, restored
+from flax_layoutmap.checkpoint._join import (
+    Missing,
+    Options,
+    Unexpected,
+    planned,
+    restored,
+)
 from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
 from flax_layoutmap.checkpoint._metadata import KEY
-from flax_layoutmap.checkpoint._options import Missing, Options, Unexpected
 from flax_layoutmap.checkpoint._places import absolute, is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors import read_headers
 from flax_layoutmap.checkpoint._stored import (

@@ -13,15 +13,18 @@ import numpy as np
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._tree.paths import Leaf as TreeLeaf
-from flax_layoutmap.checkpoint._join import Read, Target, opened, restored
+from flax_layoutmap.checkpoint._join import (
+    Missing,
+    Options,
+    Read,
+    Target,
+    Unexpected,
+    opened,
+    restored,
+)
 from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating
 from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, Recipe
-from flax_layoutmap.checkpoint._options import (
-    Missing,
-    Options,
-    Unexpected,
-)
 from flax_layoutmap.checkpoint._safetensors import Tensor, local, mapped, read_headers
 from flax_layoutmap.checkpoint._steps import is_scaled
 

@@ -18,6 +18,9 @@ from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Leaf
 from flax_layoutmap.checkpoint._lazy import Box, Lazy, assembled, box_shape, full
 from flax_layoutmap.checkpoint._leaves import (
+    Selection,
+    check_bytes,
+    floating_dtype,
     is_floating,
     leaf_of,
     mesh_of,
@@ -25,12 +28,6 @@ from flax_layoutmap.checkpoint._leaves import (
     problem_list,
 )
 from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, undone
-from flax_layoutmap.checkpoint._options import (
-    Selection,
-    check_bytes,
-    checked_selection,
-    floating_dtype,
-)
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_write import Made, Writer
@@ -85,7 +82,7 @@ def save_safetensors(
     place = local(path)
     check_bytes("max_file_bytes", max_file_bytes)
     names = NameMapping(mapping)
-    selection = checked_selection(include, exclude)
+    selection = Selection(include, exclude)
     wanted = None if dtype is None else floating_dtype(dtype)
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)

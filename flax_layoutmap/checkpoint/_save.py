@@ -21,8 +21,8 @@ from flax_layoutmap.checkpoint._leaves import (
     nested,
     no_value,
     problem_list,
+    rules_of,
 )
-from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import absolute, check_shared
 
 

@@ -29,7 +29,7 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._join import Read, Target, opened
+from flax_layoutmap.checkpoint._join import Options, Read, Target, opened
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
@@ -39,6 +39,7 @@ from flax_layoutmap.checkpoint._leaves import (
     leaf_of,
     nested,
     problem_list,
+    without_leaf,
 )
 from flax_layoutmap.checkpoint._metadata import (
     KEY,
@@ -46,7 +47,6 @@ from flax_layoutmap.checkpoint._metadata import (
     read_record,
     recorded_tree,
 )
-from flax_layoutmap.checkpoint._options import Options, Rename, renamed
 from flax_layoutmap.checkpoint._places import Place, find
 
 CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
@@ -175,7 +175,7 @@ class Stored:
 def open_checkpoint(
     path: str,
     step: int | str | None,
-    rename: Rename = (),
+    rename: Sequence[Any] = (),
     *,
     newest: bool = False,
     verify: bool | None = None,
@@ -197,14 +197,42 @@ def open_checkpoint(
     else:
         known["leaves"] = _named(held, place.path)
     if rename:
-        names = renamed(list(known["leaves"]), rename)
-        leaves = zip(names, known["leaves"].values(), strict=True)
-        known |= {"leaves": dict(leaves), "origins": {}}
+        known |= {"leaves": _renamed(known["leaves"], rename), "origins": {}}
     if rename or not is_ours:
         own = {path: leaf.abstract for path, leaf in known["leaves"].items()}
         known["own"] = opened(nested(own, unescape), is_own=True)
     place = dataclasses.replace(place, item=read.item)
     return Stored(place=place, held=held, tree=read.tree, custom=read.custom, **known)
+
+
+def _renamed(
+    leaves: Mapping[str, Leaf], rules: Sequence[tuple[re.Pattern[str], Any]]
+) -> dict[str, Leaf]:
+    """The leaves by new names: the first pattern found in one is replaced."""
+    new, useless = dict[str, str](), dict(rules)
+    for path in leaves:
+        rule = next((rule for rule in rules if rule[0].search(path)), None)
+        if rule is None:
+            new[path] = path
+            continue
+        useless.pop(rule[0], None)
+        try:
+            new[path] = rule[0].sub(rule[1], path, count=1)
+        except (re.error, IndexError, TypeError) as error:
+            raise CheckpointError(
+                f"rename={rule[0].pattern!r}: {rule[1]!r} cannot replace what it finds "
+                f"in {path}: {error}"
+            ) from error
+    for pattern in useless:
+        raise CheckpointError(f"rename={without_leaf(pattern, list(leaves))}")
+    names = Counter(new.values())
+    above = {name[: end.start()] for name in names for end in re.finditer("/", name)}
+    for path, name in new.items():
+        if names[name] > 1 or name in above or "" in name.split("/"):
+            raise CheckpointError(
+                f"rename maps {path} to {name!r}, which is not a path of its own"
+            )
+    return {new[path]: leaf for path, leaf in leaves.items()}
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,7 +16,7 @@ from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import tell_of_others
 from flax_layoutmap.checkpoint import _metadata, _orbax
-from flax_layoutmap.checkpoint._options import rules_of
+from flax_layoutmap.checkpoint._leaves import rules_of
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     absolute,
