@@ -11,8 +11,8 @@ What Orbax does not keep is in its custom metadata, under the key `flax_layoutma
 """
 
 from flax_layoutmap.checkpoint import mappings as mappings
-from flax_layoutmap.checkpoint._restore import CheckpointInfo as CheckpointInfo
-from flax_layoutmap.checkpoint._restore import LeafInfo as LeafInfo
+from flax_layoutmap.checkpoint._metadata import CheckpointInfo as CheckpointInfo
+from flax_layoutmap.checkpoint._metadata import LeafInfo as LeafInfo
 from flax_layoutmap.checkpoint._restore import inspect as inspect
 from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import resolve as resolve

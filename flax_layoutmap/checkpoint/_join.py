@@ -5,7 +5,7 @@ A checkpoint of Orbax and tensors with a mapping are two sources of this one pip
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -322,15 +322,20 @@ def _join(
     leaves, absent, unfit = source.offer(target, options)
     selection = options.selection
     every = {**leaves, **target.leaves}
-    resolution, misfits, shardings = None, [], {}
+    resolution, shardings, problems = None, {}, list[str]()
     if rules is not None:
-        resolve = functools.partial(target.resolve, rules, source.origins)
-        others = {path for path in every if path not in selection}
-        resolution, misfits = _resolved(resolve, others)
-    if resolution is not None:
+        try:
+            resolution = target.resolve(rules, source.origins)
+        except ResolveError as error:
+            resolution = error.resolution
+            for text in error.problems or [str(error)]:
+                path = text.split(" ")[0].strip(":")
+                if path in selection or path not in every:
+                    problems.append(text)
+    if resolution is not None and not problems:
         pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
         shardings = dict(pairs)
-    problems = [*misfits, *selection.useless(every), *unfit]
+    problems += [*selection.useless(every), *unfit]
     reads, made = dict[str, Read](), dict[str, Any]()
     for path, value in target.leaves.items():
         stored = leaves.get(path)
@@ -339,17 +344,23 @@ def _join(
             if path not in selection:
                 if not target.is_own:
                     _check_kept(value, "include or exclude leaves it out")
-            elif isinstance(stored, str):
-                raise CheckpointError(stored)
-            elif stored is not None:
+            elif isinstance(stored, Leaf):
                 sharding = ... if rules is None else shardings.get(path)
                 dtype = options.dtype_of(path)
                 reads[path] = _read(path, stored, value, dtype, sharding)
+            elif stored is not None:
+                raise CheckpointError(stored)
             elif options.missing == "keep":
                 _check_kept(value, lacking)
+            elif options.missing == "error":
+                raise CheckpointError(lacking)
+            elif target.traced is None or rules is None:
+                raise CheckpointError(
+                    f'{lacking}; missing="init" needs a function as target, which '
+                    "makes it (lambda: Model(rngs=nnx.Rngs(0))), and rules, which say "
+                    "where it goes"
+                )
             else:
-                is_traced = target.traced is not None
-                _check_init(lacking, options, is_traced and rules is not None)
                 made[path] = shardings.get(path)
         # A ValueError is JAX's, about a sharding that does not fit.
         except ValueError as error:
@@ -358,21 +369,6 @@ def _join(
     if problems:
         raise problem_list(f"cannot restore {source.where}", problems)
     return Plan(reads, made, resolution)
-
-
-def _resolved(
-    resolve: Callable[[], Resolution], left_out: Container[str]
-) -> tuple[Resolution | None, list[str]]:
-    """The resolution of a tree, and its problems with leaves that are restored."""
-    try:
-        return resolve(), []
-    except ResolveError as error:
-        texts = [
-            text
-            for text in error.problems or [str(error)]
-            if text.split(" ")[0].strip(":") not in left_out
-        ]
-        return None if texts else error.resolution, texts
 
 
 def _read(path: str, stored: Leaf, value: Any, dtype: Any, sharding: Any) -> Read:
@@ -408,17 +404,6 @@ def _check_kept(value: Any, why: str) -> None:
         raise CheckpointError(
             f"{why}, and the target is abstract, so there is no value to keep; give a "
             "concrete target"
-        )
-
-
-def _check_init(why: str, options: Options, is_makeable: bool) -> None:
-    """Raise if a leaf that the checkpoint lacks is not to be made, or cannot be."""
-    if options.missing == "error":
-        raise CheckpointError(why)
-    if not is_makeable:
-        raise CheckpointError(
-            f'{why}; missing="init" needs a function as target, which makes it '
-            "(lambda: Model(rngs=nnx.Rngs(0))), and rules, which say where it goes"
         )
 
 

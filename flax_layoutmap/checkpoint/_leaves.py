@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +22,20 @@ from flax_layoutmap._show.table import spell_indices
 from flax_layoutmap._tree.flatten import plain_tree
 
 T = TypeVar("T")
-Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
-
-# bool comes before int, which it is a subclass of.
-TYPES: dict[Kind, type] = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "string": str,
-}
-
-# What TensorStore's zarr3 driver takes (0.1.86; each tried in both directions).
-_STORABLE = {
-    *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
-    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn"),
-    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-}
+# Kinds of Python values. bool comes before int, which it is a subclass of.
+TYPES = {"bool": bool, "int": int, "float": float, "complex": complex, "string": str}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
     """A leaf of a tree or checkpoint, without its value.
 
-    `kind` is an array, an array of PRNG keys, or the kind of a Python value (shape `()`
-    and dtype None). `shape` is that of the keys, not of their data.
+    `kind` is `"array"`, `"key"` (an array of PRNG keys, with the shape of the keys, not
+    of their data), or that of a Python value (shape `()` and dtype None).
     """
 
     path: str
-    kind: Kind
+    kind: str
     shape: Shape = ()
     dtype: Any = None
     is_numpy: bool = False
@@ -69,12 +52,9 @@ class Leaf:
     def numpy_dtype(self) -> Any:
         return np.dtype(TYPES[self.kind]) if self.dtype is None else self.dtype
 
-    @property
-    def bytes(self) -> int:
-        return self.bytes_of(self.shape)
-
-    def bytes_of(self, shape: Shape) -> int:
+    def bytes(self, shape: Shape | None = None) -> int:
         """Bytes of a part of this shape; of a PRNG key, of the numbers behind it."""
+        shape = self.shape if shape is None else shape
         if self.kind == "key":
             return 4 * math.prod((*shape, *key_data(self.dtype)[1]))
         return 0 if self.is_python else math.prod(shape) * self.dtype.itemsize
@@ -236,7 +216,13 @@ def check_bytes(option: str, given: Any) -> None:
 
 
 def is_storable(dtype: Any) -> bool:
-    return dtype.name in _STORABLE
+    """Whether TensorStore, in which Orbax stores arrays, has this dtype."""
+    import tensorstore
+
+    try:
+        return bool(tensorstore.dtype(dtype.name))
+    except ValueError:
+        return False
 
 
 def is_floating(dtype: Any) -> bool:
@@ -267,17 +253,8 @@ def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
             f"shape mismatch: checkpoint {stored.shape}, target {target.shape}. Build "
             "the target with the saved sizes, or pass exclude="
         )
-    return stored if is_key else _array(stored, target, dtype)
-
-
-def _number(leaf: Leaf) -> type | None:
-    if leaf.is_python:
-        return TYPES[leaf.kind]
-    return type(np.zeros((), leaf.dtype).item()) if leaf.shape == () else None
-
-
-def _array(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
-    """The result of an array, where only dtypes may differ."""
+    if is_key:
+        return stored
     floating = is_floating(stored.dtype) and is_floating(target.dtype)
     if stored.dtype != target.dtype and not (floating and dtype is not None):
         fix = "restore it as it is and convert it after"
@@ -287,9 +264,15 @@ def _array(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
             f"another dtype: the checkpoint has {stored.dtype}, the target "
             f"{target.dtype}; {fix}"
         )
-    if dtype is None or dtype == "target" or not floating:
-        dtype = target.dtype
-    return _held(dataclasses.replace(target, dtype=dtype))
+    if floating and dtype is not None and dtype != "target":
+        target = dataclasses.replace(target, dtype=dtype)
+    return _held(target)
+
+
+def _number(leaf: Leaf) -> type | None:
+    if leaf.is_python:
+        return TYPES[leaf.kind]
+    return type(np.zeros((), leaf.dtype).item()) if leaf.shape == () else None
 
 
 def _held(result: Leaf) -> Leaf:
@@ -370,9 +353,8 @@ def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
 
 
 def _folded(texts: Sequence[str], problems: Sequence[str]) -> str:
-    first, *others = problems
-    if not others:
-        return first
+    if len(problems) == 1:
+        return problems[0]
     columns = zip(*map(_INDEX.findall, problems), strict=True)
     slots = (spell_indices(sorted(set(map(int, column)))) for column in columns)
     line = "".join(map("".join, zip(texts, [*slots, ""], strict=True)))

@@ -13,7 +13,7 @@ from typing import Any
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import Leaf, unescape
-from flax_layoutmap.checkpoint._lazy import Array, nothing
+from flax_layoutmap.checkpoint._safetensors import Array, nothing
 from flax_layoutmap.checkpoint._steps import (
     Step,
     dequantize,

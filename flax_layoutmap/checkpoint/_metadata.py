@@ -1,31 +1,36 @@
-"""What `save` adds to Orbax's metadata of a checkpoint, written and read.
+"""What is known of a checkpoint: its description, and our record in it.
 
-Our record (schema 1, in Orbax's custom metadata) holds what resolving needs of the
+The record (schema 1, in Orbax's custom metadata) holds what resolving needs of the
 saved tree (sections, origins of optimizer state, random state, layouts on the Variables
 themselves), so that rules apply to a checkpoint exactly as to the live tree; and the
 leaves that Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
 It has shape and dtype of every stored array, for which Orbax would open the array.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.checksums import json_digest
-from flax_layoutmap._core.errors import CheckpointError, LayoutError
+from flax_layoutmap._core.errors import CheckpointError, LayoutError, visible
 from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.leaves import Mark, Origin, mark_of
 from flax_layoutmap._rules.files import (
     mesh_from_json,
     mesh_to_json,
     rules_to_json,
 )
+from flax_layoutmap._rules.records import Shape, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, Section
+from flax_layoutmap._show.table import grid_of, human_bytes
+from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
@@ -36,8 +41,104 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"
+CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafInfo:
+    """One leaf of a checkpoint, or one that a restore reads.
+
+    Attributes:
+        path: its path, as in the live tree, or in the result of the restore.
+        shape: its shape; `()` for a Python value.
+        dtype: name of its dtype, of a plan in the result; of a Python value, its type.
+        spec: its spec in the result, or when it was saved; None if unknown, or for a
+            NumPy array or a Python value.
+        bytes: bytes of the whole array, uncompressed; 0 for a Python value.
+        source: its path in the checkpoint.
+        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
+        rule: of a plan, the rule that chose its spec, or why there is none.
+        bytes_per_device: of a plan, bytes of the result in the memory of one device.
+    """
+
+    path: str
+    shape: Shape
+    dtype: str
+    spec: PartitionSpec | None
+    bytes: int
+    source: str
+    role: Role | None = None
+    rule: str = ""
+    bytes_per_device: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """The description of a checkpoint, or of what a restore reads of it.
+
+    Attributes:
+        path: its directory.
+        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
+            `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
+        leaves: its leaves, in the order of the tree that was saved; of a plan, those
+            that are read, in the order of the target.
+        step: its step; None if it is not one of a directory of steps.
+        steps: all steps of that directory, ascending.
+        rules: the rules that it was saved with, as JSON; None without any.
+        mesh: the mesh that it was saved on, abstract; None if unknown.
+        versions: library → version that wrote it, if known.
+        metadata: other metadata, of the user or of Orbax.
+    """
+
+    path: str
+    kind: CheckpointKind
+    leaves: tuple[LeafInfo, ...]
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+    rules: Mapping[str, Any] | None = None
+    mesh: DeviceMesh | None = None
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all arrays, uncompressed."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of a plan, bytes of the result in the memory of one device."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        leaves, title = self.leaves, f"{self.path}: {self.kind}"
+        if self.steps:
+            number = self.steps.index(self.step or 0) + 1
+            title += f", step {self.step} ({number} of {len(self.steps)})"
+        lines = [title, f"{len(leaves)} leaves, {human_bytes(self.total_bytes)}"]
+        if self.bytes_per_device:
+            lines.append(f"{human_bytes(self.bytes_per_device)} per device")
+        if self.mesh is not None:
+            lines.append(f"saved on {self.mesh!r}")
+        if self.rules is not None:
+            lines.append(f"rules: {len(self.rules['rules'])}")
+        columns = {
+            "path": [leaf.path for leaf in leaves],
+            "shape": [show_shape(leaf.shape) for leaf in leaves],
+            "dtype": [leaf.dtype for leaf in leaves],
+            "spec": ["" if x.spec is None else show_spec(x.spec) for x in leaves],
+            "role": [leaf.role or "" for leaf in leaves],
+            "rule": [leaf.rule for leaf in leaves],
+            "bytes": [human_bytes(leaf.bytes) for leaf in leaves],
+        }
+        if self.bytes_per_device:
+            size = [human_bytes(leaf.bytes_per_device) for leaf in leaves]
+            columns["bytes/device"] = size
+        columns = {name: cells for name, cells in columns.items() if any(cells)}
+        text = grid_of(columns).text()
+        return "\n".join([text, "", *map(visible, lines)])
 
 
 # --------------------------------------------------------------- write our record
@@ -158,13 +259,24 @@ def recorded_tree(custom: Mapping[str, Any]) -> Any:
         return None
 
 
-def read_record(
-    data: Any, held: Mapping[str, Any], where: str
-) -> tuple[Flat, dict[str, Any]]:
-    """The saved tree with abstract leaves, and what else is known of it.
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The leaves of a checkpoint, and what our record has besides.
 
-    `held` maps paths to Orbax's metadata.
+    `leaves` maps names (after `rename=`) to leaves with their path in the checkpoint.
+    `flat` is the saved tree, `origins` are those of optimizer state, and `about` is for
+    a `CheckpointInfo`.
     """
+
+    leaves: dict[str, Leaf]
+    flat: Flat | None = None
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, str] | None = None
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read_record(data: Any, held: Mapping[str, Any], where: str) -> Record:
+    """Read our record; `held` maps paths to Orbax's metadata."""
     record = data if isinstance(data, dict) else {}
     if record.get("schema") != 1:
         raise CheckpointError(
@@ -173,7 +285,7 @@ def read_record(
             "version reads schema 1"
         )
     try:
-        return _fields(record, held)
+        return _record(record, held)
     except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
         raise CheckpointError(
             f"the checkpoint {where} is damaged: the metadata of flax_layoutmap are "
@@ -181,9 +293,7 @@ def read_record(
         ) from error
 
 
-def _fields(
-    record: Mapping[str, Any], held: Mapping[str, Any]
-) -> tuple[Flat, dict[str, Any]]:
+def _record(record: Mapping[str, Any], held: Mapping[str, Any]) -> Record:
     inner, sections, owners = list[str](), list[Section](), {}
     for entry in record["sections"]:
         start, paths = len(inner), entry["paths"]
@@ -205,14 +315,11 @@ def _fields(
         raise KeyError(min(wrong))
     abstract = [leaf.abstract for leaf in leaves.values()]
     flat = Flat(inner, sections, abstract, annotations=marks, fixed=fixed)
-    return flat, {
-        "leaves": leaves,
-        "origins": origins,
-        "mesh": mesh_from_json(record["mesh"]),
-        "rules": record["rules"],
-        "versions": dict(record["versions"]),
-        "checksums": sums and {p: f"{int(text, 16):016x}" for p, text in sums.items()},
-    }
+    sums = sums and {path: f"{int(text, 16):016x}" for path, text in sums.items()}
+    versions = dict(record["versions"])
+    mesh, rules = mesh_from_json(record["mesh"]), record["rules"]
+    about = {"mesh": mesh, "rules": rules, "versions": versions}
+    return Record(leaves, flat, origins, sums, about)
 
 
 def _leaf(path: str, entry: Mapping[str, Any], held: Mapping[str, Any]) -> Leaf:

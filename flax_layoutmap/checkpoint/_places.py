@@ -2,14 +2,15 @@
 
 import dataclasses
 import glob
-import operator
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from flax_layoutmap._core.errors import CheckpointError
 
@@ -69,18 +70,12 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
             f"{path} is a checkpoint, not a directory of steps; leave step={step!r} out"
         )
     numbers = tuple(sorted(steps))
-    try:
-        number = numbers[-1] if step is None or step == "latest" else step
-        wanted = int(number) if isinstance(number, str) else operator.index(number)
-    except (TypeError, ValueError):
-        raise CheckpointError(
-            f'step={step!r} is not the number of a step, nor "latest"'
-        ) from None
+    wanted: Any = numbers[-1] if step in (None, "latest") else step
     if wanted not in steps:
         raise CheckpointError(
-            f"{path} has no step {wanted}; it has {', '.join(map(str, numbers[-9:]))}"
+            f"{path} has no step {step!r}; it has {', '.join(map(str, numbers[-9:]))}"
         )
-    return Place(os.path.join(path, steps[wanted]), wanted, numbers)
+    return Place(os.path.join(path, steps[wanted]), int(wanted), numbers)
 
 
 def items_in(path: str) -> list[str]:
@@ -148,25 +143,18 @@ def check_place(path: str) -> None:
 
 
 def common_number() -> int:
-    """A random number of 62 bits, the same on all processes."""
-    number = np.frombuffer(os.urandom(8), np.uint32) >> 1
+    """A random number of 64 bits, the same on all processes."""
+    number = np.frombuffer(os.urandom(8), np.uint32)
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         number = multihost_utils.broadcast_one_to_all(number)
-    high, low = (int(part) for part in number)
-    return high << 31 | low
+    return int.from_bytes(np.asarray(number).tobytes())
 
 
 def check_shared(path: str) -> None:
     """Check that every process sees a file that process 0 writes; a collective."""
     if jax.process_count() == 1 or is_url(path):
         return
-    from jax.experimental import multihost_utils
-
-    folder = Path(path).parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = next(parent for parent in Path(path).parents if parent.exists())
     # A new name, which no cache of the file system can know as missing.
     file = folder / f".flax_layoutmap-{common_number():016x}"
     on_first_process(file.touch, lambda why: f"cannot save to {path}: {why}")
@@ -175,9 +163,8 @@ def check_shared(path: str) -> None:
         file.unlink(missing_ok=True)
     blind = [str(number) for number, sees in enumerate(np.ravel(seen)) if not sees]
     if blind:
-        which = "processes" if len(blind) > 1 else "process"
         raise CheckpointError(
-            f"cannot save to {path}: {which} {', '.join(blind)} of "
+            f"cannot save to {path}: processes {', '.join(blind)} of "
             f"{jax.process_count()} do not see what process 0 writes to {folder}; a "
             "checkpoint needs storage that all processes share, at one path"
         )
@@ -196,8 +183,6 @@ def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) 
             error = caught
     failed = error is not None
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))
     if failed:
         why = "process 0 failed" if error is None else error.strerror or str(error)

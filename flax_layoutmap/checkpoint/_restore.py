@@ -3,24 +3,21 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.checksums import checksums
-from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.layout import is_offloaded, own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
+from flax_layoutmap._rules.records import because
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import (
     Missing,
@@ -30,14 +27,10 @@ from flax_layoutmap.checkpoint._join import (
     restored,
 )
 from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
-from flax_layoutmap.checkpoint._metadata import KEY
+from flax_layoutmap.checkpoint._metadata import CheckpointInfo, LeafInfo
 from flax_layoutmap.checkpoint._places import absolute, is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors import read_headers
-from flax_layoutmap.checkpoint._stored import (
-    CheckpointKind,
-    Stored,
-    open_checkpoint,
-)
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 # Bytes of arrays that `verify` reads at a time; a larger one is read alone.
 _PORTION_BYTES = 1 << 29
@@ -129,104 +122,6 @@ def _opener(options: Options, step: int | str | None) -> Callable[[], Stored]:
     )
 
 
-# -------------------------------------------------------------- what a checkpoint holds
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafInfo:
-    """One leaf of a checkpoint, or one that a restore reads.
-
-    Attributes:
-        path: its path, as in the live tree, or in the result of the restore.
-        shape: its shape; `()` for a Python value.
-        dtype: name of its dtype, of a plan in the result; of a Python value, its type.
-        spec: its spec in the result, or when it was saved; None if unknown, or for a
-            NumPy array or a Python value.
-        bytes: bytes of the whole array, uncompressed; 0 for a Python value.
-        source: its path in the checkpoint.
-        role: `"parameter"`, `"optimizer"` or `"other"`; of a plan, None.
-        rule: of a plan, the rule that chose its spec, or why there is none.
-        bytes_per_device: of a plan, bytes of the result in the memory of one device.
-    """
-
-    path: str
-    shape: Shape
-    dtype: str
-    spec: PartitionSpec | None
-    bytes: int
-    source: str
-    role: Role | None = None
-    rule: str = ""
-    bytes_per_device: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """The description of a checkpoint, or of what a restore reads of it.
-
-    Attributes:
-        path: its directory.
-        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
-            `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
-        leaves: its leaves, in the order of the tree that was saved; of a plan, those
-            that are read, in the order of the target.
-        step: its step; None if it is not one of a directory of steps.
-        steps: all steps of that directory, ascending.
-        rules: the rules that it was saved with, as JSON; None without any.
-        mesh: the mesh that it was saved on, abstract; None if unknown.
-        versions: library → version that wrote it, if known.
-        metadata: other metadata, of the user or of Orbax.
-    """
-
-    path: str
-    kind: CheckpointKind
-    leaves: tuple[LeafInfo, ...]
-    step: int | None = None
-    steps: tuple[int, ...] = ()
-    rules: Mapping[str, Any] | None = None
-    mesh: DeviceMesh | None = None
-    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all arrays, uncompressed."""
-        return sum(leaf.bytes for leaf in self.leaves)
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Of a plan, bytes of the result in the memory of one device."""
-        return sum(leaf.bytes_per_device for leaf in self.leaves)
-
-    def __str__(self) -> str:
-        leaves, title = self.leaves, f"{self.path}: {self.kind}"
-        if self.steps:
-            number = self.steps.index(self.step or 0) + 1
-            title += f", step {self.step} ({number} of {len(self.steps)})"
-        lines = [title, f"{len(leaves)} leaves, {human_bytes(self.total_bytes)}"]
-        if self.bytes_per_device:
-            lines.append(f"{human_bytes(self.bytes_per_device)} per device")
-        if self.mesh is not None:
-            lines.append(f"saved on {self.mesh!r}")
-        if self.rules is not None:
-            lines.append(f"rules: {len(self.rules['rules'])}")
-        columns = {
-            "path": [leaf.path for leaf in leaves],
-            "shape": [show_shape(leaf.shape) for leaf in leaves],
-            "dtype": [leaf.dtype for leaf in leaves],
-            "spec": ["" if x.spec is None else show_spec(x.spec) for x in leaves],
-            "role": [leaf.role or "" for leaf in leaves],
-            "rule": [leaf.rule for leaf in leaves],
-            "bytes": [human_bytes(leaf.bytes) for leaf in leaves],
-        }
-        if self.bytes_per_device:
-            size = [human_bytes(leaf.bytes_per_device) for leaf in leaves]
-            columns["bytes/device"] = size
-        columns = {name: cells for name, cells in columns.items() if any(cells)}
-        text = grid_of(columns).text()
-        return "\n".join([text, "", *map(visible, lines)])
-
-
 def plan(
     path: str | os.PathLike[str],
     target: Any = None,
@@ -263,11 +158,11 @@ def plan(
     for name, read in joined.reads.items():
         leaf, sharding, size = read.result, read.sharding, 0
         if sharding is not None and not is_offloaded(own_memory_kind(sharding)):
-            size = leaf.bytes_of(sharding.shard_shape(leaf.shape))
+            size = leaf.bytes(sharding.shard_shape(leaf.shape))
         known = {"source": read.stored.path, "spec": getattr(sharding, "spec", None)}
         more = {"rule": rules.get(name, ""), "bytes_per_device": size}
         leaves.append(_info(name, leaf, **known, **more))
-    return _described(stored, leaves)
+    return dataclasses.replace(stored.info, leaves=tuple(leaves))
 
 
 def inspect(
@@ -298,37 +193,23 @@ def inspect(
         )
         return CheckpointInfo(path=where, kind="safetensors", leaves=leaves)
     stored = open_checkpoint(where, step, newest=True)
-    rules = None if stored.mesh is None else stored.rule_set(None)
-    resolution = stored.resolve(rules or RuleSet(strict=False))
+    rules = None if stored.info.mesh is None else stored.rule_set(None)
+    resolution = stored.own.resolve(rules or RuleSet(strict=False), stored.origins)
     specs = resolution.specs if rules else [None] * len(resolution.paths)
     leaves = []
     for leaf, resolved, spec in zip(
-        stored.leaves.values(), resolution, specs, strict=True
+        stored.record.leaves.values(), resolution, specs, strict=True
     ):
         role = "other" if leaf.is_python else resolved.role
         spec = _orbax.spec_of(stored.held.get(leaf.path)) or spec
         leaves.append(_info(resolved.path, leaf, role=role, spec=spec))
-    return _described(stored, leaves)
+    return dataclasses.replace(stored.info, leaves=tuple(leaves))
 
 
-def _described(stored: Stored, leaves: Sequence[LeafInfo]) -> CheckpointInfo:
-    return CheckpointInfo(
-        path=stored.where,
-        kind=stored.kind,
-        step=stored.place.step,
-        steps=stored.place.steps,
-        leaves=tuple(leaves),
-        rules=stored.rules,
-        mesh=stored.mesh,
-        versions=stored.versions,
-        metadata={key: value for key, value in stored.custom.items() if key != KEY},
-    )
-
-
-def _info(path: str, leaf: Leaf, **more: Any) -> LeafInfo:
-    known: dict[str, Any] = {"source": leaf.path, "spec": None, **more}
+def _info(path: str, leaf: Leaf, **known: Any) -> LeafInfo:
+    known = {"source": leaf.path, "spec": None, "bytes": leaf.bytes(), **known}
     dtype = leaf.kind if leaf.is_python else str(leaf.dtype)
-    return LeafInfo(path=path, shape=leaf.shape, dtype=dtype, bytes=leaf.bytes, **known)
+    return LeafInfo(path=path, shape=leaf.shape, dtype=dtype, **known)
 
 
 def resolve(
@@ -363,12 +244,12 @@ def resolve(
     options = Options(path, layout_map=layout_map, mesh=mesh, rename=rename)
     stored = open_checkpoint(options.path, step, options.rename, newest=True)
     rules = options.rules or stored.rule_set(options.mesh)
-    if rules is not None and rules.mesh is None and stored.mesh is not None:
-        rules = rules.on(stored.mesh)
+    if rules is not None and rules.mesh is None and stored.info.mesh is not None:
+        rules = rules.on(stored.info.mesh)
     if rules is None or rules.mesh is None:
         lacking = "rules; pass layout_map=" if rules is None else "a mesh; pass mesh="
         raise CheckpointError(f"{stored.where} was saved without {lacking}")
-    return stored.resolve(rules)
+    return stored.own.resolve(rules, stored.origins)
 
 
 def verify(
@@ -401,13 +282,13 @@ def verify(
     every = DeviceMesh((jax.device_count(),), ("all",))
     with Agreement(f"verifying {where}", every):
         stored = open_checkpoint(where, step, newest=True)
-        if stored.checksums is None:
+        if stored.record.checksums is None:
             raise CheckpointError(stored.no_checksums())
-        leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+        leaves = [leaf for leaf in stored.record.leaves.values() if not leaf.is_empty]
         share = leaves[jax.process_index() :: jax.process_count()]
         problems: list[str] = []
         with shown_progress(f"verifying {stored.where}", None, progress):
-            for portion in grouped(share, lambda leaf: leaf.bytes, _PORTION_BYTES):
+            for portion in grouped(share, Leaf.bytes, _PORTION_BYTES):
                 wanted = {
                     x.path: x.abstract if x.is_text else np.ndarray for x in portion
                 }

@@ -22,10 +22,17 @@ from flax_layoutmap.checkpoint._join import (
     opened,
     restored,
 )
-from flax_layoutmap.checkpoint._lazy import Array, Box, full
 from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating
 from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, Recipe
-from flax_layoutmap.checkpoint._safetensors import Tensor, local, mapped, read_headers
+from flax_layoutmap.checkpoint._safetensors import (
+    Array,
+    Box,
+    Tensor,
+    full,
+    local,
+    mapped,
+    read_headers,
+)
 from flax_layoutmap.checkpoint._steps import is_scaled
 
 
@@ -45,23 +52,22 @@ def restore_safetensors(
 ) -> Any:
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
-    Headers, names, shapes, dtypes and rules are checked before any data is read; one
-    `CheckpointError` lists every problem. Then each process reads its own shards from
-    files that are mapped into memory: of narrow columns, whole pages are read.
+    All is checked before any data is read; one `CheckpointError` lists every problem.
+    Then each process reads its own shards from files that are mapped into memory: of
+    narrow columns, whole pages.
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
             with either (the file counts before the index) or with several files.
         target: as in `restore`. None: a dict of all tensors by their names, which are
             the paths that rules see.
-        mapping: entries `(path, name)` or `(path, name, steps)`; the first that matches
-            a leaf counts. The path is a regular expression for the leaf's whole path.
-            The name is that of the tensor, with `\1` or `\g<name>` for groups of the
-            path; or a tuple of names, of which the first that exists is used. The
-            steps, one or a tuple, turn the tensor into the leaf: see
-            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
-            with a regular expression, lists tensors that no leaf needs. None maps a
-            leaf `a/b/c` to the tensor `a.b.c`.
+        mapping: entries `(path, name)` or `(path, name, steps)`; the first whose
+            regular expression matches a whole path counts. The name is that of the
+            tensor, with `\1` or `\g<name>` for groups of the path, or a tuple of names,
+            of which the first that exists is used. The steps turn the tensor into the
+            leaf: see `flm.checkpoint.mappings`, which also has ready mappings.
+            `(None, name)`, with a regular expression, lists tensors that no leaf needs.
+            None maps a leaf `a/b/c` to the tensor `a.b.c`.
         layout_map: as in `restore`.
         mesh: as in `restore`.
         include: as in `restore`.
@@ -110,10 +116,8 @@ def restore_safetensors(
 class _Tensors:
     """Tensors and a mapping as a source of a restore."""
 
-    origins: Mapping[str, Any] = {}
-
     def __init__(self, path: str, names: NameMapping) -> None:
-        self.where, self._names = path, names
+        self.where, self.origins, self._names = path, {}, names
         self._tensors = read_headers(path)
         self._makers: dict[str, _Maker] = {}
         own = {
@@ -140,8 +144,10 @@ class _Tensors:
                 maker = self._maker_of(leaf, shape)
             except LookupError as error:
                 absent[path] = str(error)
+            except CheckpointError:  # the mapping is wrong
+                raise
             except ValueError as error:
-                leaves[path] = str(error)
+                leaves[path] = f"the mapping's steps do not make this shape: {error}"
             else:
                 self._makers[path] = maker
                 leaves[path] = maker.problem(shape) or maker.leaf(path, value)
@@ -151,11 +157,9 @@ class _Tensors:
     def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
         """The maker by the first name of a leaf that has its tensors; see `_maker`."""
         errors = []
-        for path, full_path in zip(
-            (leaf.path, *leaf.others), leaf.names(), strict=True
-        ):
+        for at, full_path in enumerate(leaf.names()):
             try:
-                recipe = self._names.recipe(path, full_path)
+                recipe = self._names.recipe((leaf.path, *leaf.others)[at], full_path)
                 if recipe is None:
                     raise LookupError(UNMATCHED)
                 return _maker(recipe, shape, self._tensors)
@@ -239,23 +243,14 @@ def _maker(recipe: Recipe, shape: Shape, tensors: Mapping[str, Tensor]) -> _Make
     absent = []
     for name in recipe.names:
         used, plain = recipe, recipe.without_scales()
-        held = [tensors.get(tensor) for tensor in _shapes(plain, name, shape)]
+        held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
         if not any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held):
             used = plain
-        shapes = _shapes(used, name, shape)
-        if missing := [tensor for tensor in shapes if tensor not in tensors]:
-            absent += missing
-            continue
-        return _Maker(used, name, {tensor: tensors[tensor] for tensor in shapes})
+        needed = used.shapes(name, shape)
+        absent += [tensor for tensor in needed if tensor not in tensors]
+        if tensors.keys() >= needed.keys():
+            return _Maker(used, name, {tensor: tensors[tensor] for tensor in needed})
     raise LookupError(f"there is no tensor {absent[0]!r}")
-
-
-def _shapes(recipe: Recipe, name: str, shape: Shape) -> dict[str, Shape]:
-    try:
-        return recipe.shapes(name, shape)
-    except ValueError as error:
-        text = f"the mapping's steps do not make this shape: {error}"
-        raise ValueError(text) from error
 
 
 def _value(maker: _Maker, read: Read) -> Any:

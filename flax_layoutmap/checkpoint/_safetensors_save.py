@@ -16,7 +16,6 @@ from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Leaf
-from flax_layoutmap.checkpoint._lazy import Box, Lazy, assembled, box_shape, full
 from flax_layoutmap.checkpoint._leaves import (
     Selection,
     check_bytes,
@@ -29,7 +28,15 @@ from flax_layoutmap.checkpoint._leaves import (
 )
 from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, undone
 from flax_layoutmap.checkpoint._places import on_first_process
-from flax_layoutmap.checkpoint._safetensors import NAMES, local
+from flax_layoutmap.checkpoint._safetensors import (
+    NAMES,
+    Box,
+    Lazy,
+    assembled,
+    box_shape,
+    full,
+    local,
+)
 from flax_layoutmap.checkpoint._safetensors_write import Made, Writer
 from flax_layoutmap.checkpoint._steps import Step
 

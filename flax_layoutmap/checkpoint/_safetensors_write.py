@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap.checkpoint._lazy import Array
 from flax_layoutmap.checkpoint._leaves import grouped
-from flax_layoutmap.checkpoint._safetensors import INDEX, NAMES, SINGLE, WRITTEN
+from flax_layoutmap.checkpoint._safetensors import INDEX, NAMES, SINGLE, WRITTEN, Array
 
 _HIDDEN = re.compile(r"\..+\.safetensors\.[0-9a-f]{8}\.unfinished")
 

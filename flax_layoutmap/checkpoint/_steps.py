@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap.checkpoint._lazy import (
+from flax_layoutmap.checkpoint._safetensors import (
     MXFP4_BLOCK,
     Array,
     assembled,

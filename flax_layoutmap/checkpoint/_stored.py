@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +19,9 @@ from jax.sharding import NamedSharding
 from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.checksums import checksums
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.leaves import Origin
-from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.files import rules_from_json
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flax_internals import no_mesh
@@ -31,7 +29,6 @@ from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Options, Read, Target, opened
 from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
     Leaf,
     fits_jax,
     is_floating,
@@ -43,53 +40,51 @@ from flax_layoutmap.checkpoint._leaves import (
 )
 from flax_layoutmap.checkpoint._metadata import (
     KEY,
+    CheckpointInfo,
+    Record,
     check_intact,
     read_record,
     recorded_tree,
 )
-from flax_layoutmap.checkpoint._places import Place, find
-
-CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
+from flax_layoutmap.checkpoint._places import find
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Stored:
     """A checkpoint of Orbax whose metadata has been read.
 
-    `leaves` maps names (after `rename`) to leaves with their path in the checkpoint,
-    `held` these paths to Orbax's metadata, and `tree` is the tree of these. `rules` are
-    JSON.
+    `held` maps paths in the checkpoint to Orbax's metadata. `info` has no leaves.
     """
 
-    place: Place
-    kind: CheckpointKind
+    info: CheckpointInfo
+    metadata: _orbax.Metadata
     held: dict[str, Any]
-    tree: Any
-    custom: dict[str, Any]
-    leaves: dict[str, Leaf]
-    own: Target
-    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
-    mesh: DeviceMesh | None = None
-    rules: dict[str, Any] | None = None
-    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    checksums: Mapping[str, str] | None = None
+    record: Record
 
     @property
     def where(self) -> str:
-        return self.place.path
+        return self.info.path
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        return self.record.origins
+
+    @functools.cached_property
+    def own(self) -> Target:
+        flat, leaves = self.record.flat, self.record.leaves
+        if flat is not None:
+            return Target(flat.leaves, flat, is_own=True)
+        abstract = {path: leaf.abstract for path, leaf in leaves.items()}
+        return opened(nested(abstract, unescape), is_own=True)
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
-        if self.rules is None:
+        if self.info.rules is None:
             return None
-        rules = _rules(json.dumps(self.rules))
+        rules = _rules(json.dumps(self.info.rules))
         return rules if mesh is None else rules.on(mesh)
 
     def lines(self) -> Sequence[str]:
-        return [f"{self.place} {self.custom}", *map(str, self.leaves)]
-
-    def resolve(self, rules: RuleSet) -> Resolution:
-        """Resolve the saved tree, as the live tree would be."""
-        return self.own.resolve(rules, self.origins)
+        return [f"{self.info!r} {self.metadata.custom}", *self.record.leaves]
 
     def offer(
         self, target: Target, options: Options
@@ -98,11 +93,11 @@ class Stored:
         leaves = {
             # A dict in the target may have `value` as an ordinary key.
             leaf.path if leaf.path == f"{path}/value" in wanted else path: leaf
-            for path, leaf in target.by_first_name(self.leaves).items()
+            for path, leaf in target.by_first_name(self.record.leaves).items()
         }
-        if options.verify and self.checksums is None:
+        if options.verify and self.record.checksums is None:
             problems.append(self.no_checksums())
-        if KEY not in self.custom:
+        if self.info.kind != KEY:
             leaves = {p: _as_keys(leaf, wanted.get(p)) for p, leaf in leaves.items()}
         if options.unexpected == "error":
             problems += [
@@ -127,7 +122,7 @@ class Stored:
             with Agreement(after, options.job_mesh):
                 values |= self.arrays(wanted, options.host_memory, axis)
         problems = []
-        if options.verify is not False and self.checksums is not None:
+        if options.verify is not False and self.record.checksums is not None:
             problems = self.changed([x.stored for x in stored], checksums(values))
         result = {}
         for path, read in reads.items():
@@ -149,15 +144,15 @@ class Stored:
     ) -> dict[str, Any]:
         """Read leaves: path in the checkpoint → target of Orbax, to path → value."""
         every = [wanted.get(path, ...) for path in self.held]
-        target = jax.tree.unflatten(jax.tree.structure(self.tree), every)
+        target = jax.tree.unflatten(jax.tree.structure(self.metadata.tree), every)
         values = _orbax.read_arrays(
-            self.where, target, self.place.item, host_memory, replica_axis
+            self.where, target, self.metadata.item, host_memory, replica_axis
         )
         pairs = zip(self.held, values, strict=True)
         return {path: value for path, value in pairs if path in wanted}
 
     def changed(self, leaves: Sequence[Leaf], sums: Mapping[str, str]) -> list[str]:
-        recorded = self.checksums or {}
+        recorded = self.record.checksums or {}
         return [
             f"{leaf.name}: its data are not those that were saved; restore another "
             "checkpoint, or the rest of this one with exclude="
@@ -188,21 +183,26 @@ def open_checkpoint(
     read = _orbax.read_metadata(place.path, place.item, recorded_tree)
     if verify is not False:
         check_intact(read.custom, place.path)
-    known: dict[str, Any] = {"kind": "orbax-v1" if read.is_v1 else "orbax-v0"}
     is_ours = KEY in read.custom
     held = _orbax.leaves_of(read.tree, escaped=is_ours)
     if is_ours:
-        flat, fields = read_record(read.custom[KEY], held, place.path)
-        known |= {"kind": KEY, "own": Target(flat.leaves, flat, is_own=True), **fields}
+        record = read_record(read.custom[KEY], held, place.path)
     else:
-        known["leaves"] = _named(held, place.path)
+        record = Record(_named(held, place.path))
     if rename:
-        known |= {"leaves": _renamed(known["leaves"], rename), "origins": {}}
-    if rename or not is_ours:
-        own = {path: leaf.abstract for path, leaf in known["leaves"].items()}
-        known["own"] = opened(nested(own, unescape), is_own=True)
-    place = dataclasses.replace(place, item=read.item)
-    return Stored(place=place, held=held, tree=read.tree, custom=read.custom, **known)
+        leaves = _renamed(record.leaves, rename)
+        record = dataclasses.replace(record, leaves=leaves, flat=None, origins={})
+    kind = KEY if is_ours else "orbax-v1" if read.is_v1 else "orbax-v0"
+    info = CheckpointInfo(
+        path=place.path,
+        kind=kind,
+        step=place.step,
+        steps=place.steps,
+        leaves=(),
+        metadata={key: value for key, value in read.custom.items() if key != KEY},
+        **record.about,
+    )
+    return Stored(info, read, held, record)
 
 
 def _renamed(
@@ -317,10 +317,7 @@ def _as_wanted(read: Read, value: Any) -> Any:
     stored, result, sharding = read.stored, read.result, read.sharding
     if result.is_python:
         value = value.item() if isinstance(value, np.ndarray) else value
-        if not isinstance(value, TYPES[result.kind]):
-            raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
-        return value
-    if stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
+    elif stored.kind == "key" and getattr(value, "dtype", None) != stored.dtype:
         # Orbax returns the data of keys if it has lost the implementation.
         name, _ = key_data(stored.dtype)
         wrap = functools.partial(jax.random.wrap_key_data, impl=name)
@@ -335,18 +332,18 @@ def _as_wanted(read: Read, value: Any) -> Any:
     elif isinstance(value, np.ndarray | bool | int | float | complex):
         value = _converted(np.asarray(value), result)
         value = value if sharding is None else put(value, sharding)
-    leaf, where = leaf_of(stored.path, value), getattr(value, "sharding", None)
+    got = leaf_of(result.path, value)
+    where: Any = getattr(value, "sharding", None)
     # Keys that Orbax has written alone are unknown to its metadata.
-    is_key = leaf is not None and leaf.kind == "key" and stored.dtype == np.uint32
-    if not is_key and not (
-        isinstance(value, np.ndarray if sharding is None else jax.Array)
-        and (value.shape, value.dtype) == (result.shape, result.dtype)
-        and (where is None or where.is_equivalent_to(sharding, value.ndim))
-    ):
-        raise CheckpointError(
-            f"Orbax read {leaf} with {where}, asked for {result} with {sharding}"
-        )
-    return value
+    is_key = got is not None and got.kind == "key" and stored.dtype == np.uint32
+    is_there = where is sharding or (
+        None not in (where, sharding) and where.is_equivalent_to(sharding, value.ndim)
+    )
+    if is_key or (got == result and is_there):
+        return value
+    raise CheckpointError(
+        f"Orbax read {got} with {where}, asked for {result} with {sharding}"
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -344,14 +344,11 @@ def test_steps_of_a_checkpoint_manager(tmp_path: Path) -> None:
     for step, value in ((2, 2), ("latest", 10)):
         result = restore(tmp_path / "runs", step=step, **options)
         assert (np.asarray(result["params"]["kernel"]) == value).all()
-    assert inspect(tmp_path / "runs", step="2").step == 2
     text = 'it holds steps; name one: step=10 or step="latest"'
     with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(tmp_path / "runs", **options)
-    with refused("no step 3; it has 1, 2, 10"):
-        restore(tmp_path / "runs", step=3, **options)
-    for step in (1.7, "abc", "1.0"):
-        with refused(f"step={step!r} is not the number of a step"):
+    for step in (3, 1.7, "abc"):
+        with refused(f"no step {step!r}; it has 1, 2, 10"):
             restore(tmp_path / "runs", step=step, **options)
 
 
