@@ -25,7 +25,7 @@ from flax_layoutmap._rules.rules import (
     SECTIONS,
     RuleSet,
     batch_axes,
-    check_options,
+    check_option,
 )
 
 # What stands for None, for any number of dims, and for a layout without axes.
@@ -156,34 +156,30 @@ def _rule_set(
 ) -> RuleSet:
     problems: list[str] = []
 
-    def made(where: str, make: Callable[..., Any], *args: Any) -> Any:
+    def read(where: str, make: Callable[..., Any], *args: Any) -> Any:
         try:
             return make(*args)
         except (LayoutError, TypeError) as error:
             problems.append(f"{where}: {error}")
 
-    given, mesh, batch = {**options}, None, None
-    if "mesh" in given:
-        where, value = given.pop("mesh")
-        mesh = made(f"{where}: mesh", mesh_from_json, value)
-    if "batch" in given:
-        where, value = given.pop("batch")
-        batch = made(f"{where}: batch", batch_axes, value, mesh)
-    values = {name: value for name, (_, value) in given.items()}
-    for name, (where, value) in given.items():
-        made(where, lambda name=name, value=value: check_options(**{name: value}))
+    values = {name: value for name, (_, value) in options.items()}
+    files = {name: file for name, (file, _) in options.items()}
+    mesh = read(f"{files.get('mesh')}: mesh", mesh_from_json, values.get("mesh"))
+    batch = read(f"{files.get('batch')}: batch", batch_axes, values.get("batch"), mesh)
+    for name in OPTIONS:
+        if name in values:
+            read(files[name], check_option, name, values[name])
     rules: dict[str, Any] = {
         name: tuple(
-            made(f"{where}: {name}, {pattern!r}", _rule, pattern, value, mesh)
+            read(f"{where}: {name}, {pattern!r}", _rule, pattern, value, mesh)
             for pattern, (where, value) in section.items()
         )
         for name, section in sections.items()
     }
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise RuleError(f"{count} in {file}:\n{bullet_list(problems)}")
-    batch = batch_axes(None, mesh) if batch is None else batch
-    return RuleSet(mesh=mesh, batch=batch, **values, **rules)
+        raise RuleError(f"{count} in {file}:\n{bullet_list(problems)}", problems)
+    return RuleSet(**(values | {"mesh": mesh, "batch": batch} | rules))
 
 
 def mesh_from_json(value: Any) -> DeviceMesh | None:
@@ -335,7 +331,7 @@ _HIDDEN = re.compile(r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\u
 
 
 def readable_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON for review: letters of all languages stay, invisible ones are escaped."""
+    """JSON in which letters of all languages stay and invisible ones are escaped."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

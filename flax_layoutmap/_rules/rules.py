@@ -1,10 +1,10 @@
 """RuleSet, all rules and options of a LayoutMap frozen, and the ambient one."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -24,11 +24,10 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 _T = TypeVar("_T")
 
 
-def _memo(kind: Any) -> Any:
-    """A field that a rule set remembers something in; not a part of its value."""
-    return dataclasses.field(
-        init=False, repr=False, compare=False, default_factory=kind
-    )
+def _memo(make: Any) -> Any:
+    """A field for what a rule set remembers; not a part of its value."""
+    field = functools.partial(dataclasses.field, init=False, repr=False, compare=False)
+    return field(default_factory=make)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,8 @@ class RuleSet:
         put("batch", (self.batch,) if isinstance(self.batch, str) else (*self.batch,))
         for name in SECTIONS:
             put(name, _unique(make_rules(getattr(self, name))))
-        check_options(**{name: getattr(self, name) for name in OPTIONS})
+        for name in OPTIONS:
+            check_option(name, getattr(self, name))
 
     @functools.cached_property
     def _values(self) -> tuple[Any, ...]:
@@ -167,15 +167,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_options(**options: Any) -> None:
+def check_option(name: str, value: Any) -> None:
     """Raise RuleError for a value that an option does not have."""
-    for name, value in options.items():
-        choices = _CHOICES[name]
-        # Of the same type, as 0 == False.
-        if not any(type(value) is type(known) and value == known for known in choices):
-            words = [known for known in choices if isinstance(known, str)]
-            hint = did_you_mean(value, words) if isinstance(value, str) else ""
-            raise RuleError(f"{name} must be one of {choices}, got {value!r}{hint}")
+    choices = _CHOICES[name]
+    # Of the same type, as 0 == False.
+    if not any(type(value) is type(known) and value == known for known in choices):
+        words = [known for known in choices if isinstance(known, str)]
+        hint = did_you_mean(value, words) if isinstance(value, str) else ""
+        raise RuleError(f"{name} must be one of {choices}, got {value!r}{hint}")
 
 
 def batch_axes(batch: Any, mesh: DeviceMesh | None) -> tuple[str, ...]:
@@ -221,15 +220,62 @@ def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return rules
 
 
-# ------------------------------------- the ambient rule set, mesh and split
+# ------------------------------- the ambient rules, the default mesh, split axes
 
-_CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
-    "flax_layoutmap_rules", default=None
-)
+_RULES: ContextVar[RuleSet | None] = ContextVar("rules", default=None)
+_MESH: ContextVar[DeviceMesh | None] = ContextVar("default_mesh", default=None)
+_SPLIT: ContextVar[tuple[str, ...]] = ContextVar("split", default=())
 
-_DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar(
-    "flax_layoutmap_default_mesh", default=None
-)
+# Part of the key of JAX's own caches: a function under `jax.jit` that is called in a
+# scope is traced again for other rules.
+_TRACE_KEY: Any = jax.make_user_context(None)
+
+
+def current_rules() -> RuleSet | None:
+    return _RULES.get()
+
+
+def trace_key() -> Any:
+    """What the surrounding scopes add to the keys of JAX's caches, or None."""
+    return _TRACE_KEY.value
+
+
+def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """In the block, this hashable value is part of the keys of JAX's caches."""
+    return _TRACE_KEY(value)
+
+
+@contextlib.contextmanager
+def _setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def using_rules(rules: RuleSet | None) -> Iterator[None]:
+    """Make a rule set the ambient one inside the block; None leaves it as it is."""
+    if rules is None:
+        yield
+        return
+    # A trace depends on the rules only through their names.
+    names = keyed(("names", rules)) if rules.names else contextlib.nullcontext()
+    with _setting(_RULES, rules), names:
+        yield
+
+
+def split_axes() -> tuple[str, ...]:
+    """The axes over which the surrounding `flm.accumulate` has split the batch."""
+    return _SPLIT.get()
+
+
+@contextlib.contextmanager
+def split_over(axes: tuple[str, ...]) -> Iterator[None]:
+    """In the block each device has its own rows along these axes: layouts omit them."""
+    with _setting(_SPLIT, axes):
+        yield
 
 
 @contextlib.contextmanager
@@ -238,9 +284,8 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
 
     A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
     precedence over it, and it over `jax.set_mesh`. It applies to this library only, in
-    the same thread or task; unlike `jax.set_mesh` it works inside of `jit` and with an
-    abstract mesh. A function under `jax.jit` reads it when it is traced: called with
-    another default mesh, it may reuse what was compiled for the first.
+    the same thread or task, also inside of `jit` and with an abstract mesh. A function
+    under `jax.jit` reads it when it is traced.
 
     Args:
         mesh: anything that `DeviceMesh` accepts.
@@ -255,81 +300,20 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
         >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data',), DeviceMesh('data=8'))
 
-    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes, and
-    compiles functions again.
+    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes.
     """
     made = as_mesh(mesh)
     if made is None:
         raise MeshError("default_mesh takes a mesh, got None; use flm.DeviceMesh(...)")
-    token = _DEFAULT_MESH.set(made)
-    try:
+    with _setting(_MESH, made):
         yield made
-    finally:
-        _DEFAULT_MESH.reset(token)
 
 
 def get_default_mesh() -> DeviceMesh | None:
     """Return the mesh of the innermost `default_mesh`, or None.
 
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.dtensor.get_default_mesh() is None
-        True
-
-    Plain JAX: `jax.sharding.get_mesh()`.
+    >>> import flax_layoutmap as flm
+    >>> flm.dtensor.get_default_mesh() is None
+    True
     """
-    return _DEFAULT_MESH.get()
-
-
-def current_rules() -> RuleSet | None:
-    return _CURRENT.get()
-
-
-# Part of the key of JAX's own caches: a function under `jax.jit` that is called in a
-# scope is traced again for other rules.
-_TRACE_KEY: Any = jax.make_user_context(None)
-
-
-def trace_key() -> Any:
-    """What the surrounding scopes add to the keys of JAX's caches, or None."""
-    return _TRACE_KEY.value
-
-
-def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """In the block, this hashable value is part of the keys of JAX's caches."""
-    return _TRACE_KEY(value)
-
-
-@contextlib.contextmanager
-def using_rules(rules: RuleSet | None) -> Iterator[None]:
-    """Make a rule set the ambient one inside the block; None leaves it as it is."""
-    if rules is None:
-        yield
-        return
-    token = _CURRENT.set(rules)
-    # A trace depends on the rules only through their names.
-    names = keyed(("names", rules)) if rules.names else contextlib.nullcontext()
-    try:
-        with names:
-            yield
-    finally:
-        _CURRENT.reset(token)
-
-
-# The axes over which the surrounding `flm.accumulate` has split the batch.
-_SPLIT: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
-    "flax_layoutmap_split", default=()
-)
-
-
-def split_axes() -> tuple[str, ...]:
-    return _SPLIT.get()
-
-
-def call_split_over(axes: tuple[str, ...], call: Callable[..., _T], *args: Any) -> _T:
-    """Call where each device has its own rows along these axes: layouts omit them."""
-    token = _SPLIT.set(axes)
-    try:
-        return call(*args)
-    finally:
-        _SPLIT.reset(token)
+    return _MESH.get()

@@ -27,9 +27,9 @@ from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import (
     RuleSet,
-    call_split_over,
     current_rules,
     split_axes,
+    split_over,
 )
 from flax_layoutmap._step import arguments as taken
 from flax_layoutmap._step.arguments import Slot
@@ -244,7 +244,7 @@ class _Run:
 
         number = distribute_tensor(jnp.arange(count), TensorLayout((axes,), mesh))
         *means, counts, aux = jax.vmap(
-            functools.partial(call_split_over, axes, self.loop),
+            split_over(axes)(self.loop),
             in_axes=(0, None, 0),
             out_axes=(0, 0, 0, None, 0),  # counts must not depend on the rows
             spmd_axis_name=axes,
