@@ -21,6 +21,7 @@ from flax_layoutmap._rules.files import (
 from flax_layoutmap._rules.matching import MatchMode, Rule
 from flax_layoutmap._rules.rules import (
     OPTIONS,
+    SECTIONS,
     Indivisible,
     Overlap,
     RuleSet,
@@ -30,7 +31,6 @@ from flax_layoutmap._rules.rules import (
 )
 
 _MISSING = object()
-_SECTIONS = ("activations", "names", "optimizer")
 
 
 class _Section(MutableMapping[str, TensorLayout]):
@@ -75,9 +75,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         self._owner._frozen = None
 
     def __delitem__(self, key: str) -> None:
-        self._need(key)
-        del self._rules[key]
-        self._owner._frozen = None
+        self.pop(key)
 
     def _need(self, key: str) -> None:
         if key not in self._rules:
@@ -88,16 +86,14 @@ class _Section(MutableMapping[str, TensorLayout]):
         if key not in self._rules and default is not _MISSING:
             return default
         self._need(key)
-        layout = self._rules[key].layout
-        del self[key]
-        return layout
+        self._owner._frozen = None
+        return self._rules.pop(key).layout
 
     def popitem(self) -> tuple[str, TensorLayout]:
         """Remove the last rule, as a dict does."""
-        if not self._rules:
-            raise KeyError("there are no rules")
-        key = next(reversed(self._rules))
-        return key, self.pop(key)
+        key, rule = self._rules.popitem()
+        self._owner._frozen = None
+        return key, rule.layout
 
     def setdefault(self, key: str, default: Any = None) -> TensorLayout:
         """Return the layout of this exact key; set it to `default` if absent."""
@@ -133,8 +129,6 @@ class _Section(MutableMapping[str, TensorLayout]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Section) and self._rules == other._rules
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         lines = "".join(f"\n  {key!r}: {value}," for key, value in self.items())
         return f"{{{lines}{chr(10) if lines else ''}}}"
@@ -154,10 +148,10 @@ class LayoutMap(_Section):
     `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
     raises; `replace` changes it.
 
-    A pattern sees the path of a parameter within its model, `up/kernel`, also where the
-    model is in a dict, `{"policy": model}`, or in Linen's `params`. A pattern whose
-    text names the member (`^policy/`, `params/up`) also sees the whole path. A LoRA
-    matrix follows its kernel, unless a rule matches it and not the kernel.
+    A pattern sees the path of a parameter within its model, `up/kernel`, also of
+    `{"policy": model}` and Linen's `params`; one whose text names the member
+    (`^policy/`, `params/up`) also sees the whole path. A LoRA matrix follows its
+    kernel, unless a rule matches it and not the kernel.
 
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
@@ -171,8 +165,7 @@ class LayoutMap(_Section):
             that dim (recorded as a fallback).
         batch: mesh axes for the first dim of a batch; None takes the first mesh axis.
         strict: for unused rules and large unmatched leaves: None warns once, True makes
-            them an error, False is quiet (for parts of a model, where rules for the
-            rest are unused).
+            them an error, False is quiet (for parts of a model).
 
     Example:
         >>> import flax_layoutmap as flm
@@ -206,7 +199,7 @@ class LayoutMap(_Section):
         self._mesh = as_mesh(device_mesh)
         self._batch = batch_axes(batch, self._mesh)
         self._frozen: RuleSet | None = None
-        self._sections = {name: _Section(self, name) for name in _SECTIONS}
+        self._sections = {name: _Section(self, name) for name in SECTIONS[1:]}
         self.freeze()  # checks the options
 
     @classmethod
@@ -272,14 +265,6 @@ class LayoutMap(_Section):
         """Rules for optimizer state by the paths of parameters (ZeRO-1); they win."""
         return self._sections["optimizer"]
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _SECTIONS:
-            raise AttributeError(
-                f"layout_map.{name} cannot be replaced; write into it: "
-                f'layout_map.{name}["kernel"] = …, or layout_map.{name}.update(rules)'
-            )
-        super().__setattr__(name, value)
-
     def scope(self) -> contextlib.AbstractContextManager[Any, None]:
         """Return `flm.layout_map_scope` of this map, as in tf-keras."""
         return layout_map_scope(self)
@@ -310,9 +295,6 @@ class LayoutMap(_Section):
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: Any) -> "LayoutMap":
-        return self.copy()
-
     def resolve(
         self,
         tree: Any,
@@ -327,8 +309,8 @@ class LayoutMap(_Section):
     def shardings(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
         """Return a tree of `NamedSharding` with the structure of the given tree.
 
-        Usable as `jax.jit(in_shardings=…, out_shardings=…)`. For a module it has the
-        structure of `nnx.state(module)`. Emits each warning once.
+        For `jax.jit(in_shardings=…, out_shardings=…)`; of a module, the structure is
+        that of `nnx.state(module)`. Emits each warning once.
         """
         return self._announced(tree, params, tx).shardings
 
@@ -369,20 +351,6 @@ class LayoutMap(_Section):
         """Read rules from a TOML or JSON file; `docs/rule_files.md` has the format.
 
         `mesh` is the mesh to put the rules on; None takes that of the file, abstract.
-
-        Example:
-            >>> import flax_layoutmap as flm, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp()) / "rules.toml"
-            >>> _ = path.write_text('''
-            ... schema = 1
-            ... mesh = "data=2,model=4"
-            ... [rules]
-            ... "(gate|up)/kernel" = ["-", "model"]
-            ... ''')
-            >>> flm.LayoutMap.from_file(path)
-            LayoutMap(DeviceMesh('data=2,model=4', abstract)) {
-              '(gate|up)/kernel': (None, 'model'),
-            }
         """
         return cls.from_rule_set(read_rules(path, mesh=mesh))
 
@@ -392,8 +360,6 @@ class LayoutMap(_Section):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayoutMap) and self.freeze() == other.freeze()
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         mesh = "" if self._mesh is None else repr(self._mesh)

@@ -25,14 +25,10 @@ class Rule:
     Args:
         pattern: a regular expression over leaf paths, or a path itself.
         layout: anything that `TensorLayout` takes for its axes.
-        rank: what to do with a matched leaf whose number of dims the layout does not
-            fit: `"error"`, or `"skip"` (the rule does not apply to it). LoRA matrices
-            and scales that the rule of their kernel matches too follow the kernel.
+        rank: of a matched leaf whose number of dims the layout does not fit:
+            `"error"`, or `"skip"` (the rule does not apply to it).
         optional: whether the rule may match no leaf, without a warning; for tables
             that serve several models.
-
-    Raises:
-        RuleError: the pattern is not a regular expression, or the layout is invalid.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -100,10 +96,6 @@ class Rule:
         more += ", optional=True" if self.optional else ""
         return f"Rule({self.pattern!r}, {self.layout}{more})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        options = {"rank": self.rank, "optional": self.optional}
-        return functools.partial(Rule, **options), (self.pattern, self.layout)
-
 
 # Paths whose rules a Matcher remembers.
 _MOST_PATHS = 1 << 16
@@ -138,7 +130,7 @@ class Matcher:
     Every pattern sees the path within its section (`up/kernel`). A longer form of the
     path (`policy/up/kernel`, see `paths.forms`) is seen only by the patterns whose text
     names the section: `policy/up`, `^policy/`. With `to_end` a match must reach the end
-    of the path.
+    of the path: a rule for the output of `mlp` must not apply to that of `mlp/up`.
     """
 
     def __init__(
@@ -247,13 +239,3 @@ def is_for_outputs(rule: Rule) -> bool:
     Keras's rules often write `.` for `/`, and `.*output` is for every layer.
     """
     return _FOR_OUTPUTS.search(rule.pattern) is not None
-
-
-def reaching_the_end(
-    rules: Sequence[Rule], match: MatchMode, forms: Sequence[str]
-) -> tuple[int, ...]:
-    """Positions of the rules that match a path up to its end; an exact key wins alone.
-
-    A rule for the output of `mlp` must not apply to that of `mlp/up`.
-    """
-    return Matcher(rules, match, to_end=True).match(forms).rules

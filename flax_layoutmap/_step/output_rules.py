@@ -11,7 +11,6 @@ from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
     is_for_outputs,
-    reaching_the_end,
 )
 from flax_layoutmap._rules.records import Remark, news
 from flax_layoutmap._rules.rules import RuleSet
@@ -80,8 +79,8 @@ class OutputRules:
         """The rules of one section that match an output."""
         some = [x for x in self._rules if x.end == end]
         forms = [form + end for form in path]
-        at_each = reaching_the_end([x.rule for x in some], self.rules.match, forms)
-        return [some[at] for at in at_each]
+        matcher = Matcher([x.rule for x in some], self.rules.match, to_end=True)
+        return [some[at] for at in matcher.match(forms).rules]
 
     def layout_of(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of a rule on the mesh; `indivisible` may replicate some dims."""
