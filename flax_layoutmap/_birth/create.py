@@ -191,7 +191,7 @@ def create_optimizer(
             )
         else:
             traced = trace(tx.init, (params,), keep_inputs=False)
-        resolution = resolve_tree(traced.abstract, own, params, tx, layouts)
+        resolution = resolve_tree(traced.abstract, own, params, tx, layouts=layouts)
         resolution.announce()
         agreement.add(lambda: {"keys and constants": trace_lines(traced)})
         agreement.add(resolution.fingerprint_lines)

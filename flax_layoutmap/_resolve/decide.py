@@ -224,13 +224,13 @@ def _state(made: Decisions, origin: Origin, at: int) -> Decision:
     shape, owners = made.leaves.shapes[at], made.leaves.owners
     if not shape:
         return made.replicated("scalar", shape)
-    key, why, live = None, _NO_PARAMETERS, _live_layout(made, at)
+    key, why, dims = None, _NO_PARAMETERS, origin.dims
     if owners or origin.owner is not None:
-        key, why = _owner(made, origin, live)
-    dims = origin.dims
+        key, why = _owner(made, origin)
     if key is not None and dims is not None:
         state = ("state", key, dims, shape)
         return made.once(state, lambda: _follow(made, key, dims, shape))
+    live = _live_layout(made, at)
     if live is not None and not live.is_replicated:
         name = "the layout that it has"
         return made.lay(live, shape, name, "own layout", owner=origin.owner)
@@ -246,32 +246,16 @@ def _live_layout(made: Decisions, at: int) -> TensorLayout | None:
     return live.on(None) if same_grid(mesh, live.device_mesh) else None
 
 
-def _owner(
-    made: Decisions, origin: Origin, live: TensorLayout | None
-) -> tuple[str | None, str]:
-    """The parameter that a leaf follows, or None and why it follows none.
-
-    Among several candidates with different layouts, the leaf's current layout decides.
-    """
-    owners, dims = made.leaves.owners, origin.dims
+def _owner(made: Decisions, origin: Origin) -> tuple[str | None, str]:
+    """The parameter that a leaf follows, or None and why it follows none."""
+    owners = made.leaves.owners
     if not origin.others:
         return (origin.owner if origin.owner in owners else None), origin.why
     names = [name for name in (origin.owner, *origin.others) if name in owners]
-    rows = {name: made.rows[owners[name]] for name in names if name is not None}
-    layouts = {x: (row.dims, row.mesh, row.memory_kind) for x, row in rows.items()}
-    fitting = layouts
-    if len(set(layouts.values())) > 1:
-        fitting = {
-            name: layout
-            for name, layout in layouts.items()
-            if live is not None and dims is not None
-            if live.dims(len(dims)) == picked(dims, layout[0])
-        }
-    if len(set(fitting.values())) == 1:
-        return next(iter(fitting)), origin.why
-    if not layouts:
-        return None, origin.why
-    listed = " or ".join(map(repr, layouts))
+    rows = [made.rows[owners[name]] for name in names if name is not None]
+    if len({(row.dims, row.mesh, row.memory_kind) for row in rows}) < 2:
+        return next(iter(names), None), origin.why
+    listed = " or ".join(map(repr, names))
     return None, (
         f"may belong to {listed}, which have different layouts; name the optimizer "
         "after its model, as in 'policy_optimizer'"

@@ -1,13 +1,11 @@
 """Leaves that follow a kernel: LoRA matrices, and scales of quantised kernels.
 
 A LoRA adapter adds `A @ B` to a kernel: A has the kernel's in-dims and a rank, B the
-rank and the kernel's out-dims. A scale has the dims of its kernel, at size 1 or in
-blocks, or some of them. Names tell which leaves these are, shapes which dims they have.
+rank and the kernel's out-dims. A scale has its kernel's shape with some dims of size 1,
+divided into blocks, or missing. Names tell which leaves these are, shapes which dims.
 
-A rule is written for the kernel. A rule that matches a LoRA matrix too is about the
-kernel, and the matrix follows it, dim by dim; a rule that matches a matrix and not its
-kernel wins. A scale is looked at where the rule of its kernel does not fit it: in any
-other leaf a dim that does not divide is an error.
+A rule that matches a LoRA matrix and its kernel is about the kernel, and the matrix
+follows it, dim by dim; a rule that matches the matrix alone wins.
 """
 
 import collections
@@ -98,17 +96,13 @@ def find_adapters(leaves: Leaves) -> tuple[dict[int, Kernels], dict[int, str]]:
     if "lora" in text or "LoRA" in text or _BASE in text:
         for section in leaves.flat.sections:
             if section.role == "parameter":
-                _find_in(section, leaves, adapters, plain)
+                adapters |= _matrices_in(section, leaves)
+                plain |= _unwrapped(section, leaves, adapters)
     return adapters, plain
 
 
-def _find_in(
-    section: Section,
-    leaves: Leaves,
-    adapters: dict[int, Kernels],
-    plain: dict[int, str],
-) -> None:
-    """Add the matrices of a section, and its paths without the modules of LoRA."""
+def _matrices_in(section: Section, leaves: Leaves) -> dict[int, Kernels]:
+    """The LoRA matrices of a section with the kernels that they fit."""
     flat, shapes = leaves.flat, leaves.shapes
     paths = {flat.paths[at]: at for at in range(section.start, section.stop)}
     read = {at: _read_matrix(path) for path, at in paths.items() if len(shapes[at]) > 1}
@@ -116,26 +110,28 @@ def _find_in(
     skipped = matrices.keys() | flat.fixed
     others = {path: at for path, at in paths.items() if at not in skipped}
     below = _paths_below(others, _DEPTH)
-    wrapped = set[str]()
+    adapters: dict[int, Kernels] = {}
     for at, (is_a, partner, places) in matrices.items():
         pair = shapes[at], shapes[paths[partner]] if partner in paths else None
-        adapters[at] = ()
-        for place in places:
-            adapters[at] = _kernels_at(below[place], shapes, *pair, is_a)
-            if adapters[at]:
-                wrapped |= _wrapped(below[place], place, adapters[at][0][0], shapes)
-                break
-    for path, at in others.items():
-        parts = path.split("/")
-        kept = [
-            part
-            for end, part in enumerate(parts, 1)
-            # Also without its matrices, as in a State of frozen parameters.
-            if not (part == _BASE and end < len(parts))
-            and "/".join(parts[:end]) not in wrapped
-        ]
-        if len(kept) < len(parts) and "/".join(kept) not in others:
-            plain[at] = "/".join(kept)
+        fitting = (_kernels_at(below[place], shapes, *pair, is_a) for place in places)
+        adapters[at] = next(filter(None, fitting), ())
+    return adapters
+
+
+def _unwrapped(
+    section: Section, leaves: Leaves, adapters: Mapping[int, Kernels]
+) -> dict[int, str]:
+    """The paths that leaves in the modules of LoRA had before these were added."""
+    paths = leaves.flat.paths[section.start : section.stop]
+    known = set(paths)
+    plain: dict[int, str] = {}
+    for at, path in enumerate(paths, section.start):
+        *modules, name = path.split("/")
+        if _BASE in modules and at not in adapters:
+            shorter = "/".join([*(part for part in modules if part != _BASE), name])
+            if shorter not in known:
+                plain[at] = shorter
+    return plain
 
 
 def _kernels_at(
@@ -155,21 +151,6 @@ def _kernels_at(
     nearest = [entry for entry in fitting if entry[0].count("/") == depth]
     named = [entry for entry in nearest if entry[0].rpartition("/")[2] in _KERNELS]
     return [(at, dims) for _, at, dims in named or nearest]
-
-
-def _wrapped(
-    below: Sequence[tuple[str, int]], place: str, kernel: int, shapes: Sequence[Shape]
-) -> set[str]:
-    """The module that a LoRA module at `place` wraps, if it is the only one there.
-
-    `up/base_module/kernel` was `up/kernel`.
-    """
-    arrays = [(rest.split("/"), at) for rest, at in below if len(shapes[at]) > 1]
-    (name,) = (parts[0] for parts, at in arrays if at == kernel)
-    is_alone = all(parts[0] == name and len(parts) > 1 for parts, _ in arrays)
-    if not is_alone or name in _KERNELS or place.rpartition("/")[2] in _KERNELS:
-        return set()
-    return {f"{place}/{name}" if place else name}
 
 
 # ----------------------------------------------------------------- shapes of matrices
@@ -306,32 +287,28 @@ def lay_scales(made: Decisions) -> None:
 
     A leaf is the scale of another one beside it, or beside the module that holds it, if
     the same rule is for both, its shape fits, and its name says so or the other has 8
-    bits or fewer.
+    bits or fewer. In any other leaf a dim that does not divide is an error.
     """
-    leaves, rules, full = made.leaves, made.rules, made.leaves.flat.full_paths()
-    below: Below = {}
-    for at, row in enumerate(made.rows):
-        if not (row.problem or row.fallback) or not row.matched:
+    rows, flat, dtypes = made.rows, made.leaves.flat, made.leaves.dtypes
+    unfit = [at for at, row in enumerate(rows) if row.problem or row.fallback]
+    if not any(rows[at].matched for at in unfit):
+        return
+    full, roles = flat.full_paths(), enumerate(flat.roles())
+    below = _paths_below({full[x]: x for x, role in roles if role == "parameter"}, 1)
+    for at in unfit:
+        matched = rows[at].matched
+        winner = made.rules.winner(made.rules.rules, matched) if matched else None
+        if winner is None or rows[at].reason not in ("rule", "exact key", "no rule"):
             continue
-        winner = rules.winner(rules.rules, row.matched)
-        if winner is None or row.reason not in ("rule", "exact key", "no rule"):
-            continue
-        roles = enumerate(leaves.flat.roles())
-        below = below or _paths_below(
-            {full[x]: x for x, role in roles if role == "parameter"}, 1
-        )
         parts = full[at].split("/")
         is_named = any(map(_SCALE.search, parts[-2:]))
         modules = "/".join(parts[:-1]), "/".join(parts[:-2])
         for _, kernel in itertools.chain(*map(below.__getitem__, modules)):
-            base = made.rows[kernel]
-            if kernel == at or base.rule != winner or base.problem:
-                continue
-            is_small = getattr(leaves.dtypes[kernel], "itemsize", 8) == 1
-            if is_named or is_small:
-                scale = _as_scale(made, at, kernel, winner)
-                if scale is not None:
-                    made.rows[at] = scale
+            base, is_small = rows[kernel], getattr(dtypes[kernel], "itemsize", 8) == 1
+            is_alike = kernel != at and base.rule == winner and not base.problem
+            if is_alike and (is_named or is_small):
+                if scale := _as_scale(made, at, kernel, winner):
+                    rows[at] = scale
                     break
 
 

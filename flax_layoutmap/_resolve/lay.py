@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,33 +77,31 @@ class Decisions:
 
         `name` is the layout's name in messages.
         """
-        mesh = self.rules.mesh or layout.device_mesh
-        shard, problem = None, _misfit(layout, shape, mesh)
-        if problem is None:
-            dims = layout.dims(len(shape))
-            if mesh is not None:
-                dims, clashes = divisible(shape, dims, mesh.axis_sizes)
-                if clashes and self.rules.indivisible == "error":
-                    problem = f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}"
-                elif clashes:
-                    texts = [f"{text}, so that dim is replicated" for text in clashes]
-                    more["fallback"] = f"{name}: {'; '.join(texts)}"
-                shard = _shard_shape(dims, shape, mesh)
-            if problem is None:
-                spec, more["memory_kind"] = normal_spec(dims), layout.memory_kind
-                return Decision(dims, spec, mesh, shard, reason, **more)
-        return self.trouble(f"{name}{problem}", shape, more.get("matched", ()))
+        mesh, matched = self.rules.mesh or layout.device_mesh, more.get("matched", ())
+        if problem := _misfit(layout, shape, mesh):
+            return self.trouble(f"{name}{problem}", shape, matched)
+        dims, shard = layout.dims(len(shape)), None
+        if mesh is not None:
+            sizes = mesh.axis_sizes
+            dims, clashes = divisible(shape, dims, sizes)
+            if clashes and self.rules.indivisible == "error":
+                problem = f"{name}: {'; '.join(clashes)}; {_INDIVISIBLE_FIX}"
+                return self.trouble(problem, shape, matched)
+            if clashes:
+                texts = [f"{text}, so that dim is replicated" for text in clashes]
+                more["fallback"] = f"{name}: {'; '.join(texts)}"
+            parts = (math.prod(sizes[axis] for axis in axes) for axes in dims)
+            shard = tuple(map(operator.floordiv, shape, parts))
+        more["memory_kind"] = layout.memory_kind
+        return Decision(dims, normal_spec(dims), mesh, shard, reason, **more)
 
     def replicated(
         self, reason: Reason, shape: Shape, matched: tuple[int, ...] = (), **more: Any
     ) -> Decision:
         """The decision to replicate a leaf."""
-        mesh = self.rules.mesh
+        mesh, dims, more["matched"] = self.rules.mesh, ((),) * len(shape), matched
         shard = None if mesh is None else shape
-        dims = ((),) * len(shape)
-        return Decision(
-            dims, PartitionSpec(), mesh, shard, reason, matched=matched, **more
-        )
+        return Decision(dims, PartitionSpec(), mesh, shard, reason, **more)
 
     def trouble(
         self, problem: str, shape: Shape, matched: tuple[int, ...] = ()
@@ -129,16 +128,6 @@ def _misfit(layout: TensorLayout, shape: Shape, mesh: DeviceMesh | None) -> str 
         if axis not in mesh.axis_names:
             return f": the mesh {str(mesh)!r} has no axis {axis!r}"
     return unknown_memory(layout.memory_kind, mesh)
-
-
-def _shard_shape(
-    dims: Sequence[Sequence[str]], shape: Shape, mesh: DeviceMesh
-) -> Shape:
-    sizes = mesh.axis_sizes
-    return tuple(
-        size // math.prod(sizes[axis] for axis in axes)
-        for size, axes in zip(shape, dims, strict=True)
-    )
 
 
 def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import hashlib
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import jax
@@ -47,13 +46,13 @@ if TYPE_CHECKING:
 class Resolution(ResolvedTable, Shown):
     """Every leaf of a tree, its layout, the rule that chose it, and why.
 
-    Made by `resolve`. Immutable; holds shapes, never arrays, and needs no devices:
-    an abstract mesh is enough for everything but `shardings` on devices.
+    Made by `resolve`. Immutable; holds shapes and no arrays. An abstract mesh is enough
+    for all but `shardings` and `abstract()`.
 
     Attributes:
         rules: the rule set.
         shapes: global shape of each leaf.
-        dtypes: dtype of each leaf; None for a leaf that is no array.
+        dtypes: dtype of each leaf; None for a leaf that is not an array.
     """
 
     __module__ = "flax_layoutmap"
@@ -105,9 +104,6 @@ class Resolution(ResolvedTable, Shown):
 
         For `jit`, Orbax and `device_put`. For a module it has the structure of
         `nnx.state(module)`.
-
-        Raises:
-            MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("shardings")
         return self._tree(self.sharding_list())
@@ -128,21 +124,15 @@ class Resolution(ResolvedTable, Shown):
 
         Usable as the target of any Orbax restore. Python numbers (an int `step`) become
         what JAX makes of them; leaves that are not arrays (a string) stay as they are.
-
-        Raises:
-            MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("abstract()")
-        others, shardings = self._leaves.others, self.sharding_list()
-        leaves = zip(self.shapes, self.dtypes, shardings, strict=True)
-        return self._tree(
-            [
-                others[at]
-                if dtype is None
-                else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-                for at, (shape, dtype, sharding) in enumerate(leaves)
-            ]
-        )
+        struct, others = jax.ShapeDtypeStruct, self._leaves.others
+        columns = zip(self.shapes, self.dtypes, self.sharding_list(), strict=True)
+        leaves = [
+            others[at] if dtype is None else struct(shape, dtype, sharding=sharding)
+            for at, (shape, dtype, sharding) in enumerate(columns)
+        ]
+        return self._tree(leaves)
 
     def sharding_list(self) -> tuple[NamedSharding, ...]:
         """Return one `NamedSharding` per leaf, in order; equal ones are one object."""
@@ -151,15 +141,15 @@ class Resolution(ResolvedTable, Shown):
     @functools.cached_property
     def _shardings(self) -> tuple[NamedSharding, ...]:
         equal: dict[Any, NamedSharding] = {}
-        of_row: dict[int, NamedSharding] = {}
-        for id_of_row, row in self._distinct.items():
+        shardings: dict[int, NamedSharding] = {}
+        for at, row in self._distinct.items():
             if row.mesh is None:
                 raise MeshError(_NO_MESH)
             key = (row.mesh, row.spec, row.memory_kind)
-            if key not in equal:
-                equal[key] = named_sharding(*key)
-            of_row[id_of_row] = equal[key]
-        return tuple([of_row[id(row)] for row in self._rows])
+            shardings[at] = equal.get(key) or equal.setdefault(
+                key, named_sharding(*key)
+            )
+        return tuple(map(shardings.__getitem__, map(id, self._rows)))
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._leaves.treedef, leaves)
@@ -174,12 +164,7 @@ class Resolution(ResolvedTable, Shown):
             )
 
     def on(self, mesh: Any) -> "Resolution":
-        """Resolve the same tree and rules on another mesh, such as a concrete one.
-
-        Raises:
-            RuleError: a rule names an axis that the mesh does not have.
-            ResolveError: the leaves do not fit on it.
-        """
+        """Resolve the same tree and rules on another mesh, such as a concrete one."""
         rules = self.rules.on(mesh)
         return self if rules is self.rules else decided(self._leaves, rules)
 
@@ -188,11 +173,8 @@ class Resolution(ResolvedTable, Shown):
     @property
     def unmatched(self) -> tuple[str, ...]:
         """Paths of the leaves without a rule or metadata (except scalars)."""
-        return tuple(
-            path
-            for path, row in zip(self.paths, self._rows, strict=True)
-            if row.reason in _report.UNMATCHED
-        )
+        rows = zip(self.paths, self._rows, strict=True)
+        return tuple(path for path, row in rows if row.reason in _report.UNMATCHED)
 
     @property
     def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
@@ -203,18 +185,8 @@ class Resolution(ResolvedTable, Shown):
             if row.fallback and row.reason not in _report.UNMATCHED
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of rules, mesh and table; equal on all processes of a correct job."""
-        return _hash("".join(self.fingerprints().values()))
-
-    def fingerprints(self) -> dict[str, str]:
-        """Return hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
-        parts = self.fingerprint_lines().items()
-        return {name: _hash("\n".join(lines)) for name, lines in parts}
-
     def fingerprint_lines(self) -> dict[str, list[str]]:
-        """Return the hashed lines: one for each rule, option and leaf."""
+        """One line for each rule, option and leaf: equal on all processes of a job."""
         types = "" if self.mesh is None else f" {self.mesh.axis_types}"
         return {
             "rules": rule_lines(self.rules),
@@ -232,9 +204,6 @@ class Resolution(ResolvedTable, Shown):
 
         Args:
             path: path of the leaf, within the tree or within its module.
-
-        Raises:
-            KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
         return _report.explain(self.leaf(at), self._rows[at], self.rules)
@@ -255,9 +224,6 @@ class Resolution(ResolvedTable, Shown):
             fold: whether leaves whose paths differ only in indices share a row,
                 `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
             width: most characters in a line of text; None for any number.
-
-        Raises:
-            LayoutError: there is no such format.
         """
         if format == "text":
             return plain(self._lines(width, fold=fold))
@@ -271,19 +237,6 @@ class Resolution(ResolvedTable, Shown):
         Args:
             other: the later one; maybe of other rules, mesh or tree. Leaves are
                 identified by their paths.
-
-        Raises:
-            LayoutError: it is not a Resolution.
-
-        Example:
-            >>> import jax, flax_layoutmap as flm
-            >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
-            >>> layout_map["kernel"] = (None, "model")
-            >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
-            >>> now = layout_map.resolve(tree)
-            >>> layout_map.replace("kernel", ("data", "model"))
-            >>> now.diff(layout_map.resolve(tree))
-            ResolutionDiff(1 moved)
         """
         if not isinstance(other, Resolution):
             raise LayoutError(
@@ -325,9 +278,6 @@ class Resolution(ResolvedTable, Shown):
         """Warn about unused rules and large unmatched leaves; for consumers.
 
         Each once for a rule set. Rules that the others (`besides`) use are not unused.
-
-        Raises:
-            ResolveError: the rule set is strict.
         """
         if self.rules.strict is False or self._announced:
             return
@@ -353,43 +303,26 @@ class Resolution(ResolvedTable, Shown):
 
 
 def decided(leaves: Leaves, rules: RuleSet) -> Resolution:
-    """Decide every leaf.
-
-    Raises:
-        ResolveError: leaves do not fit the rules; one error lists all of them.
-    """
+    """Decide every leaf; one ResolveError lists all that do not fit the rules."""
     rows = decide(leaves, rules)
-    resolution = Resolution(rules, leaves, rows)
-    problems = {
-        leaves.flat.records[at].label() or "the leaf": (
-            f"{show_shape(leaves.shapes[at])}: {row.problem}"
-        )
-        for at, row in enumerate(rows)
-        if row.problem
-    }
-    if not problems:
-        return resolution
-    if leaves.state is not None:  # it may be a parameter: a list of all leaves
+    wrong = {at: row.problem for at, row in enumerate(rows) if row.problem}
+    if wrong and leaves.state is not None:  # it may be a parameter: a list of all
         treedef = jax.tree.structure([0] * len(rows))
         leaves = dataclasses.replace(leaves, state=None, treedef=treedef)
-        resolution = Resolution(rules, leaves, rows)
-    raise ResolveError(
-        _problems_text(problems, resolution.mesh),
-        [f"{path} {text}" for path, text in problems.items()],
-        resolution,
-    )
+    resolution = Resolution(rules, leaves, rows)
+    if not wrong:
+        return resolution
+    names = [leaves.flat.records[at].label() or "the leaf" for at in wrong]
+    texts = [f"{show_shape(leaves.shapes[at])}: {text}" for at, text in wrong.items()]
+    listed = [f"{name} {text}" for name, text in zip(names, texts, strict=True)]
+    raise ResolveError(_problems_text(names, texts, rules.mesh), listed, resolution)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _problems_text(problems: Mapping[str, str], mesh: Any) -> str:
+def _problems_text(names: Sequence[str], texts: Sequence[str], mesh: Any) -> str:
     """One line for each problem; equal ones of repeated layers share a line."""
-    count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
-    on_mesh = "" if mesh is None else f" on mesh {mesh}"
-    texts, lines = list(problems.values()), []
-    for alike in fold(list(problems), texts):
+    count = f"{len(names)} leaves do" if len(names) > 1 else "1 leaf does"
+    on_mesh, lines = "" if mesh is None else f" on mesh {mesh}", []
+    for alike in fold(names, texts):
         first, count_alike = alike.members[0], len(alike.members)
         times = f" ×{count_alike}" if count_alike > 1 else ""
         lines.append(f"{alike.text}{times} {texts[first]}")

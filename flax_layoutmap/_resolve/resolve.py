@@ -5,6 +5,7 @@ Each stage is a function from one frozen value to the next:
     tree → flatten → leaves_of → find_origins → decide → Resolution
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
@@ -80,25 +81,27 @@ def resolve(
 def resolve_tree(
     tree: Any,
     rules: RuleSet,
-    params: Any,
-    tx: Any,
-    layouts: Sequence[TensorLayout] | None = None,
+    params: Any = None,
+    tx: Any = None,
+    *,
+    layouts: Sequence[TensorLayout] = (),
+    names: Names | None = None,
+    treedef: Any = None,
 ) -> Resolution:
     """Resolve a tree, or optimizer state whose parameters are not in it.
 
-    `layouts` has the current layout of each of `params`; None lets the rules decide.
+    `layouts` has the current layout of each of `params`; without them the rules decide.
+    `names` and `treedef` are as for `flatten` and `leaves_of`.
     """
-    flat = flatten(tree)
+    flat = flatten(tree, names)
     if params is None:
-        leaves = leaves_of(flat, tree)
-        return decided(
-            find_origins(leaves, flat.nodes, models_in(flat, tree), tx), rules
-        )
-    leaves = leaves_beside(leaves_of(flatten(params), params), flat, tree)
-    if layouts:
+        leaves = leaves_of(flat, tree, treedef)
+        nodes, trees = flat.nodes, models_in(flat, tree)
+    else:
+        leaves = leaves_beside(leaves_of(flatten(params), params), flat, tree)
         leaves = dataclasses.replace(leaves, given=dict(enumerate(layouts)))
-    trees = [params] if layouts else _given(params)
-    return decided(find_origins(leaves, {}, trees, tx), rules)
+        nodes, trees = {}, [params] if layouts else _given(params)
+    return decided(find_origins(leaves, nodes, trees, tx), rules)
 
 
 def _given(params: Any) -> list[Any]:
@@ -110,36 +113,37 @@ def _given(params: Any) -> list[Any]:
     return [params]
 
 
+# Trees that a rule set remembers, newest first.
+_MOST_TREES = 4
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
 def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolution:
     """Look the tree up by structure, shapes and dtypes before anything is matched.
 
     `names` has the paths of shared Variables, if the tree does not tell.
     """
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
-        names = names_of_shared(tree)
-        tree = nnx_state(tree)  # what its Resolution is a tree of
-    key = _key_of(tree, names)
-    trees = rules._resolved
+        # What its Resolution is a tree of.
+        names, tree = names_of_shared(tree), nnx_state(tree)
+    key, trees = _key_of(tree, names), rules._resolved
+    if key is None:
+        return resolve_tree(tree, rules, names=names)
     for known, resolution in tuple(trees):
-        if _is_equal(known, key):
-            return resolution
-    flat = flatten(tree, names)
-    leaves = leaves_of(flat, tree, None if key is None else key[0])
-    resolution = decided(find_origins(leaves, flat.nodes, models_in(flat, tree)), rules)
+        with contextlib.suppress(TypeError, ValueError):  # metadata without equality
+            if known == key:
+                return resolution
+    resolution = resolve_tree(tree, rules, names=names, treedef=key[0])
     # Annotations depend on Flax's logical rules in context, and state of an unknown
     # kind on the current layouts of arrays; the key has neither, and it does not tell
     # which Variables of an NNX object are shared.
-    is_known = key is not None and not flat.has_objects and not flat.annotations
-    if is_known and not _depends_on_arrays(resolution):
+    leaves, rows = resolution._leaves, resolution._distinct.values()
+    is_known = not (leaves.flat.has_objects or leaves.flat.annotations or leaves.live)
+    if is_known and all(row.reason != "unknown optimizer state" for row in rows):
         trees.insert(0, (key, resolution))
         del trees[_MOST_TREES:]
     return resolution
-
-
-# Cached in their rule set, newest first.
-_MOST_TREES = 4
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _key_of(tree: Any, names: Any) -> Any:
@@ -153,26 +157,10 @@ def _key_of(tree: Any, names: Any) -> Any:
     return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), names or None
 
 
-def _is_equal(key: Any, other: Any) -> bool:
-    try:
-        return bool(key == other)
-    except (TypeError, ValueError):  # metadata that cannot be compared
-        return False
-
-
-def _depends_on_arrays(resolution: Resolution) -> bool:
-    """Whether layouts that arrays have already did, or could, decide anything."""
-    return bool(resolution._leaves.live) or any(
-        row.reason in ("unknown optimizer state", "own layout")
-        for row in resolution._distinct.values()
-    )
-
-
 def rule_set_of(rules: Any, what: str) -> RuleSet:
     """The frozen rules of a `LayoutMap`; a `RuleSet` as it is.
 
-    Raises:
-        RuleError: `rules` is neither; the message names the call, `what`.
+    `what` names the call in the error for anything else.
     """
     if isinstance(rules, RuleSet):
         return rules
@@ -198,9 +186,9 @@ def _traced(tree: Any) -> Traced | None:
     """The trace of a function that makes a tree; None for a tree."""
     if isinstance(tree, Traced):
         return tree
-    if not callable(tree) or is_nnx_object(tree) or is_train_state(tree):
-        return None
-    if isinstance(tree, nnx.Variable):  # which passes calls on to its value
+    # A Variable passes calls on to its value.
+    is_tree = is_nnx_object(tree) or isinstance(tree, nnx.Variable)
+    if is_tree or is_train_state(tree) or not callable(tree):
         return None
     if hasattr(tree, "init") and hasattr(tree, "apply"):
         raise StructureError(
