@@ -5,6 +5,7 @@ shards. No device holds a full copy of a parameter that a rule shards, except du
 operations that XLA does not partition (QR, a sort).
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,10 +90,13 @@ def create(
     _check_function(make)
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
-        if traced.abstract is None:
+        if (made := traced.abstract) is None or inspect.iscoroutine(made):
+            what = "None" if made is None else "a coroutine, as it is async"
+            if made is not None:
+                made.close()
             raise StructureError(
                 f"create(make, layout_map): {getattr(make, '__name__', make)} gives "
-                "None: let it return the model that it makes"
+                f"{what}: let it return the model that it makes"
             )
         resolution = resolve(traced, rules)
         refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")

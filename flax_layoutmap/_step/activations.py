@@ -9,19 +9,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen, nnx
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, warn
-from flax_layoutmap._place.place import distribute_tensor
-from flax_layoutmap._resolve.lay import fits
+from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean, warn
+from flax_layoutmap._place.place import distribute, wanted_layout
+from flax_layoutmap._resolve.lay import CONFLICT_FIX, fits
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.matching import is_for_outputs
+from flax_layoutmap._rules.matching import Matcher, Rule, is_for_outputs
+from flax_layoutmap._rules.records import Remark, news
 from flax_layoutmap._rules.rules import RuleSet, keyed, using_rules
 from flax_layoutmap._step.explicit import has_explicit_axes
-from flax_layoutmap._step.output_rules import OutputRules, Path
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,
@@ -31,6 +31,10 @@ from flax_layoutmap._tree.flax_internals import (
     set_note,
 )
 from flax_layoutmap._tree.paths import escape, forms, join_keys
+
+# The path of a module or of an output in all its forms (see `paths.forms`); messages
+# show the first.
+_Path = tuple[str, ...]
 
 
 def activation_scope(
@@ -51,8 +55,8 @@ def activation_scope(
         A context manager.
 
     Raises:
-        RuleError: `layout_map` is not one; or, at the end, a strict map has activation
-            rules that no called module matches.
+        RuleError: `layout_map` is not one, or strict with activation rules that match
+            no module.
         MeshError: the rules have no mesh.
         LayoutError: in the block, an output does not fit its rule.
 
@@ -112,7 +116,7 @@ def activated(
         or has_explicit_axes(jax.sharding.get_abstract_mesh())  # errors name modules
     ):
         active = _Active(rules)
-        active.outputs.learn(parameters)
+        active.learn(parameters)
     with contextlib.ExitStack() as stack:
         # Also None: a program of `jit` must not depend on a scope around the call.
         stack.callback(_ACTIVE.reset, _ACTIVE.set(active))
@@ -125,7 +129,7 @@ def activated(
             stack.enter_context(keyed(("no activations", rules)))
         yield
     if active is not None:
-        active.outputs.report_unused(report)
+        active.report_unused(report)
 
 
 def forget_path(node: Any) -> None:
@@ -139,14 +143,90 @@ def _modules_of(root: Any) -> list[tuple[Any, Any]]:
     return [(keys, node) for keys, node in nodes if isinstance(node, nnx.Module)]
 
 
+class _OutputRule(NamedTuple):
+    """A rule, its name in messages, and what its pattern has after the path."""
+
+    rule: Rule
+    name: str
+    end: str
+
+
 class _Active:
-    """The rules in force, and how deep in the calls of modules this is.
+    """The rules in force, which modules there are, and how deep in their calls this is.
 
     The note of a module is its path, with the rules of the scope.
     """
 
     def __init__(self, rules: RuleSet) -> None:
-        self.outputs, self._depth = OutputRules(rules), 0
+        self.rules, self._depth = rules, 0
+        self._is_called: dict[_Path, bool] = {}
+        self._chosen: dict[_Path, _OutputRule | None] = {}
+        self._outputs = [
+            _OutputRule(rule, f"{kind} {at + 1} {rule.pattern!r}", end)
+            for kind, section, end in (
+                ("activation rule", rules.activations, ""),
+                ("rule", rules.rules, "/output"),
+            )
+            for at, rule in enumerate(section)
+            if not end or is_for_outputs(rule)
+        ]
+
+    # ---------------------------------------------------------------- which rule
+
+    def learn(self, parameters: Iterable[str]) -> None:
+        """Drop rules `…/output` of the map that are for these parameters."""
+        if own := [x for x in self._outputs if x.end]:
+            matcher = Matcher([x.rule for x in own], self.rules.match)
+            used = {own[at] for path in parameters for at in matcher.matching(path)}
+            self._outputs = [x for x in self._outputs if x not in used]
+            self._chosen.clear()
+
+    def _rule_of(self, path: _Path) -> _OutputRule | None:
+        """The rule for an output, activations first."""
+        if path not in self._chosen:
+            some = self._matching(path, "") or self._matching(path, "/output")
+            rules = [x.rule for x in some]
+            winner = self.rules.winner(rules, range(len(rules))) if rules else None
+            if rules and winner is None:
+                listed = ", ".join(f"{x.name} → {x.rule.layout}" for x in some)
+                raise RuleError(
+                    "rules with different layouts match the output of "
+                    f"{path[0]!r}: {listed}; {CONFLICT_FIX}"
+                )
+            self.rules._fired.update(map(id, rules))
+            self._chosen[path] = None if winner is None else some[winner]
+        return self._chosen[path]
+
+    def _matching(self, path: _Path, end: str) -> Sequence[_OutputRule]:
+        """The rules of one section that match an output."""
+        some = [x for x in self._outputs if x.end == end]
+        ends = [form + end for form in path]
+        matcher = Matcher([x.rule for x in some], self.rules.match, to_end=True)
+        return [some[at] for at in matcher.match(ends).rules]
+
+    def report_unused(self, report: Callable[[str], None]) -> None:
+        """Report once the rules that match no module, now and in earlier calls.
+
+        If some modules were not called, a rule may be for one of their outputs, and is
+        no error.
+        """
+        known = [path[0] for path in self._is_called]
+        unused = [
+            repr(x.rule.pattern) + did_you_mean(x.rule.pattern, known)
+            for x in self._outputs
+            if not x.rule.optional and id(x.rule) not in self.rules._fired
+            if not any(x in self._matching(path, x.end) for path in self._is_called)
+        ]
+        if not unused or not known or self.rules.strict is False:
+            return
+        listed = ", ".join(unused)
+        text = f"activation rules that match the output of no module: {listed}"
+        if self.rules.strict and all(self._is_called.values()):
+            raise RuleError(f"strict: {text}")
+        for new in news(self.rules, [Remark(text, frozenset([text]))]):
+            report(new)
+
+    # ---------------------------------------------------------- modules and calls
 
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
@@ -156,10 +236,10 @@ class _Active:
             for keys, module in _modules_of(root):
                 path = forms(prefix, "/".join(map(escape, keys)))
                 if callable(module):
-                    self.outputs.is_called.setdefault(path, False)
+                    self._is_called.setdefault(path, False)
                 before.append((module, note_of(module)))
                 if self._path_of(module) is None:  # else an outer scope has marked it
-                    set_note(module, (path, self.outputs.rules))
+                    set_note(module, (path, self.rules))
         try:
             yield
         finally:
@@ -169,16 +249,16 @@ class _Active:
             for module, mark in reversed(before):
                 set_note(module, mark)
 
-    def _path_of(self, module: Any) -> Path | None:
+    def _path_of(self, module: Any) -> _Path | None:
         path, rules = note_of(module) or (None, None)
-        return path if rules == self.outputs.rules else None
+        return path if rules == self.rules else None
 
     def call(self, module: Any, call: Callable[[], Any]) -> Any:
         """Call an NNX module, and constrain its output."""
         path = self._path_of(module)
         if path is None and not self._depth:
             # A model that was merged in the block (nnx.merge): it is a root.
-            self.outputs.learn(flatten(module).every_form())
+            self.learn(flatten(module).every_form())
             with self.marked([("", module)]):
                 return self.call(module, call)
         self._depth += 1
@@ -187,11 +267,11 @@ class _Active:
         finally:
             self._depth -= 1
 
-    def lay_out(self, path: Path, module: Any, call: Callable[[], Any]) -> Any:
+    def lay_out(self, path: _Path, module: Any, call: Callable[[], Any]) -> Any:
         """Call the module at a path, and constrain each leaf of its output."""
         with _named_in_errors(path[0], module):
             output = call()
-            self.outputs.is_called[path] = True
+            self._is_called[path] = True
             leaves = jax.tree.leaves(output, is_leaf=is_nnx_object)
             return jax.tree.map_with_path(
                 lambda keys, x: self._leaf(path, join_keys(keys), x, len(leaves) > 1),
@@ -199,32 +279,24 @@ class _Active:
                 is_leaf=is_nnx_object,
             )
 
-    def _leaf(self, path: Path, name: str, x: Any, has_others: bool) -> Any:
+    def _leaf(self, path: _Path, name: str, x: Any, has_others: bool) -> Any:
         """Constrain a leaf of an output, by its own path or else the module's."""
         if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
         own = tuple(f"{form}/{name}".strip("/") for form in path)
-        found = self.outputs.rule_of(own)
-        if not found and (x.shape or not has_others):  # a loss beside the output
-            found = self.outputs.rule_of(path)
-        if not found:
+        chosen = self._rule_of(own)
+        if not chosen and (x.shape or not has_others):  # a loss beside the output
+            chosen = self._rule_of(path)
+        if not chosen or (
+            chosen.rule.rank == "skip" and not fits(chosen.rule.layout, x.ndim)
+        ):
             return x
-        rule = found.rule
-        if rule.rank == "skip" and not fits(rule.layout, x.ndim):
-            return x
-        try:
-            # In the name of the operation, so that programs and profiles show it.
-            with jax.named_scope(f"activations[{path[0]}]"):
-                return distribute_tensor(x, self.outputs.layout_of(rule, x.shape))
-        except (LayoutError, MeshError) as error:
-            fix = (
-                "; it has several outputs, of which this one may have a rule of its "
-                f"own: layout_map.activations[{own[0]!r}] = …"
-            )
-            raise type(error)(
-                f"{found.name} for the output of {path[0] or 'the model'!r} "
-                f"{tuple(x.shape)}: {error}{fix if has_others else ''}"
-            ) from error
+        what = f"{chosen.name} for the output of {path[0] or 'the model'!r}"
+        if has_others:
+            what += f" (for this one alone: layout_map.activations[{own[0]!r}])"
+        # In the name of the operation, so that programs and profiles show it.
+        with jax.named_scope(f"activations[{path[0]}]"):
+            return distribute(x, wanted_layout(chosen.rule.layout), what, is_named=True)
 
 
 _ACTIVE: ContextVar[_Active | None] = ContextVar("_ACTIVE", default=None)
@@ -251,7 +323,7 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if active is None or module.scope is None:  # the module has no variables yet
         return plain(*args, **kwargs)
     if not module.path:
-        active.outputs.learn(flatten(module.variables).every_form())
+        active.learn(flatten(module.variables).every_form())
     if context.method_name != "__call__":
         return plain(*args, **kwargs)
     path = ("/".join(map(escape, module.path)),)

@@ -130,8 +130,8 @@ class _KnownCall:
         moved = [at for at, leaf in enumerate(leaves) if leaf is not raw[at]]
         # State is placed only once, but for PRNG keys, for whose shardings JAX has
         # several spellings; and each Variable has to hold one array.
-        key = jax.dtypes.prng_key
-        once = {at for at in moved if not jax.dtypes.issubdtype(leaves[at].dtype, key)}
+        is_kind, key = jax.numpy.issubdtype, jax.dtypes.prng_key
+        once = {at for at in moved if not is_kind(leaves[at].dtype, key)}
         if once & {*program.state} or len(held) != len(call.parts):
             raise Uncomparable
         self._moves = [(at, program.wanted[at] or leaves[at].sharding) for at in moved]

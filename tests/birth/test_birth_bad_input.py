@@ -109,11 +109,16 @@ def extra(value: Any) -> Callable[[], Any]:
     return lambda: Model(also)
 
 
+async def coroutine() -> Any:
+    return layer(nnx.Rngs(0))
+
+
 NOT_MODELS: list[tuple[Any, str]] = [
     (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
     (layer(nnx.Rngs(0)), "was given a Linear that exists already; pass a function"),
     (3, "needs a function that makes the model, got a int"),
     (lambda: None, "gives None: let it return the model"),
+    (coroutine, "coroutine gives a coroutine, as it is async: let it return the model"),
     (extra(np.array(["a", "b"])), "extra is a NumPy array of <U1: set it after"),
     (extra(np.zeros(3, [("a", "f4")])), "extra is a NumPy array of [('a'"),
     (extra(np.array([1, 2**40])), "int64 with numbers that int32 does not hold: set"),

@@ -167,8 +167,7 @@ def test_activation_rules_without_a_module_are_told_of_once() -> None:
         with flm.activation_scope(layout_map.on("data=4,model=2"), model):
             model(jnp.ones((8, 8)))
     assert found == [
-        "activation rules that match the output of no module: 'upp'; the closest is "
-        "'up'"
+        "activation rules that match the output of no module: 'upp'; did you mean 'up'?"
     ]
 
 

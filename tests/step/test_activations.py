@@ -139,10 +139,9 @@ def test_outputs_one_by_one(layout_map: flm.LayoutMap) -> None:
     with pytest.raises(flm.LayoutError) as caught:
         flm.jit(attend, layout_map=layout_map)(model, X)
     assert str(caught.value) == (
-        "activation rule 1 'attn' for the output of 'attn' (8, 4): distribute_tensor "
-        "of an array (8, 4): the layout ('data', None, 'model') has 3 dims, the array "
-        "has 2; it has several outputs, of which this one may have a rule of its own: "
-        "layout_map.activations['attn/1/w'] = …"
+        "activation rule 1 'attn' for the output of 'attn' (for this one alone: "
+        "layout_map.activations['attn/1/w']) of an array (8, 4): the layout ('data', "
+        "None, 'model') has 3 dims, the array has 2"
     )
     layout_map.activations["attn/1/w"] = ("model", None)
     y, weights = flm.jit(attend, layout_map=layout_map)(model, X)
@@ -278,7 +277,7 @@ def test_rules_that_never_fire() -> None:
         for rows in (8, 4):
             step(layers(), X[:rows])
 
-    with pytest.warns(flm.LayoutWarning, match="'layer/1'; the closest is") as seen:
+    with pytest.warns(flm.LayoutWarning, match="'layer/1'; did you mean") as seen:
         run()
     assert len(seen) == 1 and "'layers/0'" not in str(seen[0].message).split(";")[0]
     with pytest.raises(flm.errors.RuleError, match="strict: activation rules that mat"):

@@ -701,8 +701,7 @@ def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> Non
     texts = [str(w.message) for w in found]
     assert len(texts) == 2 and "kernle" in texts[1]
     assert texts[0] == (
-        "activation rules that match the output of no module: 'upp'; "
-        "the closest is 'up'"
+        "activation rules that match the output of no module: 'upp'; did you mean 'up'?"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
