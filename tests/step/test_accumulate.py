@@ -198,8 +198,11 @@ def test_arguments_of_every_kind(make: Any, mesh: str) -> None:
     loss_fn, args, options = make()
     layouts = {"w$|kernel": ("fsdp", "tensor")} if "fsdp" in mesh else {}
     layout_map = rules(mesh, **layouts)
-    scope = flm.activation_scope(layout_map)
-    gradient = scope(flm.accumulate(loss_fn, steps=4, **options))
+
+    def gradient(*args: Any) -> Any:
+        with flm.activation_scope(layout_map):
+            return flm.accumulate(loss_fn, steps=4, **options)(*args)
+
     expected = nnx.value_and_grad(loss_fn, **options)(*args)
     close(gradient(*args), expected)
     static = tuple(at for at, x in enumerate(args) if isinstance(x, str | bool))
