@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from multiprocess import checksums as program
-from multiprocess import launch
 from same import refused
 
 import flax_layoutmap as flm
@@ -159,19 +157,3 @@ def test_a_leaf_that_is_not_as_it_was_saved_is_named(tmp_path: Path) -> None:
     options: Any = {"layout_map": layout_map, "verify": False}
     restored = flm.checkpoint.restore(tmp_path / "a", **options)
     assert (np.asarray(restored["layer"]["w"]) == np.arange(8)).all()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "job_part",
-    ["checksums-2", pytest.param("checksums-4", marks=pytest.mark.slow)],
-    indirect=True,
-)
-def test_several_processes_find_what_one_finds(job_part: launch.Part) -> None:
-    first, *others = (part.answer for part in job_part.ended)
-    assert all(other == first for other in others)
-    assert first["checksums"] == first["other mesh"] == checksums(program.tree("x=8"))
-    # A restore on the same mesh, and on another one: all say which leaf it is.
-    assert first["intact"] == ["", ""] and first["verified"] == 7
-    for said in first["flipped"]:
-        assert "1 problem" in said and "not those that were saved" in said

@@ -21,10 +21,8 @@ HEARTBEAT_SECONDS = 10
 
 # Phase → what the others say; in a step that is a note to the error of JAX's runtime.
 SAID = {
-    "creation": "could not reach the other processes before creating the model: one of",
     "step": "start all of them again; the latest step saved in",
     "save": "could not reach the other processes before saving",
-    "restore": "could not reach the other processes before restoring",
 }
 
 
@@ -47,14 +45,10 @@ def test_killed_in(phase: str, tmp_path: Path) -> None:
         if one.answer is None:  # JAX itself ended the process, with its own words
             assert "coordination" in one.err.lower(), str(one)
         else:
-            assert SAID[phase] in one.answer["text"], str(one)
+            assert SAID[phase] in one.answer, str(one)
     layout_map = flm.LayoutMap("data=2,model=4", strict=False)
     layout_map["kernel"] = (None, "model")
-    assert flm.checkpoint.verify(tmp_path / "1") > 0
-    restored: Any = flm.checkpoint.restore(tmp_path / "1", layout_map=layout_map)
+    run = flm.checkpoint.Checkpointer(tmp_path, layout_map=layout_map)
+    assert run.steps == [1]
+    restored: Any = run.restore()
     assert np.isfinite(np.asarray(restored["model"]["kernel"])).all()
-    if phase != "restore":
-        with pytest.raises(flm.errors.CheckpointError):
-            flm.checkpoint.inspect(tmp_path / "2")
-    else:
-        assert flm.checkpoint.verify(tmp_path / "2") > 0

@@ -1,11 +1,6 @@
-"""Create models and optimizers in their shards, in several processes.
+"""Models and optimizers that are created in their shards; see `whole_line`."""
 
-A part (see `launch`), imported by the test too, which makes the same in one process.
-"""
-
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,8 +12,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
-
-GRID = "data=2,model=4"
 
 
 class Model(nnx.Module):
@@ -44,10 +37,8 @@ class Linen(nn.Module):
 
 
 def rules(kind: str) -> flm.LayoutMap:
-    """The rules on a mesh over the devices of all processes."""
-    layout_map = flm.LayoutMap(
-        flm.DeviceMesh(GRID, axis_types=kind), strict=False, indivisible="replicate"
-    )
+    mesh = flm.DeviceMesh("data=2,model=4", axis_types=kind)
+    layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
     layout_map["kernel|embedding|table"] = ("data", "model")
     layout_map["bias"] = ("model",)
     return layout_map
@@ -76,10 +67,8 @@ def births() -> Iterator[tuple[str, Any]]:
         # Its counters have gone on.
         yield f"{kind}: again", nnx.state(flm.create(Model, layout_map, rngs))
         tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
-        yield (
-            f"{kind}: adafactor",
-            nnx.state(flm.create_optimizer(model, tx, layout_map)),
-        )
+        optimizer = flm.create_optimizer(model, tx, layout_map)
+        yield f"{kind}: adafactor", nnx.state(optimizer)
     layout_map = rules("auto")
     with flm.layout_map_scope(layout_map):
         model = Model(nnx.Rngs(3, dropout=4))
@@ -90,39 +79,3 @@ def births() -> Iterator[tuple[str, Any]]:
     yield "Linen", flm.create(Linen().init, layout_map, key, jnp.ones((2, 8)))
     yield "TrainState", flm.create(linen_state, layout_map, key)
     yield "orthogonal", flm.create(orthogonal, layout_map)
-
-
-def found() -> dict[str, list[Any]]:
-    """Path → [device, part, checksum] of each shard here."""
-    shards = {}
-    for name, tree in births():
-        for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                leaf = jax.random.key_data(leaf)
-            assert len(leaf.sharding.device_set) == 8, path
-            shards[f"{name}/{path}"] = [
-                [
-                    shard.device.id,
-                    [
-                        list(part.indices(n)[:2])
-                        for part, n in zip(*_cut(shard, leaf), strict=True)
-                    ],
-                    zlib.crc32(np.asarray(shard.data).tobytes()),
-                ]
-                for shard in leaf.addressable_shards
-            ]
-    return shards
-
-
-def _cut(shard: Any, leaf: Any) -> tuple[Any, Any]:
-    return shard.index, leaf.shape
-
-
-def main(folder: Path) -> dict[str, list[Any]]:
-    """The same, with devices in the order of the mesh, whatever their ids are."""
-    line = {device.id: at for at, device in enumerate(jax.devices())}
-    answers = found()
-    return {
-        path: [[line[one[0]], *one[1:]] for one in answers[path]] for path in answers
-    }

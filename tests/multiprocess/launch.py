@@ -5,16 +5,18 @@ folder, calls `join()` before it touches a device and `answer(...)` with what it
 
 What needs no processes of its own is a part: a module with a function `main(folder)`,
 which returns its answer, and perhaps `prepare(folder)`, which the test's own process
-calls before. The parts of all tests that were selected run in one start of processes;
-a test asks for its own with the fixture `job_part`.
+calls before. The parts of all tests that were selected run in one start of processes,
+which costs more than most parts; a test asks for its own with the fixture `job_part`.
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +34,7 @@ GRACE_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How one process ended.
-
-    Attributes:
-        code: its exit code; negative where it was killed by a signal.
-        out: what it printed.
-        err: its standard error.
-        answer: the value that the program gave to `answer`; None without one.
-    """
+    """How one process ended: its exit code, what it printed, and what it answered."""
 
     code: int
     out: str
@@ -50,16 +45,6 @@ class Ended:
         return f"exit code {self.code}\n{self.out}{self.err}"
 
 
-class LaunchError(AssertionError):
-    """A process failed, or they did not end in time; holds what each one printed."""
-
-    def __init__(self, why: str, ended: Sequence[Ended]) -> None:
-        parts = [f"\n--- process {at}: {one}" for at, one in enumerate(ended)]
-        super().__init__(why + "".join(parts))
-        self.why = why
-        self.ended = tuple(ended)
-
-
 def run(
     program: str,
     *args: str,
@@ -68,69 +53,91 @@ def run(
     timeout: float = 240.0,
     check: bool = True,
     heartbeat: int = 20,
-    during: Callable[[Sequence[forks.Process]], None] | None = None,
+    during: Callable[[Sequence[forks.Process]], None] = lambda started: None,
 ) -> list[Ended]:
     """Runs a program of this folder as several processes, and waits for all.
 
-    Args:
-        program: the name of its module.
-        *args: arguments of the program, the same in every process.
-        processes: how many.
-        devices: virtual CPU devices of each.
-        timeout: seconds until all that still run are killed.
-        check: whether an exit code other than 0 is an error.
-        heartbeat: seconds after which a process that is gone is missed.
-        during: called with the processes once they are started, to send signals.
-
-    Returns:
-        One `Ended` per process, in order.
-
-    Raises:
-        LaunchError: a process failed (with `check`), or some had to be killed.
+    Those that are late are killed, which is an error; with `check` an exit code is one
+    too. `heartbeat` is after how many seconds a process that is gone is missed;
+    `during` is called with the processes once they are started, to send signals.
     """
-    port = _free_port()
     common = {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "FLM_PROCESSES": str(processes),
-        "FLM_COORDINATOR": f"127.0.0.1:{port}",
+        "FLM_COORDINATOR": f"127.0.0.1:{_free_port()}",
         "FLM_HEARTBEAT": str(heartbeat),
     }
     with tempfile.TemporaryDirectory() as folder, _killed_at_the_end() as started:
-        homes = [Path(folder, str(number)) for number in range(processes)]
-        for number, home in enumerate(homes):
-            home.mkdir()
-            own = {"FLM_PROCESS": str(number), "FLM_ANSWER": str(home / "answer")}
+        names = [str(Path(folder, str(number))) for number in range(processes)]
+        for number, name in enumerate(names):
+            more = {"FLM_PROCESS": str(number), "FLM_ANSWER": f"{name}.answer"}
             command = ["-m", f"multiprocess.{program}", *args]
-            files = home / "out", home / "err"
-            more = {**common, **own}
-            started.append(forks.Process(command, more, *files, number))
-        begin = time.monotonic()
-        if during is not None:
-            during(started)
+            files = Path(f"{name}.out"), Path(f"{name}.err")
+            started.append(forks.Process(command, common | more, *files, number))
+        during(started)
         late = _wait(started, timeout)
-        waited = time.monotonic() - begin
         ended = [
-            _ended(process.wait(), home)
-            for process, home in zip(started, homes, strict=True)
+            _ended(name, process.wait())
+            for name, process in zip(names, started, strict=True)
         ]
-    if late:
-        raise LaunchError(f"killed after {waited:.0f} s: processes {late}", ended)
-    failed = [at for at, one in enumerate(ended) if one.code]
-    if failed and check:
-        raise LaunchError(f"failed: processes {failed}", ended)
+    failed = [number for number, one in enumerate(ended) if one.code]
+    if late or (check and failed):
+        texts = [f"\n--- process {number}: {one}" for number, one in enumerate(ended)]
+        raise AssertionError(f"failed: {failed}, killed: {late}" + "".join(texts))
     return ended
+
+
+def _ended(name: str, code: int) -> Ended:
+    def read(kind: str) -> str:
+        path = Path(f"{name}.{kind}")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    return Ended(code, read("out"), read("err"), json.loads(read("answer") or "null"))
+
+
+def _wait(started: Sequence[forks.Process], timeout: float) -> list[int]:
+    """Waits; kills what is late, and says which processes that were."""
+    deadline = time.monotonic() + timeout
+    while None in (codes := [process.poll() for process in started]):
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            late = [number for number, code in enumerate(codes) if code is None]
+            for number in late:
+                started[number].kill()
+            return late
+        time.sleep(0.05)
+    return []
+
+
+@contextlib.contextmanager
+def _killed_at_the_end() -> Iterator[list[forks.Process]]:
+    """Collects processes; none outlives the block, whatever ends it."""
+    started: list[forks.Process] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -------------------------------------------------------------- parts of one start
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a start of several processes, which is made where it is asked for.
+    """One part, by the name of its module, of so many processes with eight devices.
 
-    Attributes:
-        name: of its module.
-        processes: how many there are; they share eight devices.
-        wanted: the names of all parts that are to run with as many processes.
-        base: a folder that is the same in all workers of the tests.
+    `wanted` are all parts that are to run in this start, and `base` is a folder that is
+    the same in all workers of the tests.
     """
 
     name: str
@@ -141,111 +148,80 @@ class Part:
     @property
     def folder(self) -> Path:
         """What the part was given as its folder."""
-        return Path(self._found()["folder"], self.name)
+        return self._started() / self.name
 
     @property
     def ended(self) -> list[Ended]:
-        """How each process ended, with its answer and with the output of this part.
-
-        Raises:
-            LaunchError: this part failed in one of them.
-        """
-        found = self._found()
-        ended = [Ended(**one) for one in found["ended"]]
-        if found["why"]:
-            raise LaunchError(f"part {self.name}: {found['why']}", ended)
+        """How each process ended, with its answer and with the output of this part."""
+        folder = self._started()
+        ended = [_ended(f"{self.folder}-{at}", 0) for at in range(self.processes)]
+        why = (folder / "why").read_text()
+        assert all(one.answer is not None for one in ended), why + str(ended)
+        # What fails after the last part has nobody else to tell of it.
+        assert self.name != self.wanted[-1] or not why, why
         return ended
 
-    def _found(self) -> dict[str, Any]:
-        """Runs what no worker has run yet; the others wait for that one."""
+    def _started(self) -> Path:
+        """The folder of the start, which one worker makes; the others wait."""
         import fcntl  # not everywhere
 
-        store = self.base / f"parts-{self.processes}.json"
-        with store.with_suffix(".lock").open("w") as lock:
+        folder = self.base / f"parts-{self.processes}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = json.loads(store.read_text()) if store.exists() else {}
-            if self.name not in found:
-                names = [name for name in self.wanted if name not in found]
-                found |= run_parts(names, self.processes, self.base)
-                store.write_text(json.dumps(found))
-        return found[self.name]
+            if not (folder / "why").exists():
+                (folder / "why").write_text(self._run(folder))
+        return folder
 
-
-def run_parts(names: Sequence[str], processes: int, base: Path) -> dict[str, Any]:
-    """Runs parts in one start of processes; after one that fails the rest in another.
-
-    Returns:
-        Part → the folder, how each process ended, and why it failed, if it did.
-    """
-    found: dict[str, Any] = {}
-    while left := [name for name in names if name not in found]:
-        folder = Path(tempfile.mkdtemp(dir=base))
-        for name in left:
+    def _run(self, folder: Path) -> str:
+        """Runs all parts, up to one that fails; why it did."""
+        for name in self.wanted:
             (folder / name).mkdir()
             module = importlib.import_module(f"multiprocess.{name}")
             if hasattr(module, "prepare"):
                 module.prepare(folder / name)
-        found |= _run_series(left, processes, folder)
-    return found
+        try:
+            run(
+                *("launch", str(folder), *self.wanted),
+                processes=self.processes,
+                devices=8 // self.processes,
+                timeout=PART_SECONDS * len(self.wanted) + 60,
+            )
+        except AssertionError as error:
+            return str(error)
+        return ""
 
 
-def _run_series(names: Sequence[str], processes: int, folder: Path) -> dict[str, Any]:
-    """Runs parts up to the first that fails."""
-    limit = PART_SECONDS * len(names) + 60
-    why = ""
-    try:
-        ended = run(
-            *("series", str(folder), str(PART_SECONDS), *names),
-            processes=processes,
-            devices=8 // processes,
-            timeout=limit,
-        )
-    except LaunchError as error:
-        ended, why = error.ended, error.why
-    found: dict[str, Any] = {}
+def _run_parts(folder: Path, *names: str) -> None:
+    """Runs parts in this process, with files of their own for what they print."""
+    process = join()
+    sys.excepthook = _end_at_once
     for name in names:
-        own = [_ended_part(one, folder, name, at) for at, one in enumerate(ended)]
-        done = all(one.answer is not None for one in own)
-        # What fails after the last part has nobody else to tell of it.
-        failed = why if not done or name == names[-1] else ""
-        found[name] = {
-            "folder": str(folder),
-            "why": failed or ("" if done else "no answer"),
-            "ended": [dataclasses.asdict(one) for one in own],
-        }
-        if not done:
-            break
-    return found
+        for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+            stream.flush()
+            with (folder / f"{name}-{process}.{kind}").open("wb") as file:
+                os.dup2(file.fileno(), stream.fileno())
+        faulthandler.dump_traceback_later(PART_SECONDS, exit=True)
+        found = importlib.import_module(f"multiprocess.{name}").main(folder / name)
+        faulthandler.cancel_dump_traceback_later()
+        (folder / f"{name}-{process}.answer").write_text(json.dumps(found))
 
 
-def _ended_part(whole: Ended, folder: Path, name: str, process: int) -> Ended:
-    def read(kind: str) -> str:
-        path = output(folder, name, process, kind)
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    answer = read("answer")
-    return Ended(
-        whole.code,
-        read("out"),
-        # Before the first part there is output of the start.
-        whole.err + read("err"),
-        json.loads(answer) if answer else None,
-    )
+def _end_at_once(*error: Any) -> None:
+    """Without waiting for the others, which will not come to the end."""
+    sys.__excepthook__(*error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
-def output(folder: Path, name: str, process: int, kind: str) -> Path:
-    """Where a process leaves what a part prints ("out", "err"), and its "answer"."""
-    return folder / f"{name}-{process}.{kind}"
+# ----------------------------------------------------------- for the programs
 
 
 def join(shutdown: int = 20) -> int:
-    """Makes this process one of the job; to be called before any device is touched.
+    """Makes this process one of the job; returns its number.
 
-    Args:
-        shutdown: seconds that a process which has ended waits for the others.
-
-    Returns:
-        The number of this process.
+    To be called before any device is touched. A process that has ended waits so many
+    seconds for the others.
     """
     import jax
 
@@ -262,6 +238,12 @@ def join(shutdown: int = 20) -> int:
     )
     assert jax.process_index() == number
     return number
+
+
+def answer(value: Any) -> None:
+    """Gives a JSON value to the test that started this process."""
+    # Not printed: the transport writes to standard output as it likes.
+    Path(os.environ["FLM_ANSWER"]).write_text(json.dumps(value))
 
 
 def holds(array: Any, host: Any, layout: Any) -> bool:
@@ -284,53 +266,14 @@ def holds(array: Any, host: Any, layout: Any) -> bool:
     )
 
 
-def answer(value: Any) -> None:
-    """Gives a JSON value to the test that started this process."""
-    # Not printed: the transport writes to standard output as it likes.
-    Path(os.environ["FLM_ANSWER"]).write_text(json.dumps(value))
+def all_hold(ended: Sequence[Ended], count: int) -> None:
+    """Asserts that every process answered with so many checks, and that all hold."""
+    for process, one in enumerate(ended):
+        checks = one.answer["checks"]
+        wrong = [name for name, so in checks.items() if not so]
+        assert not wrong, f"process {process}: {wrong}\n{one}"
+        assert len(checks) == count
 
 
-def _ended(code: int, home: Path) -> Ended:
-    answer = home / "answer"
-    return Ended(
-        code,
-        (home / "out").read_text(errors="replace"),
-        (home / "err").read_text(errors="replace"),
-        json.loads(answer.read_text()) if answer.exists() else None,
-    )
-
-
-def _wait(started: Sequence[forks.Process], timeout: float) -> list[int]:
-    """Waits; kills what is late, and says which processes that were."""
-    deadline = time.monotonic() + timeout
-    failed = False
-    while None in (codes := [process.poll() for process in started]):
-        if not failed and any(codes):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > deadline:
-            late = [at for at, code in enumerate(codes) if code is None]
-            for at in late:
-                started[at].kill()
-            return late
-        time.sleep(0.05)
-    return []
-
-
-@contextlib.contextmanager
-def _killed_at_the_end() -> Iterator[list[forks.Process]]:
-    """Collects processes; none outlives the block, whatever ends it."""
-    started: list[forks.Process] = []
-    try:
-        yield started
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+if __name__ == "__main__":
+    _run_parts(Path(sys.argv[1]), *sys.argv[2:])

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import flax_layoutmap as flm
+from multiprocess import births
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 8, 8
 OPTIMIZER = optax.adamw(1e-2)
@@ -127,22 +128,24 @@ def check_plan(layout_map: flm.LayoutMap, state: dict[str, Any]) -> None:
     print(report)
 
 
-def shards(state: dict[str, Any], layout_map: flm.LayoutMap) -> dict[str, list[Any]]:
+def state_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: nnx.state(state[name]) for name in ("model", "optimizer")}
+
+
+def shards(trees: Any, layout_map: flm.LayoutMap) -> dict[str, list[Any]]:
     """Path → [place on the mesh, part of the array, checksum] of each shard here."""
     mesh = layout_map.device_mesh
     assert mesh is not None
     line = [device.id for device in mesh.devices.flat]
     found = {}
-    for name in ("model", "optimizer"):
-        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(state[name]))
-        for key_path, leaf in leaves:
-            path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                leaf = jax.random.key_data(leaf)
-            found[f"{name}/{path}"] = [
-                [line.index(s.device.id), _part(s, leaf.shape), _checksum(s)]
-                for s in leaf.addressable_shards
-            ]
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        found[path] = [
+            [line.index(s.device.id), _part(s, leaf.shape), _checksum(s)]
+            for s in leaf.addressable_shards
+        ]
     return found
 
 
@@ -158,8 +161,8 @@ def _checksum(shard: Any) -> int:
 def main(folder: Path) -> dict[str, Any]:
     """All of it; every process answers with the losses and the shards that it has.
 
-    With more than two processes without the plan, and without steps after the
-    checkpoint, which are of no other kind than those before.
+    With more than two processes with other kinds of births, but without the plan and
+    steps after the checkpoint.
     """
     process, short = jax.process_index(), jax.process_count() > 2
     after = 0 if short else 3
@@ -169,16 +172,18 @@ def main(folder: Path) -> dict[str, Any]:
     state = begin(first)
     if process == 0 and not short:
         check_plan(first, state)
-    born = shards(state, first)
+    born = shards(state_of(state), first)
+    if short:
+        born |= shards(dict(births.births()), first)
     before = train(first, state, 3)
     path = folder / "checkpoint"
     flm.checkpoint.save(path, state, layout_map=first)
-    saved = shards(state, first)
+    saved = shards(state_of(state), first)
     uninterrupted = train(first, state, after)
 
     other = rules(OTHER)
     restored = flm.checkpoint.restore(path, blank(), layout_map=other)
-    moved = shards(restored, other)
+    moved = shards(state_of(restored), other)
     resumed = train(other, restored, after)
     return {
         "before": before,
