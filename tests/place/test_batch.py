@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -70,27 +69,13 @@ def test_keys_are_replicated(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) ->
     ]
 
 
-def test_what_is_there_is_not_copied(
-    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
-) -> None:
-    batch = {"x": np.ones((8, 4)), "key": jax.random.key(0), "n": 3}
-    made = flm.distribute_batch(batch, layout_map)
-    again = flm.distribute_batch(made, layout_map)
-    assert all(again[name] is made[name] for name in batch)
-    # The same place in another spelling: another array, of the same buffers.
-    longer = NamedSharding(bare(mesh), PartitionSpec("data", None))
-    x = jax.device_put(np.ones((8, 4)), longer)
-    y = flm.distribute_batch(x, layout_map)
-    assert y.sharding == made["x"].sharding
-    for old, new in zip(x.addressable_shards, y.addressable_shards, strict=True):
-        assert memory_of(old.data) == memory_of(new.data)
-
-
-def test_arrays_from_elsewhere_are_moved_and_stay_whole_there(
+def test_arrays_are_moved_and_those_that_are_there_are_not_copied(
     mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
 ) -> None:
     host = np.arange(32, dtype=np.float32).reshape(8, 4)
     other = flm.DeviceMesh("x=4", devices=jax.devices()[4:])
+    # The same place in another spelling.
+    longer = NamedSharding(bare(mesh), PartitionSpec("data", None))
     sources = {
         "uncommitted": jnp.asarray(host),
         "on one device": jax.device_put(host, jax.devices()[5]),
@@ -100,11 +85,17 @@ def test_arrays_from_elsewhere_are_moved_and_stay_whole_there(
         "on another mesh": flm.distribute_tensor(
             host, flm.TensorLayout(("x", None), other)
         ),
+        "there": jax.device_put(host, longer),
     }
     made = flm.distribute_batch(sources, layout_map)
     for name, array in made.items():
         assert_lies(array, (("data",), ()), mesh, host)
         assert not sources[name].is_deleted()
+    shards = (made["there"].addressable_shards, sources["there"].addressable_shards)
+    for new, old in zip(*shards, strict=True):
+        assert memory_of(old.data) == memory_of(new.data)
+    again = flm.distribute_batch(made, layout_map)
+    assert all(again[name] is made[name] for name in made)
 
 
 class Loaded:
@@ -127,33 +118,21 @@ def test_arrays_of_other_libraries(
     assert_lies(made["x"], (("data",), ()), mesh, padded["x"])
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_a_jitted_step_takes_it_as_it_is(kind: str) -> None:
-    """The same program for every batch, the padded one too, and no copy."""
-    mesh = flm.DeviceMesh("data=4,model=2", axis_types=kind)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = (None, "model")
-    model = flm.create(
-        lambda: nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0)), layout_map
-    )
+def test_a_jitted_step_takes_it_as_it_is() -> None:
+    """The same program for every batch, the padded one too."""
+    layout_map = flm.LayoutMap("data=4,model=2")
     traced = []
 
     @flm.jit(layout_map=layout_map)
-    def loss_of(model: nnx.Linear, batch: dict[str, Any], mask: jax.Array) -> Any:
+    def mean(batch: dict[str, Any], mask: jax.Array) -> Any:
         traced.append(batch["x"].shape)
-        errors = (model(batch["x"]) ** 2).sum(axis=1) - batch["y"]
-        return errors.mean(where=mask)
+        return batch["x"].sum(axis=1).mean(where=mask)
 
-    rng = np.random.default_rng(0)
-    kernel = np.asarray(model.kernel[...])
     for count in (8, 8, 5):
-        x = rng.normal(size=(count, 3)).astype(np.float32)
-        y = rng.normal(size=count).astype(np.float32)
-        padded, mask = flm.pad_batch({"x": x, "y": y}, layout_map, size=8)
-        batch, on_mesh = flm.distribute_batch((padded, mask), layout_map)
-        loss = float(loss_of(model, batch, on_mesh))
-        expected = (((x @ kernel) ** 2).sum(axis=1) - y).mean()
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        x = np.random.default_rng(count).normal(size=(count, 3)).astype(np.float32)
+        padded = flm.pad_batch({"x": x}, layout_map, size=8)
+        batch, mask = flm.distribute_batch(padded, layout_map)
+        np.testing.assert_allclose(mean(batch, mask), x.sum(1).mean(), rtol=1e-5)
     assert traced == [(8, 3)]
 
 
@@ -164,13 +143,9 @@ def test_padding_by_a_map(layout_map: flm.LayoutMap, wide: flm.LayoutMap) -> Non
     x = np.arange(9, dtype=np.int8).reshape(3, 3)
     padded, mask = flm.pad_batch((x, x[:, 0], 7), layout_map)
     assert padded[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [6, 7, 8]]
-    assert padded[1].tolist() == [0, 3, 6, 6]
-    assert padded[2] == 7
-    assert padded[0].dtype == np.int8
+    assert padded[1].tolist() == [0, 3, 6, 6] and padded[2] == 7
     assert mask.dtype == np.bool_ and mask.tolist() == [True] * 3 + [False]
-    padded, mask = flm.pad_batch(x, wide)
-    assert padded.tolist() == [*x.tolist(), *[[6, 7, 8]] * 5]
-    assert mask.tolist() == [True] * 3 + [False] * 5
+    assert len(flm.pad_batch(x, wide)[1]) == 8
 
 
 def test_padding_by_a_number_and_to_a_size(abstract_mesh: flm.DeviceMesh) -> None:
@@ -192,13 +167,9 @@ def test_what_divides_is_not_copied(layout_map: flm.LayoutMap) -> None:
 
 
 def test_what_is_refused(layout_map: flm.LayoutMap) -> None:
-    masked: Any = {"x": np.ma.masked_array(np.arange(6.0), mask=[False, True] * 3)}
-    for work in (
-        lambda: flm.pad_batch(masked, 4),
-        lambda: flm.distribute_batch(masked, layout_map),
-    ):
-        with pytest.raises(flm.LayoutError, match="x: a masked array, whose mask"):
-            work()
+    masked = np.ma.masked_array(np.arange(6.0), mask=[False, True] * 3)
+    with pytest.raises(flm.LayoutError, match="x: a masked array, whose mask"):
+        flm.pad_batch({"x": masked}, 4)
     step = jax.jit(lambda x: flm.distribute_batch({"x": x}, layout_map))
     with pytest.raises(flm.LayoutError, match=r"x: a traced value \(4,\)"):
         step(np.ones(4))

@@ -87,11 +87,11 @@ def test_gradients(way: Any) -> None:
         assert parts(two) == found["second_parts"]
 
 
-def test_gradients_of_like() -> None:
+@WAYS
+def test_gradients_of_like(way: Any) -> None:
     for old, other, found in GOLDEN["like_gradients"]:
-        x, like = lay(old), lay(other)
         loss = jax.grad(lambda x, like: jnp.sum(flm.relayout_like(x, like)), (0, 1))
-        first, to_like = loss(x, like)
+        first, to_like = way(loss)(lay(old), lay(other))
         assert specs(first) == found["x"]
         # DTensor's None is JAX's zeros.
         assert found["like"] is None and not np.any(to_like)
