@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -76,12 +75,6 @@ def test_setdefault_pop_and_del_are_literal(layout_map: flm.LayoutMap) -> None:
     assert not layout_map
     with pytest.raises(KeyError, match="empty"):
         layout_map.popitem()
-
-
-def test_deleting_while_iterating(layout_map: flm.LayoutMap) -> None:
-    for key in layout_map:
-        del layout_map[key]
-    assert len(layout_map) == 0
 
 
 def test_setting_an_existing_key_raises(layout_map: flm.LayoutMap) -> None:
@@ -171,28 +164,17 @@ def test_sections_have_the_same_behaviour(layout_map: flm.LayoutMap) -> None:
 # --------------------------------------------------------- options and meshes
 
 
-def test_any_mesh_is_taken(mesh: flm.DeviceMesh) -> None:
-    for given in (mesh, mesh.jax_mesh, "data=2,model=4"):
-        assert flm.LayoutMap(given).device_mesh == mesh
-    assert flm.LayoutMap().device_mesh is None
-    with pytest.raises(flm.errors.MeshError, match="not a mesh"):
-        flm.LayoutMap((2, 4))
-
-
-@pytest.mark.parametrize(
-    ("given", "batch"),
-    [
-        ({}, ("data",)),
-        ({"batch": "model"}, ("model",)),
-        ({"batch": ("data", "model")}, ("data", "model")),
-        ({"batch": []}, ()),
-    ],
-)
-def test_batch_axes(given: Any, batch: tuple[str, ...], mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, **given)
-    assert layout_map.freeze().batch == batch
-    assert layout_map.copy().freeze().batch == batch
-    assert layout_map.on(ABSTRACT).freeze().batch == batch
+def test_batch_axes(mesh: flm.DeviceMesh) -> None:
+    given: Any
+    for given, batch in [
+        (None, ("data",)),
+        ("model", ("model",)),
+        (("data", "model"), ("data", "model")),
+        ([], ()),
+    ]:
+        layout_map = flm.LayoutMap(mesh, batch=given)
+        for made in (layout_map, layout_map.copy(), layout_map.on(ABSTRACT)):
+            assert made.freeze().batch == batch
 
 
 def test_a_map_without_a_mesh_is_given_one_later(mesh: flm.DeviceMesh) -> None:
@@ -210,27 +192,12 @@ def test_a_map_without_a_mesh_is_given_one_later(mesh: flm.DeviceMesh) -> None:
         planned.on("data=8")
 
 
-def test_an_abstract_map_moves_to_devices(
-    layout_map: flm.LayoutMap, mesh: flm.DeviceMesh
-) -> None:
-    kernel = np.ones((8, 8), np.float32)
-    tree = {"up": {"kernel": kernel}, "down": {"kernel": kernel}}
-    with pytest.raises(flm.errors.MeshError, match="is abstract"):
-        layout_map.shardings(tree)
-    shardings = layout_map.on(mesh).shardings(tree)
-    assert shardings["up"]["kernel"] == NamedSharding(
-        mesh.jax_mesh,
-        P(None, "model"),  # type: ignore[arg-type]
-    )
-
-
 # ---------------------------------------------------------------- constructors
 
 
 def test_from_rules_takes_a_mapping(layout_map: flm.LayoutMap) -> None:
     rules = {"up/kernel": (None, "model"), "down/.*": ("model", None)}
-    made = flm.LayoutMap.from_rules(rules, ABSTRACT, overlap="error")
-    assert made == layout_map
+    assert flm.LayoutMap.from_rules(rules, ABSTRACT, overlap="error") == layout_map
     layout_map.add(flm.Rule("bias", ("model",), rank="skip"))
     again = flm.LayoutMap.from_rules(layout_map, ABSTRACT, overlap="error")
     assert again == layout_map
@@ -279,31 +246,27 @@ def test_a_rule_added_later_takes_effect(layout_map: flm.LayoutMap) -> None:
     assert layout_map.resolve(tree)["norm"].shard_shape == (4,)
 
 
-@pytest.mark.parametrize("copier", [flm.LayoutMap.copy, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "copier",
+    [
+        flm.LayoutMap.copy,
+        copy.copy,
+        copy.deepcopy,
+        lambda given: pickle.loads(pickle.dumps(given)),
+    ],
+)
 def test_copies_are_independent(copier: Any, mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh)
     layout_map["a"] = None
     layout_map.optimizer["b"] = ("data",)
     other = copier(layout_map)
-    assert other == layout_map
+    assert other == layout_map != {"a": None}
     other["c"] = None
     del other.optimizer["b"]
     assert list(layout_map) == ["a"] and list(layout_map.optimizer) == ["b"]
     assert list(other) == ["a", "c"] and not other.optimizer
-
-
-def test_pickling(layout_map: flm.LayoutMap) -> None:
-    layout_map.optimizer["b"] = ("data",)
-    again = pickle.loads(pickle.dumps(layout_map))
-    assert again == layout_map
-    again.optimizer["c"] = None
-    assert again.freeze() != layout_map.freeze()
-
-
-def test_a_map_is_no_dict_key(layout_map: flm.LayoutMap) -> None:
     with pytest.raises(TypeError, match="unhashable"):
-        hash(layout_map)
-    assert layout_map != {"up/kernel": None}
+        hash(other)
 
 
 def test_repr(layout_map: flm.LayoutMap) -> None:
@@ -319,6 +282,3 @@ def test_repr(layout_map: flm.LayoutMap) -> None:
     )
     assert repr(layout_map.optimizer) == "{\n  'kernel': replicated,\n}"
     assert repr(flm.LayoutMap()) == "LayoutMap() {}"
-
-
-# ------------------------------------------------------------ what it is for

@@ -1,5 +1,6 @@
 """Rule and RuleSet: frozen rules, matching policies, the forms of a path."""
 
+import pickle
 import re
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from shards import bare
 
 import flax_layoutmap as flm
 
@@ -31,16 +33,17 @@ def test_a_rule_is_a_pattern_and_a_layout(mesh: flm.DeviceMesh) -> None:
     assert rule.on(mesh).on(mesh) == rule.on(mesh)
 
 
-def test_a_rule_is_immutable() -> None:
+def test_a_rule_is_frozen_and_pickles() -> None:
+    rule = flm.Rule("up", (None, "model"), rank="skip", optional=True)
     with pytest.raises(AttributeError, match="cannot assign to field 'pattern'"):
-        flm.Rule("a", None).pattern = "b"  # type: ignore[misc]
-
-
-def test_repr_of_a_rule() -> None:
-    assert repr(flm.Rule("up", (None, "model"))) == "Rule('up', (None, 'model'))"
-    assert repr(flm.Rule("up", None, rank="skip")) == (
-        "Rule('up', replicated, rank='skip')"
-    )
+        rule.pattern = "b"  # type: ignore[misc]
+    assert repr(rule) == "Rule('up', (None, 'model'), rank='skip', optional=True)"
+    assert repr(flm.Rule("up", None)) == "Rule('up', replicated)"
+    assert rule != flm.Rule("up", (None, "model"), rank="skip")
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    assert rule.on("model=8").optional
+    with pytest.raises(flm.errors.RuleError, match="optional must be True or False"):
+        flm.Rule("up", (None, "model"), optional=1)  # pyright: ignore
 
 
 @pytest.mark.parametrize("pattern", ["(", "*", "a{9999999999999}", "(" * 5000])
@@ -57,23 +60,16 @@ def test_a_bad_regex_is_told_with_its_text(pattern: str) -> None:
 
 
 def test_a_rule_set_is_frozen_and_hashable(mesh: flm.DeviceMesh) -> None:
-    first = flm.RuleSet(rules("a"), mesh)
-    again = flm.RuleSet(rules("a"), mesh)
+    listed: Any = [("a", None)]
+    first, again = flm.RuleSet(rules("a"), mesh), flm.RuleSet(listed, bare(mesh))
     assert first == again and hash(first) == hash(again)
+    assert first == pickle.loads(pickle.dumps(first))
     assert first != flm.RuleSet(rules("a"), mesh, strict=False)
     assert first != flm.RuleSet(rules("a"), mesh, optimizer=rules("a"))
-    assert first != "a"
+    batches: list[Any] = [["data"], "data"]
+    assert len({flm.RuleSet(batch=batch) for batch in batches}) == 1
     with pytest.raises(AttributeError):
         first.match = "match"  # type: ignore[misc]
-
-
-def test_a_rule_set_takes_lists_and_any_mesh(mesh: flm.DeviceMesh) -> None:
-    listed: Any = [("a", ("data",))]
-    wanted = flm.RuleSet((flm.Rule("a", ("data",)),), mesh, batch=("data",))
-    batches: list[Any] = [["data"], "data"]
-    for batch in batches:
-        axes: Any = mesh.jax_mesh
-        assert flm.RuleSet(listed, axes, batch=batch) == wanted
 
 
 @pytest.mark.parametrize(
@@ -111,9 +107,6 @@ def test_on_another_mesh_moves_every_section(mesh: flm.DeviceMesh) -> None:
         made.on("data=8")
     with pytest.raises(flm.errors.MeshError, match="needs a mesh, got None"):
         made.on(None)
-
-
-def test_batch_axes_follow_the_mesh() -> None:
     assert flm.RuleSet().on("x=8").batch == ("x",)
     assert flm.RuleSet(mesh=flm.DeviceMesh("y=8"), batch=()).on("x=8").batch == ()
 

@@ -65,16 +65,6 @@ def test_default_meshes() -> None:
         assert mesh_of_ones() == ONE
 
 
-def test_a_decorated_function() -> None:
-    @flm.dtensor.default_mesh(ONE)
-    def inside(depth: int) -> Any:
-        assert flm.dtensor.get_default_mesh() is ONE
-        return inside(depth - 1) if depth else mesh_of_ones()
-
-    assert inside(2) == ONE and inside(0) == ONE
-    assert flm.dtensor.get_default_mesh() is None
-
-
 def test_what_wins_over_what() -> None:
     """An own mesh, then the rules of flm.jit, then the default, then JAX's."""
     x = np.ones(8)
@@ -91,9 +81,9 @@ def test_what_wins_over_what() -> None:
 
 def test_a_default_mesh_inside_jit() -> None:
     @jax.jit
+    @flm.dtensor.default_mesh(ONE)
     def inside(x: Any) -> Any:
-        with flm.dtensor.default_mesh(ONE):
-            return flm.distribute_tensor(x, ("model",))
+        return flm.distribute_tensor(x, ("model",))
 
     assert inside(np.ones(8)).sharding.shard_shape((8,)) == (2,)
 
