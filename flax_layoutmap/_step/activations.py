@@ -15,13 +15,12 @@ import jax
 from flax import linen, nnx
 
 from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean, warn
-from flax_layoutmap._place.place import distribute, wanted_layout
+from flax_layoutmap._place.place import distribute, explicit_axes, wanted_layout
 from flax_layoutmap._resolve.lay import CONFLICT_FIX, fits
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Matcher, Rule, is_for_outputs
 from flax_layoutmap._rules.records import Remark, news
 from flax_layoutmap._rules.rules import RuleSet, keyed, using_rules
-from flax_layoutmap._step.explicit import has_explicit_axes
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,
@@ -113,7 +112,7 @@ def activated(
     if rules is not None and (
         rules.activations
         or any(map(is_for_outputs, rules.rules))
-        or has_explicit_axes(jax.sharding.get_abstract_mesh())  # errors name modules
+        or explicit_axes(jax.sharding.get_abstract_mesh())  # errors name modules
     ):
         active = _Active(rules)
         active.learn(parameters)
@@ -338,6 +337,6 @@ def _named_in_errors(path: str, module: Any) -> Iterator[None]:
     except Exception as error:
         text = "in the call of the module"
         is_noted = text in "".join(getattr(error, "__notes__", ()))
-        if has_explicit_axes(jax.sharding.get_abstract_mesh()) and not is_noted:
+        if explicit_axes(jax.sharding.get_abstract_mesh()) and not is_noted:
             error.add_note(f"{text} {path or 'the model'} ({type(module).__name__})")
         raise

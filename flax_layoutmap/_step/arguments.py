@@ -10,7 +10,7 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,10 +30,6 @@ from flax_layoutmap._tree.paths import Flat, Roots, is_optax_state, is_train_sta
 
 # Kinds of parameters.
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-_BY_POSITION = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
 
 # Numbers of Python, which JAX takes as leaves.
 NUMBERS = bool | int | float | complex
@@ -94,13 +90,15 @@ def names_of(
     """The arguments that an option of jit names, by name and by position."""
     parameters = signature.parameters
     kinds = {p.kind: name for name, p in parameters.items()}
-    positional = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
+    keyword = _KWARGS, inspect.Parameter.KEYWORD_ONLY
+    positional = [x for x, p in parameters.items() if p.kind not in (_ARGS, *keyword)]
     listed = [names] if isinstance(names, str) else list(names)
     for number in [numbers] if isinstance(numbers, int) else numbers:
-        if -len(positional) <= number < len(positional):
+        beyond = number - len(positional)
+        if beyond >= 0 and _ARGS in kinds:
+            listed.append(f"{kinds[_ARGS]}[{beyond}]")
+        elif -len(positional) <= number < len(positional):
             listed.append(positional[number])
-        elif _ARGS in kinds and number >= 0:
-            listed.append(f"{kinds[_ARGS]}[{number - len(positional)}]")
         else:
             raise LayoutError(
                 f"{option.replace('names', 'nums')} names argument number {number}, "
@@ -145,7 +143,6 @@ class Argument:
         given: the layouts that the user gives it: the entry of `in_shardings`.
         value: as the caller passed it.
         objects: the outermost NNX objects in it, which are updated in place.
-        parts: the Variables in these, and the arrays in no Variable.
         raw: all leaves as the caller has them.
         leaves: all leaves as they are passed to the compiled function: Python numbers
             of a state are arrays, data is placed.
@@ -157,15 +154,10 @@ class Argument:
     is_state: bool
     is_donated: bool
     given: Any
-    value: Any = None
-    objects: Sequence[Any] = ()
-    parts: Sequence[Any] = ()
-    raw: Sequence[Any] = ()
-    leaves: Sequence[Any] = ()
-
-    def without_values(self) -> "Argument":
-        empty: Any = dict.fromkeys(("objects", "parts", "raw", "leaves"), ())
-        return dataclasses.replace(self, value=None, **empty)
+    value: Any
+    objects: Sequence[Any]
+    raw: Sequence[Any]
+    leaves: Sequence[Any]
 
     @property
     def name(self) -> str:
@@ -215,19 +207,6 @@ class Argument:
         pairs = [(node if _is_variable(node) else None, node) for node in nodes]
         return [owner for owner, node in pairs for _ in jax.tree.leaves(node)]
 
-    def write(self, leaves: Sequence[Any]) -> None:
-        """Write leaves that were placed for a program into the Variables.
-
-        Arrays in no Variable, which may be in a tuple, are placed in each call.
-        """
-        if not self.objects or all(map(operator.is_, self.raw, leaves)):
-            return
-        nodes = jax.tree.leaves(self.outer.unflatten(leaves), is_leaf=_is_taken)
-        values = [x for node in nodes if _is_taken(node) for x in node.values]
-        for part, value in zip(self.parts, values, strict=True):
-            if _is_variable(part):
-                part.set_raw_value(value)
-
     @functools.cached_property
     def flat(self) -> Flat:
         """Its leaves with their paths; raises StructureError if these are none."""
@@ -251,6 +230,7 @@ class Call:
     slots: Sequence[tuple[Slot, Any]]
     static: Mapping[Slot, Any]
     arguments: Sequence[Argument]
+    graph: Graph
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -269,9 +249,10 @@ class Call:
     def objects(self) -> list[Any]:
         return [node for argument in self.arguments for node in argument.objects]
 
-    @functools.cached_property
+    @property
     def parts(self) -> list[Any]:
-        return [part for argument in self.arguments for part in argument.parts]
+        """The Variables in these, and the arrays in no Variable."""
+        return self.graph.parts
 
 
 def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
@@ -290,25 +271,27 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
 
 
 def put_together(
-    arguments: Sequence[Argument], leaves: Iterable[Any]
+    structures: Iterable[tuple[Any, Sequence[Any]]], leaves: Iterable[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The values of arguments with these leaves, and the NNX objects in them."""
+    """Trees from these leaves, and the NNX objects in them.
+
+    The structures are `Argument.outer` and `Argument.graphdefs`.
+    """
     rest, objects = iter(leaves), list[Any]()
-    graphdefs = iter([each for a in arguments for each in a.graphdefs])
     with nnx.merge_context() as merging:
 
-        def merged(node: Any) -> Any:
+        def merged(node: Any, graphdefs: Iterator[Any]) -> Any:
             if _is_taken(node):
                 node = merging.unflatten(next(graphdefs), [*node.values])
                 objects.append(node)
             return node
 
         values = []
-        for argument in arguments:
-            outer = argument.outer
+        for outer, graphdefs in structures:
             tree = outer.unflatten(itertools.islice(rest, outer.num_leaves))
-            if argument.graphdefs:
-                tree = jax.tree.map(merged, tree, is_leaf=_is_taken)
+            if graphdefs:
+                merge = functools.partial(merged, graphdefs=iter(graphdefs))
+                tree = jax.tree.map(merge, tree, is_leaf=_is_taken)
             values.append(tree)
     return values, objects
 
@@ -318,7 +301,7 @@ def take_apart(
     state: frozenset[str] = frozenset(),
     donated: frozenset[str] = frozenset(),
     in_shardings: Mapping[str, Any] = _EMPTY,
-) -> list[Argument]:
+) -> tuple[list[Argument], Graph]:
     """Take arguments apart; the options are names of arguments.
 
     An argument is state if an option says so, or if it holds an NNX object, an
@@ -326,7 +309,7 @@ def take_apart(
     """
     flat = [(slot, value, *_nodes_of(slot, value)) for slot, value in slots]
     graph = Graph([node for *_, nodes in flat for node in nodes if is_object(node)])
-    graphdefs, values, parts = map(iter, (graph.graphdefs, graph.values, graph.parts))
+    graphdefs, values = iter(graph.graphdefs), iter(graph.values)
     arguments = []
     for slot, value, outer, is_state, nodes in flat:
         defs, objects = [], []
@@ -339,10 +322,9 @@ def take_apart(
         is_donated = slot.is_among(donated)
         is_state = is_state or is_donated or slot.is_among(state)
         given = in_shardings.get(slot.name, in_shardings.get(slot.parameter))
-        own = [*itertools.islice(parts, sum(each.num_leaves for each in defs))]
         options = slot, outer, defs, is_state, is_donated, given
-        arguments.append(_checked(Argument(*options, value, objects, own, raw, raw)))
-    return arguments
+        arguments.append(_checked(Argument(*options, value, objects, raw, raw)))
+    return arguments, graph
 
 
 def _nodes_of(slot: Slot, value: Any) -> tuple[Any, bool, list[Any]]:
@@ -419,6 +401,11 @@ def strong(leaf: Any) -> Any:
             return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX, with values."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

@@ -32,12 +32,13 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     first_four,
+    is_array,
     shape_key,
     slots_of,
     take_apart,
 )
-from flax_layoutmap._step.donation import are_deleted, deleted_paths, is_array, separate
 from flax_layoutmap._step.program import Program
+from flax_layoutmap._step.refusals import are_deleted, deleted_paths, separate
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Roots
@@ -56,19 +57,20 @@ def bind(
     """Take the arguments of a call apart; `place`, or `place_data`, places data."""
     slots = slots_of(job.signature.bind(*args, **kwargs))
     static = {slot: value for slot, value in slots if slot.is_among(job.static)}
-    arguments: list[Argument] = []
-    for argument in take_apart(
+    apart, graph = take_apart(
         [pair for pair in slots if pair[0] not in static],
         donated=job.donated,
         in_shardings=job.in_shardings,
-    ):
+    )
+    arguments: list[Argument] = []
+    for argument in apart:
         if not argument.is_state and rules and holds_parameters(argument, rules):
             argument = argument.as_state()
         elif not argument.is_state and argument.given is None:
             leaves = (place or place_data)(argument, rules)
             argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
-    return Call(args, kwargs, rules, slots, static, arguments)
+    return Call(args, kwargs, rules, slots, static, arguments, graph)
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:

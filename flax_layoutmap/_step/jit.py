@@ -28,7 +28,6 @@ from flax_layoutmap._step.arguments import (
     names_of,
     slots_of,
 )
-from flax_layoutmap._step.donation import deleted_paths
 from flax_layoutmap._step.inputs import (
     Placer,
     bind,
@@ -42,7 +41,7 @@ from flax_layoutmap._step.program import (
     run_program,
 )
 from flax_layoutmap._step.recognise import KnownCalls
-from flax_layoutmap._step.refusals import refuse_constants
+from flax_layoutmap._step.refusals import deleted_paths, refuse_constants
 from flax_layoutmap._step.shardings import avals_of
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
 from flax_layoutmap._tree.graph import Uncomparable, contents, is_hashable

@@ -9,6 +9,7 @@ If the function changes the structure of its NNX objects, they are updated from 
 GraphDefs afterwards, as by `nnx.jit`.
 """
 
+import collections
 import dataclasses
 import itertools
 import operator
@@ -22,20 +23,19 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._core.errors import LayoutError, StructureError, warn
-from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._step.arguments import (
     Call,
+    is_array,
     named_objects,
     no_array,
     put_together,
-    spans,
     strong,
 )
-from flax_layoutmap._step.donation import note_apart
-from flax_layoutmap._step.explicit import has_explicit_axes, on_auto_axes, typed
 from flax_layoutmap._step.refusals import (
     check_parts,
     named_parts,
+    note_apart,
     refuse_captured,
     refuse_closures,
 )
@@ -56,7 +56,9 @@ from flax_layoutmap._step.trace import (
     call_job,
     mesh_context,
     mesh_needed,
+    on_auto_axes,
     roots_of,
+    typed,
 )
 from flax_layoutmap._tree.flax_internals import was_made_here, write_value
 from flax_layoutmap._tree.graph import TAG, Graph, with_objects, without_objects
@@ -128,9 +130,9 @@ class Program:
         jitted: from the leaves of all arguments to new values, and the result.
         wanted: one sharding (or None: any) per leaf of all arguments.
         free: positions of the leaves whose sharding no rule has decided.
-        alike: positions of donated leaves and data of one shape, which may be one array
-            or share memory.
-        gives_trees: whether leaves are donated that are in no NNX object.
+        inside: positions of the leaves in NNX objects.
+        state: positions of the leaves of state; `loose` are those in no NNX object.
+        alike: positions of donated leaves and data of one shape.
         places: one sharding (or None: any) per output.
         moved: after a change of structure, numbers of leaves that stay as they are and
             get another sharding, which has to be put there.
@@ -143,10 +145,11 @@ class Program:
     jitted: Any
     wanted: Sequence[Any]
     free: Sequence[int]
+    inside: Sequence[int]
     state: Sequence[int]
-    donated: tuple[int, ...]
+    loose: Sequence[int]
+    donated: Sequence[int]
     alike: Sequence[int]
-    gives_trees: bool
     outcome: Outcome
     places: Sequence[Any]
     moved: Mapping[int, Any]
@@ -156,9 +159,21 @@ class Program:
     agreed: bool = False
     misses: int = 0
 
-    def run(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        outputs = self.jitted(*leaves)
-        return outputs if self.mesh is None else typed(outputs, self.places, self.mesh)
+    def run(self, leaves: Sequence[Any], parts: Sequence[Any]) -> tuple[Any, Any]:
+        """Run it, and write the new values into these Variables; also the result.
+
+        No bytecode runs in between, so that Ctrl-C comes before or after both: what is
+        donated is gone once the program has run.
+        """
+        call = self.jitted if self.mesh is None else self._typed
+        outputs, again = itertools.tee(itertools.starmap(call, [leaves]))
+        written = map(write_value, parts, itertools.chain.from_iterable(outputs))
+        collections.deque(written, maxlen=0)
+        *new, result = next(again)
+        return new, result
+
+    def _typed(self, *leaves: Any) -> Any:
+        return typed(self.jitted(*leaves), self.places, self.mesh)
 
 
 def make_program(job: Job, call: Call) -> Program:
@@ -172,13 +187,16 @@ def make_program(job: Job, call: Call) -> Program:
     outcomes: list[Outcome] = []
     remarks: list[str] = []
     flat = _flat_function(job, call, before, known, outcomes, remarks.append)
+    mesh = call.mesh if call.mesh and explicit_axes(call.mesh) else None
+    if mesh := None if job.explicit else mesh:
+        flat = on_auto_axes(flat, mesh)
     options: Any = {"in_shardings": tuple(before.wanted)}
     avals = avals_of(call.leaves, before.wanted)
     with mesh_context(rules, avals):
         traced = jax.jit(flat, **options).trace(*avals)
     if job.runs:
         refuse_captured(traced.jaxpr.consts, named, job.name)
-    outcome, (new, result) = outcomes[-1], traced.out_info
+    outcome, (*new, result) = outcomes[-1], traced.out_info
     after, layouts = layouts_after(call, before, outcome, new)
     results, made = places_of_result(result, job.out_shardings, known, layouts, rules)
     structure = outcome.structure
@@ -193,47 +211,40 @@ def make_program(job: Job, call: Call) -> Program:
         fingerprints = made.fingerprint_lines() if jax.process_count() > 1 else {}
     if mesh_needed(rules) is not None and not any(places):
         options["keep_unused"] = True  # JAX knows the devices by its inputs alone
-    options["out_shardings"] = jax.tree.structure((new, result)).unflatten(places)
-    options["donate_argnums"] = donated = _donated(call, outcome)
+    options["out_shardings"] = jax.tree.structure([*new, result]).unflatten(places)
+    table = list(enumerate(call.table))
+    inside = [at for at, (a, number) in table if a.in_objects[number]]
+    state = [at for at, (a, _) in table if a.is_state]
+    # A leaf that stays as it is in an NNX object remains in use, so its buffer must not
+    # be reused for a result that happens to have the same shape.
+    kept = {*inside} - {*(() if structure else outcome.leaves)}
+    options["donate_argnums"] = donated = tuple(
+        at for at, (argument, _) in table if argument.is_donated and at not in kept
+    )
     return Program(
         jitted=jax.jit(flat, **options),
         wanted=before.wanted,
         free=before.free,
-        state=[at for at, (a, _) in enumerate(call.table) if a.is_state],
+        inside=inside,
+        state=state,
+        loose=sorted({*state} - {*inside}),
         donated=donated,
         alike=_alike(call, donated),
-        gives_trees=any(x.is_donated and not x.objects for x in call.arguments),
         outcome=outcome,
         places=places,
         moved={n: at for n, (old, at) in enumerate(pairs) if old is not None and at},
         shapes=(new, result),
         fingerprints=fingerprints,
-        mesh=call.mesh if has_explicit_axes(call.mesh) and not job.explicit else None,
-    )
-
-
-def _donated(call: Call, outcome: Outcome) -> tuple[int, ...]:
-    """Positions of the leaves to donate.
-
-    A leaf that stays as it is in an NNX object remains in use, so its buffer must not
-    be reused for a result that happens to have the same shape.
-    """
-    changed = set(outcome.leaves if outcome.structure is None else ())
-    return tuple(
-        at
-        for at, (argument, number) in enumerate(call.table)
-        if argument.is_donated
-        if not argument.in_objects[number] or at in changed
+        mesh=mesh,
     )
 
 
 def _alike(call: Call, donated: Sequence[int]) -> list[int]:
+    """Positions of donated leaves and data of one shape, which may share memory."""
     kinds = [(np.shape(x), getattr(x, "dtype", None)) for x in call.leaves]
-    given = {kinds[at] for at in donated}
-    data = [at for at, (a, _) in enumerate(call.table) if not a.is_state]
-    data = [at for at in data if kinds[at] in given]
-    shared = {kinds[at] for at in data}
-    return [*data, *(at for at in donated if kinds[at] in shared)]
+    data = [at for at, (argument, _) in enumerate(call.table) if not argument.is_state]
+    both = {kinds[at] for at in donated} & {kinds[at] for at in data}
+    return [at for at in (*data, *donated) if kinds[at] in both]
 
 
 # ---------------------------------------------------------------------- the trace
@@ -252,7 +263,7 @@ def _flat_function(
     Each trace of it appends to `outcomes`. It holds the structure of the arguments,
     and none of their arrays.
     """
-    arguments = [argument.without_values() for argument in call.arguments]
+    structures = [(a.outer, a.graphdefs) for a in call.arguments]
     names = [name for name, _ in named_objects(call.arguments)]
     slots, static, rules = [x for x, _ in call.slots], call.static, call.rules
     wanted, made = layouts.wanted, layouts.resolution
@@ -261,7 +272,7 @@ def _flat_function(
 
     def flat(*leaves: Any) -> Any:
         inputs = list(map(_on_device, leaves))
-        values, objects = put_together(arguments, inputs)
+        values, objects = put_together(structures, inputs)
         graph, rest = Graph(objects), iter(values)
         given = [(x, static[x] if x in static else next(rest)) for x in slots]
         result = call_job(job, given, rules, parameters, report)
@@ -282,12 +293,11 @@ def _flat_function(
             return _kept(host.get(id(x), x), pin[1]) if pin[0] else x
 
         where = [wanted[at] for at in outcome.leaves] or itertools.repeat(None)
-        return _mapped(_kept, new, where), _mapped(
-            pinned, result, pins_of(result, known)[0]
-        )
+        results = _mapped(pinned, result, pins_of(result, known)[0])
+        return [*_mapped(_kept, new, where), results]
 
     flat.__name__ = job.name
-    return flat if job.explicit else on_auto_axes(flat, call.mesh)
+    return flat
 
 
 def _mapped(function: Callable[..., Any], tree: Any, others: Iterable[Any]) -> Any:
@@ -363,23 +373,26 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     If it fails, nothing of these has changed. If the structure changes, the program has
     donated nothing of the objects.
     """
-    outcome, parts = program.outcome, call.parts
-    check_level([parts[at] for at in outcome.changed])
+    outcome, graph = program.outcome, call.graph
+    changed = [graph.parts[at] for at in outcome.changed]
+    check_level(changed)
     with mesh_context(call.rules, leaves):
-        new, result = program.run(leaves)
+        new, result = program.run(leaves, changed)
     if outcome.structure is not None:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
         for at, where in program.moved.items():
             after[at] = distribute_tensor(after[at], where)
         return with_objects(result, outcome.structure.apply(call.objects, after))
-    changed = dict(zip(outcome.leaves, jax.tree.leaves(new), strict=True))
-    state = [changed.get(at, leaves[at]) for at in program.state]
-    refs = [weakref.ref(x) for x in state if isinstance(x, jax.Array)]
-    note_apart(program, refs, new, result)
-    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
-        argument.write(leaves[span.start : span.stop])
-    for at, value in zip(outcome.changed, new, strict=True):
-        write_value(parts[at], value)
+    given = [leaves[at] for at in program.inside]
+    if not all(map(operator.is_, given, graph.leaves)):  # some were placed
+        values = graph.treedef.unflatten(given)
+        for at in {*range(len(values))} - {*outcome.changed}:
+            # Arrays in no Variable, which may be in a tuple, are placed in each call.
+            if isinstance(part := graph.parts[at], nnx.Variable):
+                part.set_raw_value(values[at])
+    kept = [leaves[at] for at in program.state] if program.donated else []
+    arrays = [*jax.tree.leaves(new), *filter(is_array, kept)]
+    note_apart(program, [*map(weakref.ref, arrays)], leaves, result)
     if not outcome.returns_objects:
         return result
     return with_objects(result, Graph(call.objects).nodes)
@@ -395,7 +408,10 @@ def abstract_result(program: Program, call: Call) -> Any:
     structure, (new, result) = program.outcome.structure, program.shapes
     given = abstract(call.leaves)
     if structure is None:
-        nodes: Any = Graph(put_together(call.arguments, given)[1]).nodes
+        structures = [
+            (argument.outer, argument.graphdefs) for argument in call.arguments
+        ]
+        nodes: Any = Graph(put_together(structures, given)[1]).nodes
     else:
         nodes = structure.merged(structure.leaves(given, jax.tree.leaves(new)))[1]
     return with_objects(result, nodes)

@@ -5,7 +5,6 @@ those of the objects below it, are the very same objects, and constants that can
 in place hold the same. What is not recognised takes the way of a new call.
 """
 
-import collections
 import contextlib
 import gc
 import operator
@@ -22,15 +21,14 @@ from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Call
-from flax_layoutmap._step.donation import are_deleted, note_apart, sharing
 from flax_layoutmap._step.program import Program, check_level
+from flax_layoutmap._step.refusals import are_deleted, note_apart, sharing
 from flax_layoutmap._step.trace import context_key, mesh_needed
 from flax_layoutmap._tree.flax_internals import (
     is_bookkeeping,
     is_nnx_object,
     read_metadata,
     read_value,
-    write_value,
 )
 from flax_layoutmap._tree.graph import Uncomparable, contents
 
@@ -170,8 +168,8 @@ class _KnownCall:
             for at, where in self._moves:
                 leaves[at] = put(leaves[at], where)
         # What the last run has written shares no memory.
-        is_sure = is_written and not self.program.gives_trees
-        if self.program.donated and sharing(self.program, leaves, is_sure=is_sure):
+        state = self.program.loose if is_written else self.program.state
+        if self.program.donated and sharing(self.program, leaves, state):
             return None
         return leaves, held
 
@@ -180,10 +178,10 @@ class _KnownCall:
         check_level(self._changed)
         mesh = self._mesh
         with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
-            new, result = self.program.run(leaves)
-        collections.deque(map(write_value, self._changed, new), maxlen=0)
+            new, result = self.program.run(leaves, self._changed)
         self._written = [*map(weakref.ref, (*new, *held[len(new) :]))]
-        note_apart(self.program, self._written, new, result, id(self))
+        apart = self._written if self.program.donated else self._written[: len(new)]
+        note_apart(self.program, apart, leaves, result)
         return result
 
 

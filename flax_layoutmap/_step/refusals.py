@@ -1,22 +1,30 @@
-"""Checks of what `flm.jit` does not accept; each error names the Variable or constant.
+"""What `flm.jit` does not accept: each error names the Variable, array or constant.
 
-`named` are pairs: the name of an argument, and an outermost NNX object in it.
+Also the memory of donated arrays. Two arrays share memory if they were put on a mesh
+from one array. To donate one of them and use the other ends the process (jax 0.10.2),
+or fails while it runs (jax 0.12.0).
 """
 
+import collections
 import dis
 import functools
 import inspect
+import itertools
 import re
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.core import Tracer
 
-from flax_layoutmap._core.errors import StructureError
-from flax_layoutmap._step.arguments import first_four
+from flax_layoutmap._core.errors import LayoutError, StructureError
+from flax_layoutmap._core.jax_internals import memory_of
+from flax_layoutmap._place.place import put
+from flax_layoutmap._step.arguments import Call, first_four, is_array
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     constants_of,
     is_plain_variable,
@@ -24,12 +32,14 @@ from flax_layoutmap._tree.flax_internals import (
     nnx_state,
 )
 from flax_layoutmap._tree.graph import Uncomparable, contents
+from flax_layoutmap._tree.paths import Roots
 
+# The name of an argument, and an outermost NNX object in it.
 Named = Iterable[tuple[str, Any]]
 
 
 def named_parts(named: Named) -> Iterator[tuple[str, Any]]:
-    """The objects and Variables in NNX objects with names, each with its path."""
+    """The objects and Variables in NNX objects, each with its path."""
     for name, node in named:
         for path, part in named_objects_of(node):
             yield "/".join((name, *map(str, path))), part
@@ -162,7 +172,126 @@ def _loads(
             name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
             value, part = scopes[kind[1]].get(name), after.argval
             is_part = after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            below = getattr(value, "__dict__", {}) if is_part else {}
+            below = _attributes(value) if is_part else {}
             yield (f"{name}.{part}", below[part]) if part in below else (name, value)
     for inner in filter(inspect.iscode, code.co_consts):
         yield from _loads(inner, scopes)
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object, those in `__slots__` too."""
+    slots = [
+        name
+        for owner in type(value).__mro__
+        for name, x in vars(owner).items()
+        if isinstance(x, types.MemberDescriptorType) and hasattr(value, name)
+    ]
+    in_slots = {name: getattr(value, name) for name in slots}
+    return in_slots | getattr(value, "__dict__", {})
+
+
+# -------------------------------------------------------------------- donation
+
+
+def are_deleted(leaves: Sequence[Any]) -> bool:
+    """Whether one of these is a deleted array."""
+    try:
+        # The method of the type is much faster than an attribute of each array.
+        return any(map(type(leaves[0]).is_deleted, leaves))
+    except (AttributeError, IndexError, TypeError):  # none, or other things too
+        return any(x.is_deleted() for x in leaves if is_array(x))
+
+
+def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
+    """Paths of the arrays that are deleted, in arguments by name."""
+    flat = flatten(Roots(arguments))
+    pairs = zip(flat.full_paths(), flat.leaves, strict=True)
+    return [path for path, leaf in pairs if are_deleted([leaf])]
+
+
+def separate(program: Any, call: Call, leaves: list[Any]) -> None:
+    """Copy the leaves of state that share memory with other arrays of a call.
+
+    Raises:
+        LayoutError: an array is donated and used twice.
+    """
+    shared = sharing(program, leaves, program.state)
+    count = collections.Counter(map(id, leaves if shared else ()))
+    for at in {*shared} & {*program.donated}:
+        if count[id(leaves[at])] > 1:
+            pairs = zip(leaves, call.table, strict=True)
+            paths = [a.path(n) for x, (a, n) in pairs if x is leaves[at]]
+            raise LayoutError(
+                f"{' and '.join(paths[:4])} are one array, which is donated: it cannot "
+                "be used twice; copy it first, jax.numpy.copy(x), or do not donate it"
+            )
+    for at in shared:
+        leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
+
+
+def sharing(program: Any, leaves: Sequence[Any], state: Sequence[int]) -> list[int]:
+    """Positions of leaves of state that are used twice, or share memory with others.
+
+    `state` has the positions of what the last run of the program may not have written;
+    of the rest only what looks like data is compared.
+    """
+    compared: Iterable[int] = program.alike
+    is_double = bool(state) and len(set(map(id, leaves))) < len(leaves)
+    if is_double or not _are_apart([leaves[at] for at in state]):
+        compared = range(len(leaves))
+    if not compared:
+        return []
+    # By array: one in two places is an error if it is donated, and else no matter.
+    parts = {id(leaves[at]): _buffers_of(leaves[at]) for at in compared}
+    uses = collections.Counter(itertools.chain.from_iterable(parts.values()))
+    count = collections.Counter(id(leaves[at]) for at in compared)
+    doubled = {at for at in program.donated if count[id(leaves[at])] > 1}
+    return sorted(
+        at
+        for at in program.state
+        if at in doubled or any(uses[x] > 1 for x in parts.get(id(leaves[at]), ()))
+    )
+
+
+def _buffers_of(leaf: Any) -> set[Any]:
+    """The memory of an array in this process, to compare."""
+    if not is_array(leaf) or not leaf.size:
+        return {id(leaf)}
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    count = len(leaf.sharding.addressable_devices)
+    parts = [leaf.addressable_data(at) for at in range(count)]
+    return set(map(memory_of, parts)) - {None} or {id(leaf)}
+
+
+# For the last few calls, references to arrays that share memory with no others, as a
+# program has written them, or they were compared before.
+_APART: collections.deque[Sequence[Any]] = collections.deque(maxlen=8)
+
+
+def _are_apart(arrays: Iterable[Any]) -> bool:
+    """Whether all of these are known to share memory with no others."""
+    try:
+        # An array has one reference while that lives.
+        left = set(map(id, map(weakref.ref, arrays)))
+    except TypeError:  # not arrays
+        return False
+    for known in reversed(_APART):
+        if not left:
+            break
+        left.difference_update(map(id, known))
+    return not left
+
+
+def note_apart(
+    program: Any, refs: Sequence[Any], leaves: Sequence[Any], result: Any
+) -> None:
+    """Record arrays that share memory with no others after a run.
+
+    They are what NNX objects hold (`refs`), and in trees, state and results.
+    """
+    if program.donated and program.loose:
+        trees = [leaves[at] for at in program.loose], result
+        arrays = filter(is_array, jax.tree.leaves(trees))
+        refs = [*refs, *map(weakref.ref, arrays)]
+    _APART.append(refs)

@@ -14,15 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import DictKey, GetAttrKey
 
-from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.layout import TensorLayout, is_offloaded, own_memory_kind
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._place.place import wanted_layout
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import RuleSet, using_rules
 from flax_layoutmap._step.arguments import (
     NUMBERS,
     Argument,
@@ -84,7 +83,7 @@ def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
         leaves = argument.leaves
         if argument.given is not None:
             tree, what = argument.plain(leaves), f"in_shardings[{argument.name!r}]"
-            wanted += broadcast(argument.given, tree, rules and rules.mesh, what)
+            wanted += broadcast(argument.given, tree, rules, what)
         elif argument.name not in trees:
             wanted += [own_sharding(x) if argument.is_state else None for x in leaves]
         else:
@@ -133,7 +132,7 @@ def is_on_host(x: Any) -> bool:
     """Whether a sharding, or a traced array, is in another memory than the device's."""
     if isinstance(x, Tracer):
         return jax.typeof(x).memory_space is jax.memory.Space.Host
-    return x is not None and x is not BY_RULE and is_offloaded(own_memory_kind(x))
+    return isinstance(x, Sharding) and is_offloaded(own_memory_kind(x))
 
 
 # ----------------------------------------------------------------- what comes out
@@ -164,8 +163,8 @@ def layouts_after(
     changed = [(a.slot, renewed(a.value)) for a in call.arguments if a.objects]
     names = [f"{RESULT}/{path}".removesuffix("/") for path in structure.returned]
     made = [(Slot(name, name, name), next(objects)) for name in names]
-    given = {argument.name: argument.given for argument in call.arguments}
-    apart = iter(take_apart([*changed, *made], in_shardings=given))
+    by_hand = {argument.name: argument.given for argument in call.arguments}
+    apart = iter(take_apart([*changed, *made], in_shardings=by_hand)[0])
     arguments = [next(apart) if a.objects else a for a in call.arguments]
     after = layouts_of(arguments := [*arguments, *apart], call.rules)
     # By the ids of leaves, as NNX takes abstract arrays in a tuple for constants.
@@ -215,17 +214,11 @@ def pins_of(result: Any, known: Known) -> tuple[list[Pin], dict[str, Any]]:
         if (turn := turn_of(node)) is not None:
             pins += next(turn)
         elif _is_made_state(node):
-            made[RESULT + "".join(map(_below, keys))] = node
+            made["/".join((RESULT, *(join_keys([key]) for key in keys)))] = node
             pins += [(True, BY_RULE)] * len(jax.tree.leaves(node))
         else:
             pins.append((False, None))
     return pins, made
-
-
-def _below(key: Any) -> str:
-    """The key of a part of a result: `[1]`, or `/policy`, which rules may name."""
-    named = isinstance(key, DictKey | GetAttrKey)
-    return f"/{join_keys([key])}" if named else jax.tree_util.keystr((key,))
 
 
 def _is_made_state(tree: Any) -> bool:
@@ -250,7 +243,7 @@ def places_of_result(
     pins, made = pins_of(plain, known)
     given: list[Any] = [None] * len(pins)
     if chosen is not None:
-        given = broadcast(chosen, plain, rules and rules.mesh, "out_shardings")
+        given = broadcast(chosen, plain, rules, "out_shardings")
     resolution, by_rule = after.resolution, itertools.repeat(None)
     if made and rules is not None and None in given:
         # With the arguments: optimizer state follows parameters among them.
@@ -263,7 +256,7 @@ def places_of_result(
 # ------------------------------------------------------- layouts given by hand
 
 
-def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
+def broadcast(prefix: Any, tree: Any, rules: RuleSet | None, what: str) -> list[Any]:
     """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts."""
     try:
         layouts, treedef = jax.tree.flatten(prefix, is_leaf=_is_layout)
@@ -274,7 +267,7 @@ def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> lis
             f"{jax.tree.structure(tree)}: {error}"
         ) from error
     pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
-    return [_sharding_of(layouts[at], leaf, mesh, what) for at, leaf in pairs]
+    return [_sharding_of(layouts[at], leaf, rules, what) for at, leaf in pairs]
 
 
 def _is_layout(node: Any) -> bool:
@@ -282,27 +275,18 @@ def _is_layout(node: Any) -> bool:
     if type(node) is not tuple:
         return node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec)
     axes = [entry for entry in node if entry is not None and entry is not ...]
-    return bool(axes) and all(
-        isinstance(entry, str)
-        or (type(entry) is tuple and all(isinstance(name, str) for name in entry))
-        for entry in axes
-    )
+    parts = [name for x in axes for name in (x if type(x) is tuple else (x,))]
+    return bool(axes) and all(isinstance(name, str) for name in parts)
 
 
-def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> Any:
+def _sharding_of(layout: Any, leaf: Any, rules: RuleSet | None, what: str) -> Any:
     if layout is None or (
         isinstance(layout, Sharding) and not isinstance(layout, NamedSharding)
     ):
         return layout
     try:
-        layout = TensorLayout(layout)
-        if layout.device_mesh is None and mesh is not None:
-            layout = layout.on(mesh)
-        if layout.device_mesh is None:
-            raise MeshError(
-                f"no mesh for the layout {layout}; give it one, "
-                "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
-            )
+        with using_rules(rules):
+            layout = wanted_layout(TensorLayout(layout))
         layout.shard_shape(np.shape(leaf))
         return layout.sharding(np.ndim(leaf))
     except LayoutError as error:

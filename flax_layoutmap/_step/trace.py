@@ -1,7 +1,8 @@
-"""What a function is traced with: its options, contexts and activation rules."""
+"""What a function is traced with: its options, contexts, activation rules and axes."""
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +10,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.fetch import is_eager
+from flax_layoutmap._place.place import explicit_axes
 from flax_layoutmap._rules.rules import RuleSet, trace_key, using_rules
 from flax_layoutmap._step.activations import activated, forget_path
 from flax_layoutmap._step.arguments import Slot, call_with
@@ -47,9 +50,9 @@ def mesh_needed(rules: RuleSet | None) -> Any:
     if mesh is None:
         return None
     context: Any = jax.sharding.get_abstract_mesh()
-    own: Any = mesh.jax_mesh.abstract_mesh
-    needed = bool(context.axis_names) or AxisType.Explicit in mesh.axis_types
-    return None if not needed or context == own else own
+    wanted: Any = mesh.jax_mesh.abstract_mesh
+    needed = bool(context.axis_names) or bool(explicit_axes(mesh))
+    return None if not needed or context == wanted else wanted
 
 
 def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
@@ -103,9 +106,7 @@ def call_job(
     `parameters` are the paths of parameters among the arguments, in all their forms,
     for rules `…/output`; `report` gets the warnings about rules that matched nothing.
     """
-
     roots = [root for _, value in given for root in roots_of(value)]
-
     with using_rules(rules), activated(rules, roots, parameters, report):
         result = call_with(job.fun, given)
         for _, node in roots_of(result):
@@ -121,3 +122,51 @@ def roots_of(value: Any) -> list[tuple[str, Any]]:
         return []
     named = [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
     return [(f"{path}/" if path else "", leaf) for path, leaf in named]
+
+
+# --------------------------------------------------------------- Explicit axes
+
+
+def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function of arrays, traced as if the Explicit axes of a mesh were Auto.
+
+    As by `jax.sharding.auto_axes`, what enters loses the axes of its type, which is no
+    operation. State gets them back by the `out_shardings` of `jax.jit`, scalars in the
+    trace, other results after the program, by `typed`.
+    """
+    types: Any = mesh.jax_mesh.abstract_mesh
+    auto = types.update_axis_types(dict.fromkeys(types.axis_names, AxisType.Auto))
+    whole = functools.partial(jax.sharding.reshard, out_shardings=PartitionSpec())
+
+    @functools.wraps(fun)
+    def on_auto(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(auto):
+            outputs = fun(*whole(args))
+        with jax.sharding.use_abstract_mesh(types):
+            return jax.tree.map(
+                lambda x: x if not isinstance(x, jax.Array) or x.ndim else whole(x),
+                outputs,
+            )
+
+    return on_auto
+
+
+def typed(outputs: Any, places: Sequence[Any], mesh: Any) -> Any:
+    """The outputs of such a program with the types of the mesh, in the same buffers.
+
+    In an outer trace an output without a place is replicated, and in `grad` or `vmap`
+    all are.
+    """
+    jax_mesh = mesh.jax_mesh
+    whole = NamedSharding(jax_mesh, PartitionSpec())
+
+    def label(x: Any, place: Any) -> Any:
+        if isinstance(x, Tracer):
+            return jax.device_put(x, whole if place is None or is_eager() else place)
+        if place is not None or not isinstance(own := x.sharding, NamedSharding):
+            return x
+        kind = own.memory_kind
+        return jax.device_put(x, NamedSharding(jax_mesh, own.spec, memory_kind=kind))
+
+    flat, treedef = jax.tree.flatten(outputs)
+    return treedef.unflatten(map(label, flat, places))

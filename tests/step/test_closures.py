@@ -31,6 +31,8 @@ PACKAGE.net = make()  # type: ignore[attr-defined]
 class Trainer:
     """An object of Python that has modules, and a step with another one."""
 
+    __slots__ = ("__dict__", "teacher")
+
     def __init__(self) -> None:
         self.model, self.teacher, self.rate = make(), make(), 0.5
 

@@ -187,7 +187,7 @@ def test_new_states_that_do_not_fit() -> None:
     step = flm.jit(lambda x: (0, {"params": {"w": x}}), layout_map=rules(mesh))
     with refuses(
         flm.errors.ResolveError,
-        "the result[1]/params/w (8,6): ",
+        "the result/1/params/w (8,6): ",
         "dim 1 of size 6 does not",
     ):
         step(X[:, :6])

@@ -1,6 +1,7 @@
 """Objects that arguments share, changes between equal calls, and donated state."""
 
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -168,6 +169,41 @@ def test_state_that_shares_memory_and_is_donated_later() -> None:
         )
     np.testing.assert_array_equal(part.w[...], np.full(8, 2.0))
     np.testing.assert_array_equal(other.w[...], np.full(8, 3.0))
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "recognised"])
+def test_ctrl_c_at_any_line(is_known: bool) -> None:
+    """A step has changed all of its state, or nothing, also where it is donated."""
+
+    def step(part: Part, x: Any) -> None:
+        part.w[...] += x
+        part.count[...] += 1
+
+    part, jitted, lines = Part(), flm.jit(step, donate_argnames="part"), iter(())
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if "flax_layoutmap/_step" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines, None) is None:
+            raise KeyboardInterrupt
+        return trace
+
+    for _ in range(4):
+        jitted(part, 1.0)
+    for number in range(1, 1000, 1 if is_known else 5):
+        if not is_known:
+            part.off = {"negative": True}
+        lines = iter(range(number))
+        try:
+            sys.settrace(trace)
+            jitted(part, 1.0)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        np.testing.assert_array_equal(part.w[...], np.full(8, 1.0 + part.count[...]))
+    assert 20 < number < 999
 
 
 def test_deleted_data_is_named_in_every_call() -> None:
