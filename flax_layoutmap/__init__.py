@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from flax_layoutmap._step.accumulate import accumulate as accumulate
     from flax_layoutmap._step.activations import activation_scope as activation_scope
     from flax_layoutmap._step.jit import jit as jit
+    from flax_layoutmap._suggest.suggest import Suggestion as Suggestion
     from flax_layoutmap._suggest.suggest import suggest as suggest
-    from flax_layoutmap._suggest.suggestion import Suggestion as Suggestion
 
     __version__: str
 
@@ -54,7 +54,7 @@ _HOMES = {
     "Resolution": "_resolve.resolution",
     "Rule": "_rules.matching",
     "RuleSet": "_rules.rules",
-    "Suggestion": "_suggest.suggestion",
+    "Suggestion": "_suggest.suggest",
     "TensorLayout": "_core.layout",
     "accumulate": "_step.accumulate",
     "activation_scope": "_step.activations",

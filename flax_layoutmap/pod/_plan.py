@@ -152,8 +152,9 @@ def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
         >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
         >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
         Traceback (most recent call last):
-        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices have two
-        dims, and come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3; the nearest are
+        v5e:2x4, v5e:4x4, v5e:2x2. A shape is in chips, short dims first, a number in
+        chips; larger ones have slices=
 
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.

@@ -28,7 +28,6 @@ class Generation:
 
     Attributes:
         name: `"v5p"`.
-        device_kind: what `jax.Device.device_kind` says.
         dims: dims of the network between the chips: 2 or 3.
         devices_per_chip: JAX devices on one chip.
         megacore: whether the two cores of a chip are one device.
@@ -36,8 +35,7 @@ class Generation:
             otherwise it counts chips.
         max_chips: chips of the largest slice.
         small_shapes: the shapes below those of the general rule.
-        hbm_bytes: memory of one device, as built.
-        hbm_limit_bytes: what the compiler lets a program use of it.
+        hbm_limit_bytes: memory of one device that the compiler lets a program use.
         hbm_bytes_per_second: how fast one device reads it.
         flops: peak of one device in bfloat16, in floating-point operations per second.
         link_bytes_per_second: one link between chips, in one direction; None where
@@ -48,14 +46,12 @@ class Generation:
 
     __module__ = "flax_layoutmap.pod"
     name: str
-    device_kind: str
     dims: int
     devices_per_chip: int
     megacore: bool
     counts_cores: bool
     max_chips: int
     small_shapes: tuple[Shape, ...]
-    hbm_bytes: int
     hbm_limit_bytes: int
     hbm_bytes_per_second: float
     flops: float
@@ -74,46 +70,36 @@ _FLAT_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32
 _CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # and of whole 4x4x4 cubes
 _CUBE_7 = ((1, 1, 1), *_CUBE)
 
-# In the order of the fields of a Generation. Memory is in GiB, as built and as the
-# compiler lets a program use it; then 10**12 operations, and GB, each second.
+# In the order of the fields of a Generation: after the shapes GiB, GB each second,
+# 10**12 operations each second, and GB each second of a link and of the network.
 # fmt: off
 _TABLE = (
-    ("v2", "TPU v2", 2, 2, False, True, 256, _FLAT_V2, 8, 7.48, 22.5, None, None),
-    ("v3", "TPU v3", 2, 2, False, True, 1024, _FLAT_V3, 16, 15.48, 61.5, 100, None),
-    ("v4", "TPU v4", 3, 1, True, True, 4096, _CUBE, 32, 30.75, 275, 45, 6.25),
-    ("v5e", "TPU v5 lite", 2, 1, False, False, 256, _FLAT, 16, 15.75, 197, 45, 3.125),
-    ("v5p", "TPU v5", 3, 1, True, True, 6144, _CUBE, 96, 95.74, 459, 90, 6.25),
-    ("v6e", "TPU v6 lite", 2, 1, False, False, 256, _FLAT, 32, 31.25, 918, 90, 12.5),
-    ("tpu7x", "TPU7x", 3, 2, False, True, 9216, _CUBE_7, 96, 94.75, 1153.5, 100, 12.5),
+    ("v2", 2, 2, False, True, 256, _FLAT_V2, 7.48, 358, 22.5, None, None),
+    ("v3", 2, 2, False, True, 1024, _FLAT_V3, 15.48, 412.5, 61.5, 100, None),
+    ("v4", 3, 1, True, True, 4096, _CUBE, 30.75, 1230, 275, 45, 6.25),
+    ("v5e", 2, 1, False, False, 256, _FLAT, 15.75, 820, 197, 45, 3.125),
+    ("v5p", 3, 1, True, True, 6144, _CUBE, 95.74, 2460, 459, 90, 6.25),
+    ("v6e", 2, 1, False, False, 256, _FLAT, 31.25, 1640, 918, 90, 12.5),
+    ("tpu7x", 3, 2, False, True, 9216, _CUBE_7, 94.75, 3700, 1153.5, 100, 12.5),
 )
 # fmt: on
-# GB that one device reads from its memory each second.
-_READS = dict(v2=358, v3=412.5, v4=1230, v5e=820, v5p=2460, v6e=1640, tpu7x=3700)
-
-
-def _per_second(giga: float | None) -> float | None:
-    return None if giga is None else giga * 1e9
-
-
 GENERATIONS = {
     row[0]: Generation(
-        *row[:8],
-        hbm_bytes=row[8] * 2**30,
-        hbm_limit_bytes=round(row[9] * 2**30),
-        hbm_bytes_per_second=_READS[row[0]] * 1e9,
-        flops=row[10] * 1e12,
-        link_bytes_per_second=_per_second(row[11]),
-        dcn_bytes_per_second=_per_second(row[12]),
+        *row[:7],
+        hbm_limit_bytes=round(row[7] * 2**30),
+        hbm_bytes_per_second=row[8] * 1e9,
+        flops=row[9] * 1e12,
+        link_bytes_per_second=row[10] and row[10] * 1e9,
+        dcn_bytes_per_second=row[11] and row[11] * 1e9,
     )
     for row in _TABLE
 }
 
 # Sources: devices_per_chip and hbm_limit_bytes were measured with libtpu 0.0.42 (the
-# limit is in its error), 2026-11. max_chips, small_shapes, hbm_bytes, flops and
+# limit is in its error), 2026-11. max_chips, small_shapes, flops and
 # dcn_bytes_per_second: Google Cloud TPU documentation and MaxText's table of slices,
-# 2026-11, but the memory of v5p (there 95 GiB, less than the compiler allows) and v4's
-# network: jax-ml/scaling-book, 2025-02. hbm_bytes_per_second: TpuInfo of
-# jax.experimental.pallas.tpu, 2026-11. link_bytes_per_second: jax-ml/scaling-book,
+# 2026-11, but v4's network: jax-ml/scaling-book, 2025-02. hbm_bytes_per_second: TpuInfo
+# of jax.experimental.pallas.tpu, 2026-11. link_bytes_per_second: jax-ml/scaling-book,
 # 2025-02; tpu7x from the Google Cloud TPU documentation. Rings: MaxText's table; v2 and
 # v3 inferred from their pods.
 ALIASES = {
@@ -151,34 +137,20 @@ class Topology:
     @property
     def chips_per_host(self) -> Shape:
         """Chips of one host along each dim, as one process has them."""
-        if self.generation.dims == 2 and self.chips_per_slice <= 8:
+        if self.generation.dims == 2 and math.prod(self.shape) <= 8:
             return self.shape  # eight chips of v5e and v6e are on one host
         return tuple(map(min, _HOST, self.shape))
 
     @property
-    def chips_per_slice(self) -> int:
-        """Chips of one slice."""
-        return math.prod(self.shape)
-
-    @property
-    def devices_per_slice(self) -> int:
-        """JAX devices of one slice."""
-        return self.chips_per_slice * self.generation.devices_per_chip
-
-    @property
     def devices(self) -> int:
         """JAX devices of all slices."""
-        return self.devices_per_slice * self.slices
-
-    @property
-    def devices_per_host(self) -> int:
-        """JAX devices of one process."""
-        return math.prod(self.chips_per_host) * self.generation.devices_per_chip
+        chips = math.prod(self.shape) * self.slices
+        return chips * self.generation.devices_per_chip
 
     @property
     def hosts(self) -> int:
         """Hosts (one process each) of all slices."""
-        return self.devices // self.devices_per_host
+        return self.slices * math.prod(self.shape) // math.prod(self.chips_per_host)
 
     @property
     def wrap(self) -> tuple[bool, ...]:
@@ -290,26 +262,17 @@ def _shape_of_count(generation: Generation, count: int) -> Shape:
 
 def _no_slice(generation: Generation, asked: str, chips: float) -> MeshError:
     """The error for a shape or number that no slice has."""
-    if chips > generation.max_chips:
-        why = f"the largest slice has {generation.max_chips:,} chips; pass slices="
-    elif asked.startswith("-"):
-        unit = "TensorCores, two to a chip" if generation.counts_cores else "chips"
-        why = f"the number counts {unit}"
-    elif generation.dims == 3:
-        why = (
-            "slices have three dims, short ones first, which are multiples of 4 unless "
-            "the slice is smaller than 4x4x4"
-        )
-    else:
-        why = "slices have two dims, and come in few shapes"
 
     def distance(shape: Shape) -> tuple[float, Shape]:
         return abs(math.log(math.prod(shape) / max(chips, 1))), shape
 
     nearest = sorted(shapes_of(generation), key=distance)[:3]
     listed = ", ".join(f"{generation.name}:{_by_x(shape)}" for shape in nearest)
+    unit = "TensorCores, two to a chip" if generation.counts_cores else "chips"
     return MeshError(
-        f"there is no slice {generation.name}{asked}: {why}. The nearest: {listed}"
+        f"there is no slice {generation.name}{asked}; the nearest are {listed}. A "
+        f"shape is in chips, short dims first, a number in {unit}; larger ones have "
+        "slices="
     )
 
 

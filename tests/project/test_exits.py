@@ -28,7 +28,7 @@ from rich.console import Console
 import flax_layoutmap as flm
 from flax_layoutmap._cli import main
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap._suggest.suggestion import Choice
+from flax_layoutmap._suggest.suggest import Choice
 from flax_layoutmap._tree.paths import escape, unescape
 
 # What a terminal obeys or hides: a new line, what clears the screen and sets its title,

@@ -111,7 +111,6 @@ def test_a_small_model_is_copied_and_a_large_one_is_not() -> None:
     assert "every device keeps a copy, " in copied.why and "pass hbm=" in copied.why
     stored = flm.suggest(mlp_step, mlp(), rows(1 << 15), **options, hbm=64 << 20)
     assert stored.fits and stored.plan.memory.at_rest_bytes <= 64 << 20
-    assert stored.why.startswith("a copy of state and gradients, 128.0 MiB, is more")
     few: Any = {**options, "hbm": np.int64(1024)}
     nothing = flm.suggest(mlp_step, mlp(), rows(1 << 15), **few)
     assert not nothing.fits and nothing.why.startswith("nothing that was tried fits")
@@ -213,7 +212,6 @@ def test_the_report(wide: flm.Suggestion) -> None:
     ("options", "error"),
     [
         ({"hbm": "16GB"}, "hbm='16GB' is not a number of bytes"),
-        ({"hbm": True}, "hbm=True is not a number of bytes"),
         ({"slices": 2}, "^not a topology: None"),
         ({"mesh": "data=1"}, "needs auto axes and several devices"),
         ({"mesh": EXPLICIT}, "needs auto axes and several devices"),
