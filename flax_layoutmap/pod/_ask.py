@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import importlib.metadata
 import json
+import math
 import os
 import re
 import signal
@@ -53,7 +54,7 @@ class Code:
     free_results: list[bool]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
     """The answer of the child.
 
@@ -73,109 +74,89 @@ class Answer:
     warnings: tuple[str, ...]
 
 
-def compile_for(
+def ask(
     code: Code,
-    topology: Topology,
     sizes: Mapping[str, int],
+    topology: Topology | None,
     *,
     timeout: float,
     options: Mapping[str, Any],
 ) -> Answer:
-    """Compile a module, lowered for a mesh of these sizes, by libtpu.
+    """Ask libtpu, or without a topology XLA's partitioner, about a program.
 
-    Raises LayoutError after `timeout` seconds.
+    Args:
+        code: the program.
+        sizes: name of each mesh axis → its size.
+        topology: the slices of the mesh, to ask libtpu.
+        timeout: seconds after which LayoutError is raised.
+        options: of libtpu's compiler.
     """
-    if "xla_dump_to" in options:
-        raise LayoutError(
-            "compiler_options cannot set xla_dump_to: flm.pod.compile has the compiler "
-            "write its program to a folder of its own, and reads it there"
-        )
-    within, between = split_over_slices(sizes, topology)
-    warning = check_libtpu()
-    name, arguments = topology.compiler_arguments()
-    request = {
-        "topology": name,
-        "options": arguments,
-        "within": within,
-        "between": between,
+    request: dict[str, Any] = {
+        "topology": None,
         "compiler_options": dict(options),
+        "free_arguments": code.free_arguments,
+        "free_results": code.free_results,
     }
-    return _Asked("libtpu", str(topology), timeout, warning).run(request, code)
-
-
-def partition_for(code: Code, devices: int, *, timeout: float) -> Answer:
-    """Partition a module by the CPU client of jaxlib.
-
-    Raises MeshError for more devices than it takes.
-    """
-    if devices > MOST_DEVICES:
+    devices = math.prod(sizes.values())
+    if topology is not None:
+        request["within"], request["between"] = split_over_slices(sizes, topology)
+        request["topology"], request["options"] = topology.compiler_arguments()
+        asked = _Asked("libtpu", str(topology), timeout, check_libtpu())
+    elif devices > MOST_DEVICES:
         raise MeshError(
             f"XLA's partitioner takes at most {MOST_DEVICES:,} devices, and the mesh "
             f"has {devices:,}: plan on a mesh with a shorter batch axis, over which "
             "what a device sends is nearly the same, or install libtpu and pass a "
             'topology: pip install "flax-layoutmap[tpu-aot]"'
         )
-    asked = _Asked("XLA's partitioner", f"{devices:,} devices", timeout, None)
-    return asked.run({"topology": None, "devices": devices}, code)
+    else:
+        request["devices"] = devices
+        asked = _Asked("XLA's partitioner", f"{devices:,} devices", timeout, None)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="flax_layoutmap_", ignore_cleanup_errors=True
+        ) as folder:
+            path = Path(folder)
+            (path / "module.mlirbc").write_bytes(code.bytecode)
+            (path / "request.json").write_text(json.dumps(request), encoding="utf-8")
+            return asked.answer_of(path, *_run(path, timeout))
+    except OSError as error:
+        raise LayoutError(
+            f"{asked.who} cannot work in the temporary folder: {error}; make room, or "
+            "set TMPDIR to a folder with more"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """A child process for one program."""
+    """Who is asked about a program, for messages."""
 
     who: str
     where: str  # the topology, or the number of devices
     timeout: float  # seconds
     warning: str | None  # of another libtpu than the pinned one
 
-    def run(self, request: Mapping[str, Any], code: Code) -> Answer:
-        free = {
-            "free_arguments": code.free_arguments,
-            "free_results": code.free_results,
-        }
-        try:
-            with tempfile.TemporaryDirectory(
-                prefix="flax_layoutmap_", ignore_cleanup_errors=True
-            ) as folder:
-                path = Path(folder)
-                (path / "module.mlirbc").write_bytes(code.bytecode)
-                written = json.dumps({**request, **free})
-                (path / "request.json").write_text(written, encoding="utf-8")
-                return self.answer_of(path, *_run(path, self.timeout))
-        except OSError as error:
-            raise LayoutError(
-                f"{self.who} cannot work in the temporary folder: {error}; make room, "
-                "or set TMPDIR to a folder with more"
-            ) from error
-
     def answer_of(self, folder: Path, code: int | None, log: str) -> Answer:
-        """The answer of a child that ended."""
+        """The answer of a child that ended with an exit code, and its output."""
         result = folder / "result.json"
         if not result.is_file():
             raise LayoutError(self.how_it_ended(code, log))
         answer = json.loads(result.read_text(encoding="utf-8"))
-        error = answer.get("error")
-        too_large = _too_large(error or "")
-        if error is not None and too_large is None:
-            raise LayoutError(self.why_it_failed(error, answer["stage"]))
-        notes = [self.warning] if self.warning else []
-        if "mesh_note" in answer:
-            notes.append(
-                "the devices are in the order of their numbers, because JAX has no "
-                f"order along the links: {answer['mesh_note']}"
+        warnings = [text for text in (self.warning, answer.get("note")) if text]
+        if "error" not in answer:
+            program, given = (
+                (folder / f"{name}.txt").read_text(encoding="utf-8")
+                for name in ("program", "given")
             )
-        texts = {
-            name: (folder / f"{name}.txt").read_text(encoding="utf-8")
-            for name in ("program", "given")
-            if error is None
-        }
-        return Answer(
-            program=texts.get("program"),
-            given=texts.get("given", ""),
-            memory=answer.get("memory", {}),
-            too_large=too_large,
-            warnings=tuple(notes),
-        )
+            memory = answer.get("memory", {})
+            return Answer(program, given, memory, None, tuple(warnings))
+        if sizes := _TOO_LARGE.search(answer["error"]):
+            needed, there = (
+                round(float(sizes[at]) * _UNITS[sizes[at + 1]]) for at in (1, 3)
+            )
+            return Answer(None, "", {}, (needed, there), tuple(warnings))
+        text = f"{self.who} refuses the program for {self.where}: {answer['error']}"
+        raise LayoutError("\n  ".join([text.strip(), *warnings]))
 
     def how_it_ended(self, code: int | None, log: str) -> str:
         if code is None:
@@ -196,10 +177,6 @@ class _Asked:
             text += f". {self.warning}"
         return "\n  ".join([f"{text}. Its last output:" if last else text, *last])
 
-    def why_it_failed(self, error: str, what: str) -> str:
-        text = f"{self.who} refuses the {what} for {self.where}: {error.strip()}"
-        return f"{text}\n  {self.warning}" if self.warning else text
-
 
 # -------------------------------------------------------------------------- libtpu
 
@@ -218,17 +195,15 @@ def _version() -> str | None:
 
 def check_libtpu() -> str | None:
     """Require libtpu; return a warning if it is not the one that JAX pins."""
-    pinned = wanted_libtpu()
+    pinned, version = wanted_libtpu(), _version()
     if not has_libtpu():
         raise LayoutError(
             "libtpu is not installed: pip install 'flax-layoutmap[tpu-aot]', which "
             f"takes the one of this JAX, {pinned}.* (Linux on x86-64, 200 MB, no TPU "
             'needed); flm.pod.plan(…, engine="partitioner") does without it'
         )
-    if pinned is None or os.environ.get("TPU_LIBRARY_PATH"):
-        return None
-    version = _version()
-    if f"{version}.".startswith(f"{pinned}."):
+    is_given = "TPU_LIBRARY_PATH" in os.environ
+    if is_given or pinned is None or f"{version}.".startswith(f"{pinned}."):
         return None
     return (
         f"libtpu {version} is not the one that this JAX pins, {pinned}.*; another may "
@@ -238,11 +213,8 @@ def check_libtpu() -> str | None:
 
 def wanted_libtpu() -> str | None:
     """The libtpu that the installed JAX pins, such as `"0.0.42"`."""
-    for line in importlib.metadata.requires("jax") or []:
-        pin = _PIN.match(line)
-        if pin:
-            return pin[1]
-    return None
+    pins = map(_PIN.match, importlib.metadata.requires("jax") or [])
+    return next((pin[1] for pin in pins if pin), None)
 
 
 # ------------------------------------------------------------------------- process
@@ -283,12 +255,3 @@ def _run(folder: Path, timeout: float) -> tuple[int | None, str]:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     return code, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
-
-
-def _too_large(error: str) -> tuple[int, int] | None:
-    sizes = _TOO_LARGE.search(error)
-    if sizes is None:
-        return None
-    needed = float(sizes[1]) * _UNITS[sizes[2]]
-    there = float(sizes[3]) * _UNITS[sizes[4]]
-    return round(needed), round(there)

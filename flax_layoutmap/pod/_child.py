@@ -22,7 +22,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,48 +37,35 @@ _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 _ALLOCATION = re.compile(
     r"^allocation \d+: size (\d+), (?!color)(?:page \d+, )?(.*)", re.MULTILINE
 )
-# What JAX and the compiler raise. Anything else ends the process, with a trace that
-# the parent shows.
-_FAILURES = (
-    AssertionError,
-    ImportError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def main(folder: Path) -> None:
     threading.Thread(target=_end_with_the_parent, args=[folder], daemon=True).start()
+    sys.excepthook = functools.partial(_fail, folder)
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    answer: dict[str, Any] = {"stage": "program"}
-    try:
-        answered = _partition if request["topology"] is None else _compile
-        answered(folder, request, answer)
-    except _FAILURES as error:
-        answer["error"] = f"{type(error).__name__}: {error}"
-    _end(folder, answer)
+    (_partition if request["topology"] is None else _compile)(folder, request)
 
 
-def _partition(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
+def _fail(folder: Path, kind: type, error: BaseException, trace: Any) -> None:
+    """Answer with an error, such as one of the compiler."""
+    _end(folder, {"error": f"{kind.__name__}: {error}"})
+
+
+def _partition(folder: Path, request: dict[str, Any]) -> None:
     """XLA's partitioner, by the CPU client that is part of jaxlib."""
     import numpy as np
     from jaxlib import xla_client
 
     client = xla_client.make_cpu_client(num_devices=request["devices"])
     devices = client.devices()
-    options = {"xla_dump_hlo_pass_re": "^spmd-partitioning$"}
-    options |= _dump_to(folder)
+    options = {"xla_dump_hlo_pass_re": "^spmd-partitioning$", **_dump_to(folder)}
     made = _options(np.arange(len(devices))[None], options, request)
     build = made.executable_build_options
     build.device_assignment = made.device_assignment
     code = (folder / "module.mlirbc").read_bytes()
     partitioned = functools.partial(_partitioned, devices=len(devices))
-    with _answering_early(folder, dict(answer), partitioned):
+    with _answering_early(folder, {}, partitioned):
         client.compile_and_load(code, xla_client.DeviceList(tuple(devices)), made)
-    raise RuntimeError("XLA wrote no partitioned program; is the disk full?")
 
 
 def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
@@ -91,24 +78,28 @@ def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
     return None
 
 
-def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
+def _compile(folder: Path, request: dict[str, Any]) -> None:
+    """Compile a lowered module by libtpu ahead of time, without devices."""
     import numpy as np
     from jax.experimental import topologies
+    from jax.interpreters import mlir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
 
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
-    answer["stage"] = "topology"
     described = topologies.get_topology_desc(request["topology"], "tpu", **options)
-    answer["stage"] = "program"
-    devices = _grid(described.devices, request, answer)
-    flat = list(np.asarray(devices, dtype=object).flat)
-    code = (folder / "module.mlirbc").read_bytes()
+    answer: dict[str, Any] = {}
+    devices = tuple(np.ravel(_grid(described.devices, request, answer)))
+    with mlir.make_ir_context():
+        module = ir.Module.parse((folder / "module.mlirbc").read_bytes())
+    ids = np.array([[device.id for device in devices]])
     options = request["compiler_options"] | _dump_to(folder)
+    made, where = _options(ids, options, request), xla_client.DeviceList(devices)
     with _answering_early(folder, answer, _assigned):
-        _compile_for(code, flat, options, request)
-    raise RuntimeError("libtpu wrote no program; is the disk full?")
+        devices[0].client.compile(module, where, made)
 
 
 def _dump_to(folder: Path) -> dict[str, Any]:
@@ -124,28 +115,20 @@ def _answering_early(
 ) -> Any:
     """Answer and end the process as soon as `written` finds the program in the dump.
 
-    It returns the texts by name, with `"memory"` for the answer, or None while they are
-    not there.
+    It returns the texts by name, with what else to answer, or None while they are not
+    there.
     """
     is_compiled = threading.Event()
 
     def look() -> None:
-        try:
-            while True:
-                ended = is_compiled.is_set()
-                texts = written(folder / "dump")
-                if texts is not None:
-                    break
-                if ended:
-                    return  # this compiler writes no such file
-                is_compiled.wait(0.02)
-            if "memory" in texts:
-                answer["memory"] = texts.pop("memory")
-            for name, text in texts.items():
-                _write(folder / f"{name}.txt", text)
-        except _FAILURES as error:
-            answer["error"] = f"{type(error).__name__}: {error}"
-        _end(folder, answer)
+        texts, is_last = None, False
+        while texts is None and not is_last:
+            is_last = is_compiled.wait(0.02)
+            texts = written(folder / "dump")
+        if texts is not None:
+            for name in {"program", "given"} & {*texts}:
+                _write(folder / f"{name}.txt", texts.pop(name))
+            _end(folder, answer | texts)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -154,6 +137,7 @@ def _answering_early(
     finally:
         is_compiled.set()
         thread.join()
+    raise RuntimeError("the compiler wrote no program; is the disk full?")
 
 
 def _assigned(dump: Path) -> dict[str, Any] | None:
@@ -219,28 +203,11 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
         )
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         # The order changes the cost of collectives, but not their axes.
-        answer["mesh_note"] = f"{type(error).__name__}: {error}"
+        answer["note"] = (
+            "the devices are in the order of their numbers, because JAX has no order "
+            f"along the links: {error}"
+        )
         return np.array(list(devices), dtype=object).reshape(shape)
-
-
-def _compile_for(
-    code: bytes,
-    devices: Sequence[Any],
-    options: dict[str, Any],
-    request: dict[str, Any],
-) -> None:
-    """Compile a lowered module ahead of time, without devices."""
-    import numpy as np
-    from jax.interpreters import mlir
-    from jaxlib import xla_client
-    from jaxlib.mlir import ir
-
-    with mlir.make_ir_context():
-        module = ir.Module.parse(code)
-    ids = np.array([[device.id for device in devices]])
-    made = _options(ids, options, request)
-    where = xla_client.DeviceList(tuple(devices))
-    devices[0].client.compile(module, where, made)
 
 
 def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:

@@ -13,13 +13,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap.pod._ask import (
-    Answer,
-    check_libtpu,
-    compile_for,
-    has_libtpu,
-    partition_for,
-)
+from flax_layoutmap.pod._ask import Answer, ask, check_libtpu, has_libtpu
 from flax_layoutmap.pod._flops import flops_of
 from flax_layoutmap.pod._hlo import Program, read_program
 from flax_layoutmap.pod._hlo_text import Array, Module, split
@@ -185,7 +179,8 @@ class _Plan:
         """The report by XLA's partitioner."""
         normal = code_to_partition if self.platform == "tpu" else code_of
         code = normal(self.lowered.program)
-        answer = partition_for(code, self.mesh.size, timeout=self.timeout)
+        sizes = self.mesh.axis_sizes
+        answer = ask(code, sizes, None, timeout=self.timeout, options={})
         assert answer.program is not None
         return self.report("partitioner", answer.given, merge(answer.program))
 
@@ -199,7 +194,7 @@ class _Plan:
         code, sizes = code_of(self.lowered.program), self.mesh.axis_sizes
         where: dict[str, Any] = {"timeout": self.timeout, "options": self.options}
         try:
-            answer = compile_for(code, self.topology, sizes, **where)
+            answer = ask(code, sizes, self.topology, **where)
         except LayoutError as error:
             if insists:
                 raise

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -131,21 +131,22 @@ _CELL = 16
 def lines(report: Report, width: int | None) -> "Iterator[Text]":
     """Title, two tables, remarks."""
     axes = report.mesh.axis_names
-    largest, more = _largest(report, width)
     yield from coloured_lines([*wrapped([title(report)], width), ""], axes)
     yield from coloured_grid(_by_axis(report), axes)
-    if largest.lines:
+    rows = grouped(report.collectives)
+    if rows:
         yield from coloured_lines([""], axes)
-        yield from coloured_grid(largest, axes)
-        yield from coloured_lines([more] if more else [], axes)
+        yield from coloured_grid(_largest(rows[:_ROWS], width), axes)
+    if more := rows[_ROWS:]:
+        size = human_bytes(sum(row.sent for row in more))
+        yield from coloured_lines([f"… and {len(more)} more, {size}"], axes)
     yield from coloured_lines(["", *wrapped(_remarks(report), width)], axes)
 
 
 def title(report: Report) -> str:
     """The title of the report."""
-    where = "" if report.platform == "tpu" else f" ({report.platform})"
-    if report.topology is not None:
-        where = f" ({report.topology})"
+    where = report.topology or ("" if report.platform == "tpu" else report.platform)
+    where = f" ({where})" if where else ""
     devices = "1 device" if report.mesh.size == 1 else f"{report.mesh.size} devices"
     return visible(
         f"plan of {report.step} on mesh {report.mesh}{where}: {devices}, by "
@@ -161,55 +162,39 @@ def _by_axis(report: Report) -> Grid:
     sums: dict[tuple[str, str], list[int]] = {}
     by_axes: collections.Counter[str] = collections.Counter()
     for collective in report.collectives:
-        axes = axes_text(collective)
+        axes, sent = axes_text(collective), collective.wire_bytes_per_step
         row = sums.setdefault((axes, collective.kind), [0, 0, 0])
-        row[0] += collective.executions
-        row[1] += collective.bytes_per_step
-        row[2] += collective.wire_bytes_per_step
-        by_axes[axes] += collective.wire_bytes_per_step
+        more = collective.executions, collective.bytes_per_step, sent
+        row[:] = map(operator.add, row, more)
+        by_axes[axes] += sent
     order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
-    rows, last = [], None
+    rows, bounds = [], dict(report.seconds_bound)
     for axes, kind in order:
         times, payload, sent = sums[axes, kind]
-        bound = report.seconds_bound.get(axes)
-        seconds = "" if bound is None or axes == last else seconds_text(bound)
-        cells = (axes, kind, str(times), human_bytes(payload), human_bytes(sent))
-        rows.append((*cells, seconds))
-        last = axes
+        bound = bounds.pop(axes, None)  # once for all kinds
+        seconds = "" if bound is None else seconds_text(bound)
+        sizes = human_bytes(payload), human_bytes(sent)
+        rows.append((axes, kind, str(times), *sizes, seconds))
     names = ("axes", "kind", "times", "payload", "sent/device", "at least")
     shown = 6 if report.seconds_bound else 5
     written = tuple(Line(cells[:shown]) for cells in rows)
     return Grid(names[:shown], (False, False, True, True, True, True)[:shown], written)
 
 
-def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
-    """The collectives that send the most, and a line about the others."""
-    rows = grouped(report.collectives)
+def _largest(rows: "Sequence[Row]", width: int | None) -> Grid:
+    """The collectives that send the most."""
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
-    shown = [
-        (
-            row.path,
-            row.axes,
-            row.kind,
-            row.source,
-            str(row.times),
-            human_bytes(row.sent),
-        )
-        for row in rows[:_ROWS]
-    ]
-    grid = Grid(names, right, tuple(map(Line, shown)))
-    more = ""
-    if len(rows) > _ROWS:
-        rest = sum(row.sent for row in rows[_ROWS:])
-        more = f"… and {len(rows) - _ROWS} more, {human_bytes(rest)}"
+    cells = [(*map(str, row[:-1]), human_bytes(row.sent)) for row in rows]
+    grid = Grid(names, right, tuple(map(Line, cells)))
     if width is None or grid.width() <= width:
-        return grid, more
-    bare = grid.width() - sum(grid.widths()[at] for at in (0, 3))
-    room = max((width - bare) // 2, _CELL)
-    short = functools.partial(cut_path, width=room)
-    fitted = [(short(c[0]), *c[1:3], short(c[3]), *c[4:]) for c in shown]
-    return Grid(names, right, tuple(map(Line, fitted))), more
+        return grid
+    widths = grid.widths()
+    short = max((width - grid.width() + widths[0] + widths[3]) // 2, _CELL)
+    cells = [
+        (cut_path(c[0], short), *c[1:3], cut_path(c[3], short), *c[4:]) for c in cells
+    ]
+    return Grid(names, right, tuple(map(Line, cells)))
 
 
 class Row(NamedTuple):
@@ -238,9 +223,8 @@ def grouped(collectives: Sequence[Collective]) -> list[Row]:
     rows = []
     for (axes, kind, source, times, sent), paths in alike.items():
         for some in fold(paths, [0] * len(paths)):
-            count = len(some.members)
-            text = some.text if count == 1 else f"{some.text} ×{count}"
-            rows.append(Row(text, axes, kind, source, times * count, sent * count))
+            n = len(some.members)
+            rows.append(Row(some.cell, axes, kind, source, n * times, n * sent))
     return sorted(rows, key=lambda row: (-row.sent, row.path, row.kind, row.source))
 
 
@@ -265,30 +249,25 @@ def seconds_text(seconds: float) -> str:
 # ------------------------------------------------------------------------ remarks
 
 
-def _remarks(report: Report) -> list[str]:
+def _remarks(report: Report) -> Iterator[str]:
     """The lines below the tables."""
-    found = [*_memory(report), *_compute(report)]
+    yield from _memory(report)
+    if report.flops_per_device:
+        yield _products(report)
     if not report.collectives:
-        found.append("collectives: none")
+        yield "collectives: none"
     elif report.seconds_bound:
-        found.append("at least: by bandwidth alone; no latency, no overlap")
+        yield "at least: by bandwidth alone; no latency, no overlap"
     if report.engine == "partitioner" and report.collectives:
-        found.append(_accuracy(report))
-    found += [f"unread: {what} ({times})" for what, times in report.unread.items()]
-    found += [f"warning: {text}" for text in report.warnings]
-    return [*found, f"took {report.took_seconds:.1f} s"]
-
-
-def _accuracy(report: Report) -> str:
-    if report.platform != "tpu":
-        return (
-            "accuracy: by XLA's partitioner; the compiler of the platform may merge or "
-            "split collectives afterwards"
+        yield "accuracy: by XLA's partitioner, " + (
+            "within 25 % of libtpu for most axes; libtpu, where it is installed and "
+            "has a topology, gives exact figures"
+            if report.platform == "tpu"
+            else "after which the compiler may merge or split collectives"
         )
-    return (
-        "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; libtpu, "
-        "where it is installed and has a topology, gives exact figures"
-    )
+    yield from (f"unread: {what} ({times})" for what, times in report.unread.items())
+    yield from (f"warning: {text}" for text in report.warnings)
+    yield f"took {report.took_seconds:.1f} s"
 
 
 def _by_role(sizes: Mapping[str, int]) -> str:
@@ -319,19 +298,15 @@ def _memory(report: Report) -> Iterator[str]:
         yield f"memory: {memory.note}"
 
 
-def _compute(report: Report) -> Iterator[str]:
-    if not report.flops_per_device:
-        return
-    seconds = report.compute_seconds
-    bound = "" if seconds is None else f", at least {seconds_text(seconds)}"
+def _products(report: Report) -> str:
+    text = f"matrix products: {report.flops_per_device:.3g} operations per device"
+    if report.compute_seconds is not None:
+        text += f", at least {seconds_text(report.compute_seconds)}"
     even = report.flops_total / report.mesh.size
     ratio = report.flops_per_device / even if even else 1.0
-    text = (
-        f"matrix products: {report.flops_per_device:.3g} operations per device{bound}"
-    )
     if ratio > 1.005:
         text += f"; {ratio:.2f} times an even share: devices duplicate work"
-    yield text
+    return text
 
 
 # --------------------------------------------------------------------- comparison

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_planned_by_the_partitioner(child: Put) -> None:
     child(f"""
         if request["topology"] is None:
             real()
-        answer(stage="program", error={OUT_OF_MEMORY!r})
+        answer(error={OUT_OF_MEMORY!r})
     """)
     report = compiled()
     assert (report.engine, report.fits) == ("partitioner", False)
@@ -173,7 +173,7 @@ def test_a_libtpu_that_fails_is_not_insisted_on(child: Put) -> None:
             "  ImportError: no jax",
         ),
         (
-            "answer(stage='program', error='RuntimeError: INVALID_ARGUMENT: no')",
+            "answer(error='RuntimeError: INVALID_ARGUMENT: no')",
             "WHO refuses the program for WHERE: RuntimeError: INVALID_ARGUMENT: no",
         ),
     ],
@@ -330,11 +330,6 @@ def test_another_libtpu(child: Put, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"compiler_options": {"xla_dump_to": "/tmp/mine"}},
-            "compiler_options cannot set xla_dump_to: flm.pod.compile has the compiler "
-            "write its program to a folder of its own, and reads it there",
-        ),
         (
             {"mesh": "data=2,model=4"},
             "the mesh data=2,model=4 has 8 devices, and v5e:2x2 has 4; change a size, "
