@@ -16,7 +16,7 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap.convert._shardings import NEVER_ASKED
-from flax_layoutmap.pod._lower import lower_step
+from flax_layoutmap.pod._lower import functions_of, lower_step, operations_in
 
 Node = tuple[str, str, int]  # section and path of an array, and number of its dim
 # The class of dims that follow the first dims of the data, and that of dims alone.
@@ -67,9 +67,12 @@ def dims_of(
     rules[".*"] = None
     rules.names[".*"] = (...,)  # marks each output in the program
     rules.activations.add(Rule(".*", (...,), rank="skip"))
-    lowered = lower_step(step, args, kwargs, rules.freeze(), [*state], "tpu")
+    lowered = lower_step(step, args, kwargs, rules.freeze(), [*state])
     module = lowered.program.compiler_ir("stablehlo").operation
-    kinds = [value.type for value in _main(module).regions[0].blocks[0].arguments]
+    kinds = [
+        value.type
+        for value in functions_of(module)["main"].regions[0].blocks[0].arguments
+    ]
     data = {
         leaf.path: kind.shape[0]
         for leaf, kind in zip(lowered.leaves, kinds, strict=True)
@@ -86,7 +89,7 @@ def dims_of(
     for arrays in (*parameters, *outputs):
         nodes = [(arrays.section, arrays.paths[0], n) for n in range(len(arrays.shape))]
         arrays.classes = tuple(classes.get(node, ALONE) for node in nodes)
-    is_training = any("transpose(" in str(op.location) for op in _inside(module))
+    is_training = any("transpose(" in str(op.location) for op in operations_in(module))
     return StepDims(data, parameters, outputs, is_training, notes)
 
 
@@ -165,19 +168,21 @@ def _following(
 
     module = module.clone()
     with module.context:
-        main = _main(module)
+        main = functions_of(module)["main"]
         arguments = zip(paths, main.regions[0].blocks[0].arguments, strict=True)
         given = [{"sdy.sharding": sharding(v, seeds.get(p))} for p, v in arguments]
         main.attributes["arg_attrs"] = ArrayAttr.get([*map(DictAttr.get, given)])
         if "res_attrs" in main.attributes:
             del main.attributes["res_attrs"]
-        for op in _inside(module):
+        for op in operations_in(module):
             if op.name == "sdy.sharding_constraint":
                 op.attributes["sharding"] = sharding(op.results[0])
         passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
         passes.enable_verifier(False)
         passes.run(module)
-        arguments = zip(paths, _main(module).attributes["arg_attrs"], strict=True)
+        arguments = zip(
+            paths, functions_of(module)["main"].attributes["arg_attrs"], strict=True
+        )
         shardings = [("rules", path, a["sdy.sharding"]) for path, a in arguments]
         for section, path, op in _constraints(module):
             shardings.append((section, path, op.attributes["sharding"]))
@@ -189,23 +194,8 @@ def _following(
 
 def _constraints(module: Any) -> Iterator[tuple[str, str, Any]]:
     """Section and path of each output that a program constrains, and the operation."""
-    for op in _inside(module):
+    for op in operations_in(module):
         if op.name in ("sdy.sharding_constraint", "sdy.reshard"):
             name = str(op.location).partition('"')[2].partition('"')[0]
             for section, path in _OUTPUT.findall(name)[-1:]:
                 yield section, path, op
-
-
-def _main(module: Any) -> Any:
-    """The function of a module that is the step."""
-    functions = module.regions[0].blocks[0].operations
-    return next(op for op in functions if str(op.attributes["sym_name"]) == '"main"')
-
-
-def _inside(above: Any) -> Iterator[Any]:
-    """All operations inside of one."""
-    for region in above.regions:
-        for block in region.blocks:
-            for op in block.operations:
-                yield op.operation
-                yield from _inside(op.operation)

@@ -44,14 +44,10 @@ _FATAL = re.compile(r"(F\d{4} |.*Error\b|.*Check fail)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Code:
-    """A lowered program, for another process with the same jaxlib.
-
-    `free_arguments` and `free_results` are those without a sharding, which XLA chooses.
-    """
+    """A lowered program, for another process with the same jaxlib."""
 
     bytecode: bytes
-    free_arguments: list[bool]
-    free_results: list[bool]
+    free_results: list[bool]  # those without a sharding, which XLA chooses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +90,6 @@ def ask(
     request: dict[str, Any] = {
         "topology": None,
         "compiler_options": dict(options),
-        "free_arguments": code.free_arguments,
         "free_results": code.free_results,
     }
     devices = math.prod(sizes.values())

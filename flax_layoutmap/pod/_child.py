@@ -211,10 +211,7 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
 
 
 def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:
-    """Options for one program on devices with these ids, of shape [1, devices].
-
-    The request has which arguments and results have no sharding.
-    """
+    """Options for one program on devices with these ids, of shape [1, devices]."""
     from jaxlib import xla_client
 
     made = xla_client.CompileOptions()
@@ -227,7 +224,6 @@ def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:
     build.num_partitions = ids.size
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
-    build.allow_spmd_sharding_propagation_to_parameters = request["free_arguments"]
     build.allow_spmd_sharding_propagation_to_output = request["free_results"]
     return made
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,13 +112,6 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
 
 # -------------------------------------------------------------------------- errors
 
-# Errors of a step that needs the values of its arguments.
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 # Another mesh than the plan's.
 _OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
 # Axes are named, and no mesh is in context.
@@ -135,7 +128,6 @@ def lower_step(
     kwargs: Mapping[str, Any],
     rules: RuleSet,
     donated: str | Iterable[str],
-    platform: str,
 ) -> Lowered:
     """Lower a step without devices, by rules on an abstract mesh."""
     while not isinstance(step, Jitted) and hasattr(step, "lower"):
@@ -143,17 +135,11 @@ def lower_step(
     if not isinstance(step, Jitted):
         step = jit(step, layout_map=rules)
     name = getattr(step, "__name__", "the step")
-    call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
+    call = functools.partial(_lower_step, step, args, kwargs, rules, donated)
     try:
         lowered = _in_its_mesh(call, rules.mesh)
         _check_mesh(lowered, rules.mesh)
         return lowered
-    except _NEEDS_VALUES as error:
-        raise LayoutError(
-            f"{name} needs the values of its arguments, and a plan has none: "
-            f"{str(error).splitlines()[0]}; use jax.lax.cond, jnp.where or a shape "
-            "instead, or make the argument static (flm.jit(static_argnames=…))"
-        ) from error
     except (AttributeError, TypeError) as error:
         if "ShapeDtypeStruct" not in str(error):
             raise
@@ -215,7 +201,6 @@ def _lower_step(
     kwargs: Mapping[str, Any],
     rules: RuleSet,
     donated: str | Iterable[str],
-    platform: str,
 ) -> Lowered:
     job, arguments, program = step.without_running(
         args, kwargs, rules, _split_data, donated
@@ -224,8 +209,11 @@ def _lower_step(
     avals = avals_of(leaves, program.wanted)
     with mesh_context(rules, leaves):
         traced = program.jitted.trace(*avals)
-        lowered = _lower(traced, platform, job.name)
-    kept = _used(lowered)
+        lowered = _lower(traced, job.name)
+    # The program has the arguments that it uses, called `leaves[3]`.
+    main = functions_of(lowered.compiler_ir("stablehlo").operation)["main"]
+    names = [str(argument.location) for argument in main.arguments]
+    kept = [int(name.partition("[")[2].partition("]")[0]) for name in names]
     place = {leaf: at for at, leaf in enumerate(kept)}
     new, result = program.shapes
     updates = dict(enumerate(program.outcome.leaves))
@@ -243,10 +231,10 @@ def _lower_step(
     )
 
 
-def _lower(traced: Any, platform: str, name: str) -> Any:
-    """Lower a trace for a platform; callbacks into Python are refused."""
+def _lower(traced: Any, name: str) -> Any:
+    """Lower a trace for TPUs; callbacks into Python are refused."""
     try:
-        return traced.lower(lowering_platforms=(platform,))
+        return traced.lower(lowering_platforms=("tpu",))
     except ValueError as error:
         text = str(error)
         if _OTHER_DEVICES.search(text) or not re.search("AbstractMesh|backend", text):
@@ -258,12 +246,22 @@ def _lower(traced: Any, platform: str, name: str) -> Any:
         ) from error
 
 
-def _used(lowered: Any) -> list[int]:
-    """The leaves that a program uses, by the names of its arguments: `leaves[3]`."""
-    operations = lowered.compiler_ir("stablehlo").body.operations
-    (main,) = (op for op in operations if str(op.name) == '"main"')
-    names = [str(argument.location) for argument in main.arguments]
-    return [int(name.partition("[")[2].partition("]")[0]) for name in names]
+def functions_of(module: Any) -> dict[str, Any]:
+    """The functions of a module by name; the step itself is `main`."""
+    return {
+        str(op.name).strip('"'): op
+        for op in module.regions[0].blocks[0].operations
+        if op.operation.name == "func.func"
+    }
+
+
+def operations_in(above: Any) -> Iterator[Any]:
+    """All operations inside of one."""
+    for region in above.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                yield from operations_in(op)
 
 
 # -------------------------------------------------------------------------- leaves

@@ -19,7 +19,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from jax.interpreters import mlir
 from flax_layoutmap.pod._ask import Code
 from flax_layoutmap.pod._hlo import groups_of
 from flax_layoutmap.pod._hlo_text import Instruction, Line, Module, arrays_of, split
+from flax_layoutmap.pod._lower import functions_of, operations_in
 
 # ------------------------------------------------------------------------ before
 
@@ -47,7 +48,7 @@ def code_to_partition(lowered: Any) -> Code:
     module = lowered.compiler_ir("stablehlo").operation
     with module.context:
         module = module.clone()
-        for op in list(_nested(_inlined(module))):
+        for op in list(operations_in(_inlined(module))):
             if op.name == "stablehlo.scatter":
                 _index_rows(op)
             elif op.name == "stablehlo.dot_general":
@@ -56,50 +57,23 @@ def code_to_partition(lowered: Any) -> Code:
 
 
 def _code(module: Any) -> Code:
+    written = io.BytesIO()
     with module.context:
-        functions = module.regions[0].blocks[0].operations
-        (main,) = (op for op in functions if str(op.name) == '"main"')
-        written = io.BytesIO()
         module.write_bytecode(written)
-        kind = main.attributes["function_type"].value
-        return Code(
-            written.getvalue(),
-            _without_sharding(main, "arg_attrs", len(kind.inputs)),
-            _without_sharding(main, "res_attrs", len(kind.results)),
-        )
-
-
-def _without_sharding(main: Any, name: str, count: int) -> list[bool]:
-    if name not in main.attributes:
-        return [True] * count
-    return ["sdy.sharding" not in each for each in main.attributes[name]]
-
-
-def _nested(above: Any) -> Iterator[Any]:
-    """All operations inside of one."""
-    for region in above.regions:
-        for block in region.blocks:
-            for op in block.operations:
-                yield op.operation
-                yield from _nested(op)
-
-
-def _functions(module: Any) -> dict[str, Any]:
-    """The functions of a module by name; the step itself is `main`."""
-    functions = module.regions[0].blocks[0].operations
-    return {
-        str(op.name).strip('"'): op
-        for op in functions
-        if op.operation.name == "func.func"
-    }
+        main = functions_of(module)["main"]
+        free = [True] * len(main.attributes["function_type"].value.results)
+        if "res_attrs" in main.attributes:
+            given = main.attributes["res_attrs"]
+            free = ["sdy.sharding" not in result for result in given]
+    return Code(written.getvalue(), free)
 
 
 def _inlined(module: Any) -> Any:
     """The step of a module, with all calls in it inlined."""
-    functions, done = _functions(module), set[str]()
+    functions, done = functions_of(module), set[str]()
 
     def flatten(name: str) -> Any:
-        for op in [] if name in done else list(_nested(functions[name])):
+        for op in [] if name in done else list(operations_in(functions[name])):
             if op.name in ("func.call", "call"):
                 _inline(op, flatten(op.attributes["callee"].value))
         done.add(name)
@@ -116,7 +90,7 @@ def _inline(call: Any, callee: Any) -> None:
     for argument, operand in zip(block.arguments, call.operands, strict=True):
         argument.replace_all_uses_with(operand)
     *body, end = block.operations
-    for op in _nested(copy):
+    for op in operations_in(copy):
         if not _HAS_FILE.search(str(op.location)):
             op.location = call.location
     for op in body:
@@ -285,7 +259,7 @@ class _Merged:
             if name in self.same:
                 if _COLLECTIVE.search(line.text):
                     made[line] = _copied(op, self.same[name])
-            elif name in joined or op.opcode in _MOVES and self.is_uniform(name):
+            elif name in joined:
                 made[line] = _copied(op, op.operands[0])
             elif op.opcode == "all-reduce" and self.is_scattered(op):
                 made[line] = dataclasses.replace(op, opcode="all-reduce-scatter")
@@ -309,11 +283,6 @@ class _Merged:
         while (op := self.ops.get(name)) and op.opcode in opcodes:
             name = op.operands[0]
         return name
-
-    def is_uniform(self, name: str) -> bool:
-        """Whether what is moved is a scalar constant, the same on all devices."""
-        op = self.ops.get(self.behind(self.ops[name].operands[0], _COPIES_OF_ONE))
-        return op is not None and op.opcode == "constant" and op.shape == ()
 
     def _body(self, computation: str) -> str:
         """The text of a reduction with numbers for names: equal ones have many."""

@@ -27,7 +27,6 @@ from flax_layoutmap.pod._topologies import (
     topology_or_none,
 )
 
-_PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 _ENGINES = ("libtpu", "partitioner")
 _ROLES = ("parameter", "optimizer", "data", "other")
 # Constants, and state that is not donated, of fewer bytes are not worth a warning.
@@ -42,7 +41,6 @@ def plan(
     topology: Any = None,
     slices: int | None = None,
     donate_argnames: str | Iterable[str] = (),
-    platform: str = "tpu",
     engine: Engine | None = None,
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
@@ -70,7 +68,6 @@ def plan(
             memory and the least time on the links.
         slices: how many slices of it.
         donate_argnames: arguments that are given away, and state.
-        platform: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`: what to lower for.
         engine: `"libtpu"` or `"partitioner"`. None takes libtpu where it is installed
             and there is a topology. The partitioner takes up to 2,048 devices.
         timeout: seconds after which the other process is ended.
@@ -79,11 +76,10 @@ def plan(
         **kwargs: arguments of the step by name.
 
     Raises:
-        LayoutError: the step needs real values, calls back into Python, or has no
-            rules; there is no such platform or engine; XLA or libtpu refuses the step,
-            dies, or does not finish in time.
+        LayoutError: the step calls back into Python, or has no rules; there is no such
+            engine; XLA or libtpu refuses the step, dies, or does not finish in time.
         MeshError: there is no mesh, or it does not fill the topology, or its first
-            axes do not go over the slices; or the topology is of another platform.
+            axes do not go over the slices.
         RuleError: a rule names an axis that the mesh does not have.
         ResolveError: the arguments do not fit the rules on this mesh.
 
@@ -104,14 +100,12 @@ def plan(
         4096
     """
     start = time.perf_counter()
-    _check_choice("platform", platform, _PLATFORMS)
-    _check_choice("engine", engine or "libtpu", _ENGINES)
-    where = topology_or_none(topology, slices)
-    if where is not None and platform != "tpu":
-        raise MeshError(
-            f"{where} is of TPUs, and platform={platform!r} is not: leave out the "
-            'topology, or take platform="tpu"'
+    if engine not in (None, *_ENGINES):
+        raise LayoutError(
+            f"there is no engine {engine!r}{did_you_mean(engine, _ENGINES)}; they are "
+            f"{', '.join(_ENGINES)}"
         )
+    where = topology_or_none(topology, slices)
     if engine == "libtpu" and where is None:
         raise MeshError(
             'engine="libtpu" needs the slice that it compiles for: pass '
@@ -122,8 +116,8 @@ def plan(
     rules, on = rules_and_mesh(step, mesh, layout_map, where)
     if rules is None:
         raise LayoutError("plan needs rules: pass layout_map=, or a step of flm.jit")
-    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform)
-    made = _Plan(lowered, on, where, platform, timeout, compiler_options or {})
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames)
+    made = _Plan(lowered, on, where, timeout, compiler_options or {})
     with shown_progress(f"planning {lowered.name}"):
         if engine == "libtpu" or (where and not engine and has_libtpu()):
             report = made.by_libtpu(insists=engine is not None)
@@ -156,14 +150,6 @@ def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
     return plan(step, *args, topology=topology, engine="libtpu", **options)
 
 
-def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise LayoutError(
-            f"there is no {name} {value!r}{did_you_mean(value, known)}; they are "
-            f"{', '.join(known)}"
-        )
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
     """A lowered step, and where it is to run."""
@@ -171,14 +157,12 @@ class _Plan:
     lowered: Lowered
     mesh: DeviceMesh
     topology: Topology | None
-    platform: str
     timeout: float  # seconds
     options: Mapping[str, Any]  # of libtpu's compiler
 
     def by_partitioner(self) -> PodReport:
         """The report by XLA's partitioner."""
-        normal = code_to_partition if self.platform == "tpu" else code_of
-        code = normal(self.lowered.program)
+        code = code_to_partition(self.lowered.program)
         sizes = self.mesh.axis_sizes
         answer = ask(code, sizes, None, timeout=self.timeout, options={})
         assert answer.program is not None
@@ -230,7 +214,6 @@ class _Plan:
             step=lowered.name,
             mesh=self.mesh,
             topology=where,
-            platform=self.platform,
             fits=False if (memory.headroom_bytes or 0) < 0 else None,
             memory=memory,
             collectives=program.collectives,

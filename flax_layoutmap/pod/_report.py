@@ -40,7 +40,6 @@ class PodReport(Shown):
         step: name of the step.
         mesh: the mesh, without devices.
         topology: the slices that it is on, or None.
-        platform: what the step was lowered for: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`.
         fits: whether libtpu accepts it; of the partitioner False where what is at rest
             is too much already, else None.
         memory: bytes on one device.
@@ -61,7 +60,6 @@ class PodReport(Shown):
     step: str
     mesh: DeviceMesh
     topology: Topology | None = None
-    platform: str = "tpu"
     fits: bool | None = None
     memory: Memory = dataclasses.field(default_factory=Memory)
     collectives: tuple[Collective, ...] = ()

@@ -145,8 +145,7 @@ def lines(report: Report, width: int | None) -> "Iterator[Text]":
 
 def title(report: Report) -> str:
     """The title of the report."""
-    where = report.topology or ("" if report.platform == "tpu" else report.platform)
-    where = f" ({where})" if where else ""
+    where = f" ({report.topology})" if report.topology else ""
     devices = "1 device" if report.mesh.size == 1 else f"{report.mesh.size} devices"
     return visible(
         f"plan of {report.step} on mesh {report.mesh}{where}: {devices}, by "
@@ -259,11 +258,9 @@ def _remarks(report: Report) -> Iterator[str]:
     elif report.seconds_bound:
         yield "at least: by bandwidth alone; no latency, no overlap"
     if report.engine == "partitioner" and report.collectives:
-        yield "accuracy: by XLA's partitioner, " + (
-            "within 25 % of libtpu for most axes; libtpu, where it is installed and "
-            "has a topology, gives exact figures"
-            if report.platform == "tpu"
-            else "after which the compiler may merge or split collectives"
+        yield (
+            "accuracy: by XLA's partitioner, within 25 % of libtpu for most axes; "
+            "libtpu, where it is installed and has a topology, gives exact figures"
         )
     yield from (f"unread: {what} ({times})" for what, times in report.unread.items())
     yield from (f"warning: {text}" for text in report.warnings)

@@ -108,7 +108,7 @@ def test_what_the_child_is_told_and_says(
         assert environment.get("ALLOW_MULTIPLE_LIBTPU_LOAD") == allowed
     assert request["compiler_options"] == {"xla_option": True}
     assert (request["topology"], request["within"]) == ("v5e:2x2", [2, 2])
-    assert request["free_arguments"] == [False, False]
+    assert request["free_results"] == [True]
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert not {"LIBTPU_INIT_ARGS", "XLA_FLAGS"} & set(environment)
 

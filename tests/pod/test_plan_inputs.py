@@ -294,20 +294,6 @@ def test_explicit_axes() -> None:
 # ------------------------------------------------------------------- what is refused
 
 
-def needs_values(params: Any, x: Any) -> Any:
-    return x if x.sum() > 0 else -x
-
-
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, flm.jit])
-def test_a_step_that_needs_values(wrap: Any) -> None:
-    with pytest.raises(flm.LayoutError) as caught:
-        plan(wrap(needs_values), PARAMS, X, **BY_RULES)
-    assert str(caught.value).startswith(
-        "needs_values needs the values of its arguments, and a plan has none: Attempted"
-    )
-    assert "use jax.lax.cond, jnp.where" in str(caught.value)
-
-
 def test_what_the_step_itself_raises_is_raised() -> None:
     with pytest.raises(KeyError, match="upp"):
         plan(lambda p, x: x @ p["upp"], PARAMS, X, **BY_RULES)
@@ -383,18 +369,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         planned(x=struct(7, 16)),
         flm.LayoutError,
         "the batch does not divide over the batch axes ('data',):\n  - x (",
-    ),
-    (
-        planned(platform="cud"),
-        flm.LayoutError,
-        "there is no platform 'cud'; did you mean 'cuda'?; they are tpu, cuda, rocm, "
-        "cpu",
-    ),
-    (
-        planned(mesh="data=8", topology="v5e:2x4", platform="cuda"),
-        flm.errors.MeshError,
-        "v5e:2x4 is of TPUs, and platform='cuda' is not: leave out the topology, or "
-        'take platform="tpu"',
     ),
     (
         planned(mesh="data=3,model=-1", topology="v5e:2x4"),
