@@ -81,22 +81,6 @@ def accumulating_step() -> Made:
     return step, (state, X), FULLY
 
 
-def custom_vjp_step() -> Made:
-    @jax.custom_vjp
-    def product(x: Any, w: Any) -> Any:
-        return x @ w
-
-    product.defvjp(
-        lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
-    )
-
-    def loss(state: Any, x: Any) -> Any:
-        hidden = jax.nn.relu(product(x, state["up"]))
-        return (product(hidden, state["down"]) ** 2).mean()
-
-    return descends(loss), (PARAMS, X), MEGATRON
-
-
 def shard_map_step() -> Made:
     def loss(state: Any, x: Any) -> Any:
         product = jax.shard_map(
@@ -107,10 +91,6 @@ def shard_map_step() -> Made:
         return (product(x, state["w"]) ** 2).mean()
 
     return descends(loss), (SQUARE, X), ROWS
-
-
-def for_loop(state: Any, x: Any) -> Any:
-    return jax.lax.fori_loop(0, 7, lambda _, y: jnp.tanh(y @ state["w"]), x)
 
 
 def while_loop(state: Any, x: Any) -> Any:
@@ -138,12 +118,6 @@ def unrolled(params: Any, x: Any) -> Any:
     return (x**2).mean()
 
 
-def in_two_loops(params: Any, x: Any) -> Any:
-    groups = jax.tree.map(lambda w: w.reshape(2, 3, *w.shape[1:]), params)
-    group = jax.checkpoint(lambda x, group: jax.lax.scan(layer, x, group))
-    return (jax.lax.scan(group, x, groups)[0] ** 2).mean()
-
-
 def layers(loss: Callable[[Any, Any], Any]) -> Callable[[], Made]:
     return lambda: (descends(loss), (STACK, X), STACKED)
 
@@ -151,16 +125,12 @@ def layers(loss: Callable[[Any, Any], Any]) -> Callable[[], Made]:
 STEPS: dict[str, Callable[[], Made]] = {
     "tensor parallel": lambda: (descends(loss_of), (PARAMS, X), MEGATRON),
     "fully sharded": lambda: (descends(loss_of), (PARAMS, X), FULLY),
-    "replicated": lambda: (descends(loss_of), (PARAMS, X), {"up": None, "down": None}),
     "a Linen TrainState": linen_step,
     "optax.MultiSteps": accumulating_step,
-    "custom_vjp": custom_vjp_step,
     "shard_map": shard_map_step,
-    "fori_loop": lambda: (for_loop, (SQUARE, X), ROWS),
     "while_loop": lambda: (while_loop, (SQUARE, X), ROWS),
     "layers in a scan": layers(scanned),
     "layers one by one": layers(unrolled),
-    "two loops": layers(in_two_loops),
 }
 
 
@@ -242,15 +212,6 @@ def test_paths_of_gradients_that_are_summed_in_a_branch() -> None:
         assert found["all-reduce", ("data",), path] == 1
 
 
-def test_products_with_a_matrix_for_each_group_gather_the_matrices() -> None:
-    def step(params: Any, x: Any) -> Any:
-        return jax.lax.ragged_dot(x, params["experts"], jnp.full((4,), 128)).sum()
-
-    layout = rules(experts=("model", None, None))
-    report = plan(step, {"experts": struct(4, 16, 8)}, X, layout_map=layout)
-    assert kinds(report)["all-gather", ("model",), "params/experts"] == 1
-
-
 def test_lines_of_functions_of_jax_that_are_jitted(mesh: flm.DeviceMesh) -> None:
     """JAX lowers them once for all their calls, with no line; `sort` has a region."""
 
@@ -268,9 +229,6 @@ def test_lines_of_functions_of_jax_that_are_jitted(mesh: flm.DeviceMesh) -> None
     found = compiled(jitted, SQUARE, X, mesh=mesh)
     named = {one.source for one in found} & {*sources, f"{__name__}.py:{line}"}
     assert named, [one.source for one in found]
-
-
-# ------------------------------------------------------------------ the example
 
 
 def test_a_plan_counts_host_memory_apart() -> None:

@@ -1,11 +1,9 @@
 """PodReport: its texts, and its assertions."""
 
-import io
 import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._report_text import Kind
@@ -86,16 +84,6 @@ def test_narrow_text_keeps_the_ends_of_paths() -> None:
     lines = report().report(width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("…" in line and "kernel" in line for line in lines)
-
-
-def test_colours_and_text_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
-    printed = io.StringIO()
-    Console(file=printed, width=200, color_system=None).print(report())
-    assert printed.getvalue().split() == report().report(width=200).split()
-    shown = io.StringIO()
-    report().show(shown)
-    assert shown.getvalue().split() == TEXT.split()
 
 
 def test_compare() -> None:
