@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from optimizers import AXES, TABLE, Case, adam, arrays, check, expected_axes, rules
-from shapes import axes_of, struct
+from shapes import axes_of, mapped, struct
 
 import flax_layoutmap as flm
 
@@ -179,27 +179,15 @@ def test_state_without_its_parameters_is_replicated_and_listed(
 
 
 def test_two_models_with_the_same_paths_keep_their_own_state() -> None:
-    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
-    layout_map["kernel"] = (None, "model")
-    small, large = (
-        Node({"kernel": jnp.zeros((2, size)), "bias": jnp.zeros(2)}) for size in (8, 16)
-    )
-    adam = optax.adam(1e-3)
-    tree = {
-        "small": small,
-        "large": large,
-        "one": nnx.Optimizer(large, adam, wrt=nnx.Param),
-        "two": nnx.Optimizer(small, adam, wrt=nnx.Param),
-    }
-    resolution = layout_map.resolve(tree)
-    for name, shard in (("one", (2, 4)), ("two", (2, 2))):
-        leaf = resolution[f"{name}/opt_state/0/mu/kernel"]
-        assert leaf.reason == "follows parameter" and leaf.shard_shape == shard
-    assert {
-        resolution[f"{name}/opt_state/0/mu/kernel"].owner
-        for name in tree
-        if name in ("one", "two")
-    } == {"kernel", "small/kernel"}
+    models = {name: Node({"k": jnp.zeros((2, n))}) for name, n in (("a", 8), ("b", 16))}
+    tx = optax.adam(1e-3)
+    one, two = (nnx.Optimizer(models[name], tx, wrt=nnx.Param) for name in "ba")
+    tree = {**models, "one": one, "two": two}
+    resolution = mapped({"k": (None, "model")}).resolve(tree)
+    for name, shard, owner in (("one", (2, 4), "b/k"), ("two", (2, 2), "k")):
+        leaf = resolution[f"{name}/opt_state/0/mu/k"]
+        assert leaf.reason == "follows parameter"
+        assert (leaf.shard_shape, leaf.owner) == (shard, owner)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -384,18 +372,6 @@ def both(shape: tuple[int, ...] = (8, 16), tx: Any = None) -> dict[str, Any]:
     return {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
 
 
-def test_optimizer_rules_win_over_the_layout_of_the_parameter() -> None:
-    layout_map = zero_map()
-    layout_map.optimizer["up/kernel"] = ("data", "model")
-    resolution = layout_map.resolve(both())
-    assert resolution["params/up/kernel"].layout.axes == (None, "model")
-    leaf = resolution["opt_state/0/mu/up/kernel"]
-    assert leaf.layout.axes == ("data", "model")
-    assert (leaf.reason, leaf.rule_number) == ("optimizer rule", 1)
-    assert leaf.rule is not None and leaf.rule.pattern == "up/kernel"
-    assert resolution.unused_rules == ()
-
-
 def test_optimizer_rules_name_dims_of_the_parameter() -> None:
     layout_map = zero_map()
     layout_map.optimizer["kernel"] = ("data", "model")
@@ -403,15 +379,6 @@ def test_optimizer_rules_name_dims_of_the_parameter() -> None:
     resolution = layout_map.resolve(both(tx=tx), tx=tx)
     assert resolution["opt_state/0/v_row/up/kernel"].layout.axes == ("data",)
     assert resolution["opt_state/0/v_col/up/kernel"].layout.axes == ("model",)
-
-
-def test_an_optimizer_rule_may_keep_its_memory_kind() -> None:
-    layout_map = zero_map()
-    layout_map.optimizer["kernel"] = flm.TensorLayout(
-        ("data", None), memory_kind="pinned_host"
-    )
-    leaf = layout_map.resolve(both())["opt_state/0/mu/up/kernel"]
-    assert leaf.layout.memory_kind == "pinned_host"
 
 
 def test_sections_are_never_tried_on_each_other() -> None:
@@ -445,34 +412,43 @@ def test_an_optimizer_rule_of_another_rank() -> None:
     assert leaf.reason == "follows parameter"
 
 
-@pytest.mark.parametrize(
-    ("overlap", "axes"), [("first", ("data", None)), ("last", (None, "data"))]
-)
-def test_overlapping_optimizer_rules(overlap: Any, axes: Axes) -> None:
-    layout_map = zero_map(overlap=overlap)
-    layout_map.optimizer["kernel"] = ("data", None)
-    layout_map.optimizer["up"] = (None, "data")
-    leaf = layout_map.resolve(both())["opt_state/0/mu/up/kernel"]
-    assert leaf.layout.axes == axes
-    strict = zero_map()
-    strict.optimizer.update(layout_map.optimizer)
-    with pytest.raises(
-        flm.errors.ResolveError, match="optimizer rules with different layo"
-    ):
-        strict.resolve(both())
+RULES_OF_BOTH: list[dict[str, Any]] = [
+    {"up/kernel": ("data", "model")},
+    {"kernel": ("data", None), "up": (None, "data")},
+    {"kernel": (..., "model"), "up/kernel": ("data", None)},
+    {"kernel": flm.TensorLayout(("data", None), memory_kind="pinned_host")},
+    {"up": flm.Rule("up", ("data",), rank="skip"), "kernel": ("data", "model")},
+    {"up": flm.Rule("up/kernel", (None, "data"), rank="skip"), "k": ("data", None)},
+    {"k": flm.Rule("up/kernel", ("data",), rank="skip"), "up": (None, "data")},
+]
 
 
-def test_indivisible_state() -> None:
-    layout_map = zero_map()
-    layout_map.optimizer["kernel"] = ("model", "data")
-    with pytest.raises(
-        flm.errors.ResolveError, match="dim 0 of size 6 does not divide"
-    ):
-        layout_map.resolve(both((6, 16)))
-    lenient = zero_map(indivisible="replicate")
-    lenient.optimizer["kernel"] = ("model", "data")
-    leaf = lenient.resolve(both((6, 16)))["opt_state/0/mu/up/kernel"]
-    assert leaf.layout.axes == (None, "data") and leaf.fallback
+@pytest.mark.parametrize("rules", RULES_OF_BOTH)
+@pytest.mark.parametrize("overlap", ["error", "first", "last"])
+@pytest.mark.parametrize("shape", [(8, 16), (8, 7)])
+def test_optimizer_rules_lay_state_as_rules_lay_parameters(
+    rules: Any, overlap: Any, shape: Any
+) -> None:
+    options: Any = {"overlap": overlap, "indivisible": "replicate"}
+    if overlap == "error":
+        options["indivisible"] = "error"
+    plain = mapped(rules, **options)
+    layout_map = mapped({"kernel": None}, **options)
+    for rule in plain.freeze().rules:
+        layout_map.optimizer.add(rule)
+    try:
+        expected = plain.resolve(both(shape)["params"])["up/kernel"]
+    except flm.errors.ResolveError as error:
+        with pytest.raises(flm.errors.ResolveError, match="optimizer rule") as caught:
+            layout_map.resolve(both(shape))
+        assert len(caught.value.problems) == 2 * len(error.problems)
+        return
+    resolution = layout_map.resolve(both(shape))
+    leaf = resolution["opt_state/0/mu/up/kernel"]
+    assert (leaf.reason, leaf.layout) == ("optimizer rule", expected.layout)
+    assert (leaf.rule_number, leaf.rule) == (expected.rule_number, expected.rule)
+    assert bool(leaf.fallback) is bool(expected.fallback)
+    assert resolution["params/up/kernel"].layout.is_replicated
 
 
 # ------------------------------------------------------------------ the traces
@@ -574,21 +550,6 @@ def test_state_that_may_belong_to_either_of_two_models_is_not_guessed() -> None:
     leaf = resolution["optimizer/0/mu/dense/kernel"]
     assert leaf.reason == "follows parameter"
     assert leaf.layout.axes == (None, "model")
-
-
-def test_the_layout_that_state_has_tells_which_model_it_belongs_to() -> None:
-    layout_map, models = twins()
-    placed = layout_map.place(models)
-    states = {
-        f"{name}_optimizer": flm.create_optimizer(
-            placed[name], optax.adam(1e-3), layout_map
-        )
-        for name in placed
-    }
-    resolution = layout_map.resolve({**placed, **states})
-    for name, axes in (("actor", (None, "model")), ("critic", ("model", None))):
-        leaf = resolution[f"{name}_optimizer/0/mu/dense/kernel"]
-        assert (leaf.owner, leaf.layout.axes) == (f"{name}/dense/kernel", axes)
 
 
 def test_state_of_an_unknown_kind_keeps_the_layout_that_it_has() -> None:
