@@ -225,14 +225,11 @@ def _check_function(make: Any) -> None:
 def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
     """Raise StructureError for the first leaf that cannot become an array as it is."""
     for path, leaf in zip(paths, leaves, strict=True):
-        kind = unfit(leaf)
-        if kind is None:
-            continue
-        where = f"{path} is" if path else "it is"
-        raise StructureError(
-            f"{what} makes arrays of numbers, but {where} {kind}: set "
-            "it after the model is made"
-        )
+        if kind := unfit(leaf):
+            raise StructureError(
+                f"{what} makes arrays of numbers, but {path or 'it'} is {kind}: set "
+                "it after the model is made"
+            )
 
 
 def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:

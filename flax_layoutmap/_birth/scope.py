@@ -172,7 +172,7 @@ class _Birth:
     def arrays(
         self, shardings: Mapping[int, NamedSharding], values: Mapping[int, Any]
     ) -> dict[int, Any]:
-        """Return the array of each leaf that has a sharding, all by the ids of leaves.
+        """The array of each leaf that has a sharding, by the ids of leaves.
 
         `values` has the arrays of arguments that were abstract.
         """
@@ -243,7 +243,6 @@ class _Model(NamedTuple):
     resolution: Resolution
 
     def pairs(self) -> list[tuple[Any, NamedSharding]]:
-        """Each leaf with its sharding."""
         shardings = self.resolution.sharding_list()
         return list(zip(jax.tree.leaves(self.state), shardings, strict=True))
 
@@ -259,7 +258,6 @@ class _Scope:
         self._optimizers: list[tuple[weakref.ref[Any], Any]] = []  # with their models
 
     def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
-        """Make an object of a class in the block."""
         nodes, leaves = objects_in((args, kw)), leaves_in((args, kw))
         if any(isinstance(x, Tracer) for x in leaves):  # of jax.vmap or jax.grad
             return make(*args, **kw)

@@ -50,17 +50,10 @@ _LARGE = 2**20
 def arrays_of(
     traced: Traced, shardings: Sequence[NamedSharding | None]
 ) -> tuple[list[Any], list[Any]]:
-    """Compute the leaves of a traced constructor, each in its shards.
+    """Compute the leaves of a traced constructor, but those without a sharding.
 
-    The values are those of one `jax.jit` of the whole with these out_shardings.
-
-    Args:
-        traced: the trace.
-        shardings: one for each computed leaf; None to skip it.
-
-    Returns:
-        New arrays of the leaves that are not skipped, and the new state of NNX
-            arguments.
+    The values are those of one `jax.jit` of the whole with these out_shardings. Also
+    the new state of NNX arguments.
     """
     meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
     trace = _Trace.of(traced, meshes[0] if meshes else _set_mesh())
@@ -192,9 +185,8 @@ def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 def _on_mesh(value: Any, mesh: Mesh) -> Any:
     """A value that is on other devices, or large, in shards on this mesh.
 
-    Its axes are Auto there: on Explicit ones JAX would need the sharding of a product,
-    which a constructor does not give; and it folds no number of one mesh into a key of
-    another one.
+    Its axes are Auto there, as a constructor gives no shardings of products; and JAX
+    folds no number of one mesh into a key of another one.
     """
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return value
@@ -300,8 +292,7 @@ def _without_program(
     if _size(var) or _is_key(var):
         return None
     # A program gives shards that no host can read (jax 0.10.2).
-    host = np.zeros(var.aval.shape, var.aval.dtype)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return put(np.zeros(var.aval.shape, var.aval.dtype), sharding)
 
 
 # -------------------------------------------------------------------- programs
@@ -336,10 +327,9 @@ _PROGRAMS: dict[Any, Any] = {}
 
 
 def _program(part: Jaxpr, shardings: tuple[Any, ...]) -> Any:
-    """A part as a function of `jax.jit`, the same for parts of one text.
+    """A part as a function of `jax.jit`, the same for parts of one text and settings.
 
-    The text does not show the arrays in a part, nor the settings that it was traced
-    under. A program keeps its arrays alive, so that their ids stay theirs.
+    It keeps the arrays in the part alive, so that their ids stay theirs.
     """
     settings = frozenset(str(settings_of(eqn)) for eqn in part.eqns)
     key = (str(part), tuple(map(id, _arrays_in(part))), settings, shardings)

@@ -166,11 +166,6 @@ def counters(key: Any, x: Any) -> Any:
     }
 
 
-def numbers(key: Any, x: Any) -> Any:
-    values = (0.0, -0.0, 1.0, 1, True)
-    return [jnp.full((8, 16), value) for value in values] + [jnp.full((8, 32), 1.0)]
-
-
 def table(key: Any, x: Any) -> Any:
     """With inputs in place of the constants, `exp` and `sin` round otherwise."""
     scales = jnp.exp(-math.log(10_000) / 7 * jnp.arange(8))
@@ -210,7 +205,6 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "one call": one_call,
     "raw keys": raw_keys,
     "counters": counters,
-    "numbers": numbers,
     "table": table,
     "scan": looped,
     "svd": lambda key, x: jnp.linalg.svd(jax.random.normal(key, (8, 8))),

@@ -161,13 +161,6 @@ def test_what_has_no_optimizer(
         flm.create_optimizer(model, SGD)
 
 
-def test_a_module_without_arrays(mesh: flm.DeviceMesh, born: Any) -> None:
-    class Empty(nnx.Module):
-        pass
-
-    assert nnx.graphdef(born(Empty, rules(mesh))) == nnx.graphdef(Empty())
-
-
 def test_an_abstract_variable_stays_abstract(mesh: flm.DeviceMesh, born: Any) -> None:
     def also(model: Any, rngs: Any) -> None:
         model.extra = nnx.Variable(jax.ShapeDtypeStruct((3,), jnp.float32))

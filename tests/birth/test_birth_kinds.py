@@ -40,12 +40,6 @@ def stacked(rngs: nnx.Rngs) -> Any:
     return layer(rngs)
 
 
-@nnx.split_rngs(splits=3)
-@nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-def scanned(carry: Any, rngs: nnx.Rngs) -> Any:
-    return carry, layer(rngs)
-
-
 def lora(rngs: nnx.Rngs) -> dict[str, Any]:
     base = layer(rngs)
     lora = nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs)
@@ -56,12 +50,11 @@ def lora(rngs: nnx.Rngs) -> dict[str, Any]:
     }
 
 
-def attention(rngs: nnx.Rngs, cache: bool = False) -> dict[str, Any]:
+def attention(rngs: nnx.Rngs) -> dict[str, Any]:
     made = nnx.MultiHeadAttention(
         4, 16, decode=True, dropout_rate=0.1, kernel_init=uniform, rngs=rngs
     )
-    if cache:
-        made.init_cache((2, 5, 16))
+    made.init_cache((2, 5, 16))
     return {"attention": made}
 
 
@@ -100,13 +93,6 @@ def _double(variable: Any, value: Any) -> Any:
     return value * 2
 
 
-def recurrent(rngs: nnx.Rngs) -> dict[str, Any]:
-    cell = nnx.GRUCell(
-        4, 8, kernel_init=uniform, recurrent_kernel_init=uniform, rngs=rngs
-    )
-    return {"rnn": nnx.RNN(cell)}
-
-
 def wrapped(rngs: nnx.Rngs) -> dict[str, Any]:
     return {
         "weight": nnx.WeightNorm(layer(rngs), rngs=rngs),
@@ -116,12 +102,7 @@ def wrapped(rngs: nnx.Rngs) -> dict[str, Any]:
 
 KINDS: dict[str, Callable[[nnx.Rngs], dict[str, Any]]] = {
     "stacked by vmap": lambda rngs: {"layers": stacked(rngs)},
-    "stacked by scan": lambda rngs: {"layers": scanned(0, rngs)[1]},
     "LoRA": lora,
-    "statistics": lambda rngs: {
-        "norm": nnx.BatchNorm(8, rngs=rngs),
-        "first": layer(rngs),
-    },
     "random state": lambda rngs: {
         "first": layer(rngs),
         "drop": nnx.Dropout(0.5, rngs=rngs),
@@ -130,20 +111,13 @@ KINDS: dict[str, Callable[[nnx.Rngs], dict[str, Any]]] = {
         "rngs": rngs,
     },
     "attention": attention,
-    "cache": lambda rngs: attention(rngs, cache=True),
     "custom Variables": custom,
-    "recurrent": recurrent,
     "wrapped": wrapped,
     "arrays as attributes": lambda rngs: {
         "first": layer(rngs),
         "table": jnp.arange(8, dtype=jnp.float32),
         "other": nnx.data(jnp.ones((8, 8))),
         "tables": nnx.List([jnp.ones(8)]),
-    },
-    "half precision": lambda rngs: {
-        "first": nnx.Linear(
-            8, 8, param_dtype=jnp.bfloat16, kernel_init=uniform, rngs=rngs
-        )
     },
 }
 

@@ -17,7 +17,6 @@ from shards import KINDS, assert_as_eager, assert_lies, bare, grid, leaves_of
 from shards import plain as bits
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.jax_internals import memory_of
 
 pytestmark = pytest.mark.optimised
 
@@ -278,24 +277,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def new_bytes(before: list[Any]) -> dict[Any, int]:
-    """Bytes on each device of the arrays that are new, each buffer counted once."""
-    gc.collect()
-    old = set(map(id, before))
-    buffers: dict[tuple[Any, int], int] = {}
-    for array in jax.live_arrays():
-        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if id(array) in old or is_key or array.is_deleted():
-            continue
-        for shard in array.addressable_shards:
-            where = (shard.device, memory_of(shard.data))
-            buffers[where] = shard.data.nbytes
-    found = {device: 0 for device in jax.devices()}
-    for (device, _), count in buffers.items():
-        found[device] += count
-    return found
-
-
 WIDTHS = iter(range(WIDE, 10 * WIDE, 16))  # programs are kept: new ones in each test
 
 
@@ -307,11 +288,8 @@ def test_no_device_holds_a_whole_parameter(
     mesh, width = grid(kind), next(WIDTHS)
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = ("data", "model")
-    before = jax.live_arrays()  # kept alive, so that no other takes an address
     model = born(lambda: Wide(nnx.Rngs(0), width), layout_map)
     shard = width * width * 4 // 8
-    for count in new_bytes(before).values():
-        assert 3 * shard <= count < 3 * shard + 4096
     for layer in model.layers:
         assert_lies(layer.kernel[...], BOTH, mesh)
     memory: Any = [lowered.compile().memory_analysis() for lowered in programs]

@@ -1,5 +1,7 @@
-"""create_optimizer: where state lies, what it is made by, what it shares."""
+"""create_optimizer, and optimizers of a scope: where state lies, what it shares."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from shards import KINDS, Dims, assert_lies, grid, leaves_of, plain
+from shards import Dims, assert_lies, grid, leaves_of, plain
 
 import flax_layoutmap as flm
 
@@ -54,11 +56,6 @@ def linear() -> nnx.Linear:
 contrib: Any = optax.contrib
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: optax.adam(1e-3),
-    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
-    "chain": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.trace(0.9)
-    ),
-    "multi step": lambda: optax.MultiSteps(optax.adam(1e-3), 2),
     "prodigy": lambda: contrib.prodigy(),
     "dog": lambda: contrib.dog(),
     "schedule free": lambda: contrib.schedule_free_adamw(1e-3),
@@ -94,43 +91,6 @@ def test_state_is_that_of_the_eager_optimizer_and_its_own(name: str, kind: str) 
     both = nnx.state(model), nnx.state(optimizer)
     jax.jit(advanced, donate_argnums=0)(both)  # none of them is donated twice
     nnx.Optimizer(Stacked(), tx, wrt=nnx.Param)  # tx has what it holds
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_adafactor_statistics_lie_as_rows_and_columns(kind: str) -> None:
-    mesh = grid(kind)
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9)
-    layout_map = stacked_rules(mesh)
-    optimizer = flm.create_optimizer(flm.create(Stacked, layout_map), tx, layout_map)
-    found = leaves_of(nnx.state(optimizer))
-    # Of the last two dims, the row statistics keep the first, the columns the last.
-    statistics: dict[str, Dims] = {
-        "v_row/square": (("model",),),
-        "v_col/square": (("data",),),
-        "v_row/stack": ((), ("data",)),
-        "v_col/stack": ((), ("model",)),
-        "v/bias": (("model",),),
-    }
-    ema = {f"ema/{name}": dims for name, dims in STACKED.items()}
-    for path, dims in (statistics | ema).items():
-        (leaf,) = (leaf for key, leaf in found.items() if key.endswith(f"/{path}"))
-        assert_lies(leaf, dims, mesh)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_the_state_of_a_tree_of_parameters(kind: str) -> None:
-    mesh, tx = grid(kind), optax.adam(1e-3)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, "model")
-    params = flm.create(
-        lambda: {"up": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}, layout_map
-    )
-    state: Any = flm.create_optimizer(params, tx, layout_map)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
-    for moments in (state[0].mu, state[0].nu):
-        assert_lies(moments["up"]["kernel"], COLUMN, mesh)
-        assert_lies(moments["up"]["bias"], ((),), mesh)
-    assert_lies(state[0].count, (), mesh, np.int32(0))
 
 
 def test_only_what_is_trained_has_state(mesh: flm.DeviceMesh) -> None:
@@ -219,3 +179,167 @@ def test_the_metadata_of_flax_for_optimizers(mesh: flm.DeviceMesh, names: Any) -
         layout_map.optimizer["kernel"] = ("data", None)
         optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map)
         assert_lies(kernel_of(optimizer), (("data",), ()), mesh)
+
+
+# --------------------------------------------------- made in a layout_map_scope
+
+
+def model_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["d1/kernel"] = (None, "model")
+    layout_map["d2/kernel"] = ("model", None)
+    return layout_map
+
+
+class Model(nnx.Module):
+    """Two layers; with `names`, annotated ones."""
+
+    def __init__(self, rngs: nnx.Rngs, names: Any = None) -> None:
+        init: Any = nnx.initializers.normal(1.0)
+        if names is not None:
+            init = nnx.with_metadata(init, out_sharding=names)
+        self.d1 = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
+        self.d2 = nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.d2(self.d1(x))
+
+
+def moment(optimizer: Any, of: str) -> Any:
+    """The first moment of a parameter."""
+    leaves = leaves_of(nnx.state(optimizer))
+    (leaf,) = (leaf for path, leaf in leaves.items() if path.endswith(f"mu/{of}"))
+    return leaf
+
+
+def assert_same(optimizer: Any, other: Any) -> None:
+    """The same graph, metadata, values and shards."""
+    assert nnx.graphdef(optimizer) == nnx.graphdef(other)
+    leaves, wanted = leaves_of(nnx.state(optimizer)), leaves_of(nnx.state(other))
+    assert leaves.keys() == wanted.keys()
+    for path, leaf in leaves.items():
+        same = wanted[path]
+        assert leaf.sharding.is_equivalent_to(same.sharding, leaf.ndim), path
+        assert leaf.dtype == same.dtype
+        np.testing.assert_array_equal(leaf, same, err_msg=path)
+
+
+ADAM = optax.adam(1e-2)
+# Those that keep copies of the parameters are computed from the finished ones.
+TRANSFORMATIONS: dict[str, Any] = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4),
+    "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-3),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-3),
+}
+
+
+@pytest.mark.parametrize("names", [None, ("data", None)], ids=["plain", "annotated"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_as_one_made_after_the_block(
+    mesh: flm.DeviceMesh, name: str, names: Any
+) -> None:
+    layout_map, tx = model_rules(mesh), TRANSFORMATIONS[name]()
+    layout_map.optimizer["d2/kernel"] = ("data", "model")
+    with flm.layout_map_scope(layout_map):
+        model: Any = Model(nnx.Rngs(0), names)
+        model.again = model.d1  # tied weights have one moment
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        other = flm.create_optimizer(model, tx)
+        step = optimizer.step
+    assert optimizer.step is step
+    assert_same(optimizer, other)
+    after = flm.create_optimizer(model, tx, wrt=nnx.Param, layout_map=layout_map)
+    assert_same(optimizer, after)
+
+
+def adam(model: Any, wrt: Any = nnx.Param) -> Any:
+    return nnx.Optimizer(model, ADAM, wrt=wrt)
+
+
+def test_of_an_assembled_model_of_parts_and_of_several(mesh: flm.DeviceMesh) -> None:
+    """The final path of the model decides, and that of the optimizer's is its own."""
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map["model/second/kernel"] = ("model", None)
+    layout_map["model/first/d1/kernel"] = (None, "model")
+    with flm.layout_map_scope(layout_map):
+        first, second = Model(nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        early = adam(second)
+        model = nnx.Dict(first=first, second=second)
+        whole, part = adam(model), adam(first, nnx.PathContains("kernel"))
+        trainer = nnx.Dict(model=model, optimizer=whole)
+    assert_lies(moment(early, "kernel"), ROW, mesh)
+    assert_lies(moment(whole, "second/kernel"), ROW, mesh)
+    assert_lies(moment(whole, "first/d1/kernel"), COLUMN, mesh)
+    assert_lies(moment(part, "d1/kernel"), COLUMN, mesh)
+    assert not [path for path in leaves_of(nnx.state(part)) if path.endswith("bias")]
+    assert trainer["optimizer"] is whole
+
+
+class Averaged(nnx.Optimizer):
+    """A copy of the model, a number, and arguments in another order."""
+
+    def __init__(self, tx: Any, net: Any, *, rate: float) -> None:
+        super().__init__(net, tx, wrt=nnx.Param)
+        self.ema = nnx.clone(net)
+        self.rate = nnx.Variable(jnp.float32(rate))
+
+
+class Trainer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, tx: Any) -> None:
+        self.model = Model(rngs)
+        self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
+
+
+def test_subclasses_and_trainers(mesh: flm.DeviceMesh) -> None:
+    layout_map = model_rules(mesh)
+    with flm.layout_map_scope(layout_map):
+        model = Model(nnx.Rngs(0))
+        averaged = Averaged(ADAM, model, rate=0.5)
+        both = nnx.ModelAndOptimizer(model, ADAM)
+        alone = nnx.ModelAndOptimizer(Model(nnx.Rngs(1)), ADAM)
+        trainer = Trainer(nnx.Rngs(0), ADAM)
+    assert nnx.graphdef(averaged) == nnx.graphdef(Averaged(ADAM, model, rate=0.5))
+    np.testing.assert_array_equal(averaged.ema.d2.kernel[...], model.d2.kernel[...])
+    assert averaged.ema.d2 is not model.d2 and float(averaged.rate[...]) == 0.5
+    assert_lies(averaged.ema.d2.kernel[...], ROW, mesh)
+    assert both.model is model
+    for trained in (both, alone, trainer):
+        assert_lies(trained.model.d1.kernel[...], COLUMN, mesh)
+        assert_lies(moment(trained, "d1/kernel"), COLUMN, mesh)
+        assert_lies(moment(trained, "d2/kernel"), ROW, mesh)
+    after = flm.create_optimizer(trainer.model, ADAM, layout_map=layout_map)
+    assert_same(trainer.optimizer, after)
+
+
+def test_of_a_model_of_another_block(mesh: flm.DeviceMesh) -> None:
+    """It has values at once, and follows the model where that is on a mesh."""
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    plain, layout_map = Model(nnx.Rngs(0)), model_rules(mesh)
+    born = flm.create(lambda: Model(nnx.Rngs(0)), layout_map)
+    with flm.layout_map_scope(layout_map):
+        of_plain, of_born = adam(plain), nnx.Optimizer(born, tx, wrt=nnx.Param)
+        outer = Model(nnx.Rngs(0))
+        with flm.layout_map_scope(layout_map):
+            inner, of_outer = (
+                Model(nnx.Rngs(0)),
+                nnx.Optimizer(outer, tx, wrt=nnx.Param),
+            )
+        of_inner = nnx.Optimizer(inner, tx, wrt=nnx.Param)
+        assert of_plain.step[...] == of_born.step[...] == 0
+    assert len(moment(of_plain, "d1/kernel").sharding.device_set) == 1
+    for model, optimizer in ((born, of_born), (inner, of_inner), (outer, of_outer)):
+        after = flm.create_optimizer(model, tx, layout_map=layout_map)
+        assert_same(optimizer, after)
+
+
+def test_nobody_keeps_the_optimizer_or_the_model(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(model_rules(mesh)):
+        optimizer, model = adam(Model(nnx.Rngs(0))), Model(nnx.Rngs(0))
+        adam(model)
+    assert_lies(moment(optimizer, "d1/kernel"), COLUMN, mesh)
+    refs = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

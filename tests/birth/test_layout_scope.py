@@ -212,20 +212,6 @@ def test_two_models_one_map(mesh: flm.DeviceMesh) -> None:
     assert_lies(second.kernel[...], (("model",), ()))
 
 
-def test_layers_of_a_transformation_in_a_model(mesh: flm.DeviceMesh) -> None:
-    stacked = nnx.split_rngs(splits=3)(
-        nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
-    )
-    layout_map = rules(mesh, **{"kernel": (..., "model")})
-    with flm.layout_map_scope(layout_map):
-        model = nnx.Dict(stack=stacked(nnx.Rngs(0)), head=linear())
-        shapes = nnx.eval_shape(linear)
-    assert_as_eager(
-        model, nnx.Dict(stack=stacked(nnx.Rngs(0)), head=linear()), layout_map
-    )
-    assert is_abstract(shapes.kernel)
-
-
 # -------------------------------------------------------------------------- Linen
 
 
