@@ -144,7 +144,7 @@ class _Run:
         self.mesh = cast("Any", self.rules.mesh)
         self.static = {slot: x for slot, x in self.slots if not _has_arrays(x)}
         pairs = [pair for pair in self.slots if pair[0] not in self.static]
-        self.arguments = taken.take_apart(pairs)
+        self.arguments, self.graph = taken.take_apart(pairs)
         table = [(a, n, a.path(n)) for a in self.arguments for n in range(len(a.raw))]
         self.leaves = {path: a.raw[n] for a, n, path in table}
         self.argument = {path: a.name for a, _, path in table}
@@ -160,7 +160,8 @@ class _Run:
         Keys that Flax returns as it has read them, or that the loss reseeds, stay.
         """
         leaves = {**self.leaves, **leaves}
-        values, objects = taken.put_together(self.arguments, leaves.values())
+        structures = [argument.structure for argument in self.arguments]
+        values, objects = taken.put_together(structures, leaves.values())
         before, rest = Graph(objects), iter(values)
         slots = [slot for slot, _ in self.slots]
         static = [self.static[x] if x in self.static else next(rest) for x in slots]
@@ -227,9 +228,8 @@ class _Run:
             axes = tuple(x for x in self.rules.batch if x not in {*used, *split_axes()})
         means = self.by_parts(axes, rows, whole) if axes else self.loop(rows, whole)
         loss, grads, floats, counts, aux = means
-        new = iter({**self.leaves, **floats, **counts}.values())
-        for argument in self.arguments:
-            argument.write([next(new) for _ in argument.raw])
+        new = {**self.leaves, **floats, **counts}
+        taken.write(self.graph, [new[path] for path in self.held])
         return loss, jax.tree.map(distribute_tensor, grads, self.layouts(grads)), aux
 
     def by_parts(self, axes: tuple[str, ...], rows: _Leaves, whole: _Leaves) -> Any:

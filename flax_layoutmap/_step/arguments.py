@@ -163,6 +163,10 @@ class Argument:
     def name(self) -> str:
         return self.slot.name
 
+    @property
+    def structure(self) -> tuple[Any, Sequence[Any]]:
+        return self.outer, self.graphdefs
+
     @functools.cached_property
     def in_objects(self) -> list[bool]:
         """Per leaf, whether it is in an NNX object."""
@@ -275,7 +279,7 @@ def put_together(
 ) -> tuple[list[Any], list[Any]]:
     """Trees from these leaves, and the NNX objects in them.
 
-    The structures are `Argument.outer` and `Argument.graphdefs`.
+    The structures are those of arguments.
     """
     rest, objects = iter(leaves), list[Any]()
     with nnx.merge_context() as merging:
@@ -294,6 +298,19 @@ def put_together(
                 tree = jax.tree.map(merge, tree, is_leaf=_is_taken)
             values.append(tree)
     return values, objects
+
+
+def write(graph: Graph, leaves: Sequence[Any], besides: Container[int] = ()) -> None:
+    """Write the leaves of a graph into its Variables, but those of these numbers.
+
+    Arrays in no Variable, which may be in a tuple, are placed in each call.
+    """
+    if all(map(operator.is_, leaves, graph.leaves)):
+        return
+    values = graph.treedef.unflatten(leaves)
+    for at, (part, value) in enumerate(zip(graph.parts, values, strict=True)):
+        if _is_variable(part) and at not in besides:
+            part.set_raw_value(value)
 
 
 def take_apart(

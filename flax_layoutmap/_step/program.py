@@ -31,6 +31,7 @@ from flax_layoutmap._step.arguments import (
     no_array,
     put_together,
     strong,
+    write,
 )
 from flax_layoutmap._step.refusals import (
     check_parts,
@@ -263,7 +264,7 @@ def _flat_function(
     Each trace of it appends to `outcomes`. It holds the structure of the arguments,
     and none of their arrays.
     """
-    structures = [(a.outer, a.graphdefs) for a in call.arguments]
+    structures = [argument.structure for argument in call.arguments]
     names = [name for name, _ in named_objects(call.arguments)]
     slots, static, rules = [x for x, _ in call.slots], call.static, call.rules
     wanted, made = layouts.wanted, layouts.resolution
@@ -383,13 +384,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         for at, where in program.moved.items():
             after[at] = distribute_tensor(after[at], where)
         return with_objects(result, outcome.structure.apply(call.objects, after))
-    given = [leaves[at] for at in program.inside]
-    if not all(map(operator.is_, given, graph.leaves)):  # some were placed
-        values = graph.treedef.unflatten(given)
-        for at in {*range(len(values))} - {*outcome.changed}:
-            # Arrays in no Variable, which may be in a tuple, are placed in each call.
-            if isinstance(part := graph.parts[at], nnx.Variable):
-                part.set_raw_value(values[at])
+    write(graph, [leaves[at] for at in program.inside], {*outcome.changed})
     kept = [leaves[at] for at in program.state] if program.donated else []
     arrays = [*jax.tree.leaves(new), *filter(is_array, kept)]
     note_apart(program, [*map(weakref.ref, arrays)], leaves, result)
