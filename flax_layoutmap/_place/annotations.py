@@ -20,10 +20,8 @@ from flax_layoutmap._tree.paths import parameter_keys
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     """Rewrite Flax's layout metadata where it differs from the actual layout.
 
-    It differs where a rule has overruled it, where it did not fit fully (an axis that
-    the mesh lacks), and where it names another mesh; a later `nnx.Optimizer` or `unbox`
-    would follow it. Metadata that agrees is kept, and with it the structure of the
-    tree. NNX Variables are changed in place; boxes are replaced.
+    A later `nnx.Optimizer` or `unbox` would follow it. Metadata that agrees is kept,
+    and so is the structure of the tree. Variables are changed in place, boxes replaced.
     """
     flat = flatten(tree)
     if not flat.annotations:
@@ -74,10 +72,7 @@ def _mesh_of_box(box: Any) -> Any:
 
 
 def _is_bound(box: Any) -> bool:
-    """Whether a Variable is annotated by a NamedSharding, not by names.
-
-    Flax reads those when a Variable is made, and fails on them later.
-    """
+    """Whether a Variable has a NamedSharding, on which Flax fails later, not names."""
     value = (variable_metadata(box) or {}).get("out_sharding")
     return isinstance(getattr(value, "sharding", value), NamedSharding)
 
@@ -116,11 +111,7 @@ def _settled(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> Any:
 def _names(
     mark: Mark, dims: Sequence[tuple[str, ...]], axes: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Axis names for the layout of a leaf.
-
-    The name of a dim that is on no mesh axis is kept: `nnx.scan` and `nn.scan` look for
-    the name that they gave the dim of the layers.
-    """
+    """Axis names for a layout; `scan` looks for the name of a dim on no mesh axis."""
     try:
         before = mesh_axes(mark)[0]
     except RuleError:

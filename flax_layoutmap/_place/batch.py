@@ -247,22 +247,18 @@ def _is_global(leaf: Any) -> bool:
 def _share_on(rules: RuleSet, rows: Rows) -> _Share:
     if rows not in get_args(Rows):
         raise LayoutError(f"rows must be one of {get_args(Rows)}, got {rows!r}")
-    mesh = rules.mesh
-    assert mesh is not None
-    TensorLayout((rules.batch, ...), mesh)  # raises where the mesh lacks an axis
-    parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
-    if mesh.is_abstract or jax.process_count() == 1:
-        return _Share(parts, parts)
-    return _share_in_processes(mesh, rules.batch, parts, rows)
+    assert rules.mesh is not None
+    return _share(rules.mesh, rules.batch, rows)
 
 
 @functools.lru_cache(maxsize=32)
-def _share_in_processes(
-    mesh: DeviceMesh, batch: tuple[str, ...], parts: int, rows: Rows
-) -> _Share:
+def _share(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
+    sharding = rows_sharding(batch, mesh)  # raises where the mesh lacks an axis
+    parts = math.prod(mesh.axis_sizes[axis] for axis in batch)
+    if mesh.is_abstract:
+        return _Share(parts, parts)
     held: dict[int, set[int]] = {}
-    places = rows_sharding(batch, mesh).devices_indices_map((parts,))
-    for device, (index,) in places.items():
+    for device, (index,) in sharding.devices_indices_map((parts,)).items():
         held.setdefault(device.process_index, set()).update(range(parts)[index])
     process = jax.process_index()
     if process not in held:

@@ -41,7 +41,6 @@ from flax_layoutmap._place.place import (
     distribute,
     explicit_axes,
     manual_axes,
-    mesh_of,
     wanted_layout,
 )
 from flax_layoutmap._tree.flax_internals import is_nnx_object
@@ -52,13 +51,12 @@ def relayout(
 ) -> Any:
     """Give an array another layout; its gradient has the original layout.
 
-    As `flm.distribute_tensor`, whose gradient has the layout of the result; here the
-    cotangent gets that of `x`, at every order of differentiation. Under `jit` on Auto
-    axes a value has no layout to read. There it gets the sharding that the compiler
-    gives `x`: exact where that is fixed (an argument of `jit`, the result of another
+    As `flm.distribute_tensor`, but the cotangent gets the layout of `x`, at every order
+    of differentiation. Under `jit` on Auto axes that is the sharding that the compiler
+    gives `x`: exact where it is fixed (an argument of `jit`, the result of another
     relayout), and any elsewhere; `x` is kept until the backward pass, where every
-    device gathers the whole cotangent. For large activations pass `gradient`, which is
-    exact, and keeps and gathers nothing.
+    device gathers the whole cotangent. `gradient=` is exact, and keeps and gathers
+    nothing: use it for large activations.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
@@ -110,8 +108,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     on its own. Under `jit` on Auto axes a traced `like` has no layout to read, so both
     are constrained alike: they have one shape, each device gathers `x`, and both are
     kept until the backward pass. That is exact where their layouts are fixed, as those
-    of arguments are. It raises in the body of a loop, where the layout of the carry
-    would be mixed in.
+    of arguments are, and an error in loops, where the layout of the carry would mix in.
 
     Args:
         x: an array or a traced value; an `nnx.Variable` or a Linen box too.
@@ -255,8 +252,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
     Args:
         components: one array per device of this process, in the order of the mesh
-            (row-major); all of one shape and dtype. Parts that are on their devices
-            already are not copied.
+            (row-major); all of one shape and dtype. What is there is not copied.
         layout: as for `flm.distribute_tensor`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
             copies all of them to the host, without other processes.
@@ -271,9 +267,14 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
     Plain JAX: `jax.make_array_from_single_device_arrays(shape, sharding, parts)`.
     """
     layout = wanted_layout(layout)
-    mesh = mesh_of(layout)
+    mesh = layout._some_mesh()
     devices = _local_devices(mesh)
-    parts = _checked_parts(components, layout, len(devices))
+    parts = [as_array(unboxed(part), (), "pack") for part in components]
+    if len(parts) != len(devices):
+        raise LayoutError(
+            f"pack takes a part for each device of {mesh!r} in this process, "
+            f"{len(devices)}, got {len(parts)}"
+        )
     dims = layout.dims(parts[0].ndim)
     shape = tuple(
         size * math.prod(mesh.axis_sizes[axis] for axis in axes)
@@ -290,9 +291,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
 
 def unpack(x: Any) -> list[jax.Array]:
-    """Return the part of an array on each device of this process, without a copy.
-
-    They are in the order of the mesh.
+    """The part of an array on each device of this process, in the order of the mesh.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -316,29 +315,9 @@ def unpack(x: Any) -> list[jax.Array]:
 
 
 def _local_devices(mesh: Any) -> list[Any]:
-    """Those of this process, in the order of the mesh; raises for an abstract one."""
+    """Those of this process, in the order of the mesh."""
     here = jax.process_index()
     return [device for device in mesh.devices.flat if device.process_index == here]
-
-
-def _checked_parts(
-    components: Sequence[Any], layout: TensorLayout, count: int
-) -> list[Any]:
-    held = [unboxed(part) for part in components]
-    if any(isinstance(part, Tracer) for part in held):
-        raise LayoutError("pack takes arrays, not values that jit or grad traces")
-    parts = [as_array(part, (), "pack") for part in held]
-    if len(parts) != count:
-        raise LayoutError(
-            f"pack takes one part per device of {mesh_of(layout)!r} in this process, "
-            f"{count}, got {len(parts)}"
-        )
-    kinds = {f"{part.dtype} {tuple(part.shape)}": None for part in parts}
-    if len(kinds) > 1:
-        raise LayoutError(
-            f"pack takes parts of one shape and dtype, got {', '.join(kinds)}"
-        )
-    return parts
 
 
 def _check_replicas(
@@ -367,15 +346,14 @@ def call_with_layout(
 ) -> Any:
     """Call a function so that its results are computed in this layout.
 
-    It is for what is made once, `jnp.zeros` or an initialiser: the function is compiled
-    at every call, so that on Auto axes no device holds more of a result than its part.
-    Inside of `jit` it is called as it is, and its results are given the layout.
+    For what is made once, by `jnp.zeros` or an initialiser: the function is compiled at
+    every call, so that on Auto axes no device holds more of a result than its part.
 
     Args:
         fn: the function.
         layout: as for `flm.distribute_tensor`, for every result; None calls `fn` alone.
-        args: for the function. Arrays are traced; anything else is a constant.
-        kwargs: for the function, too.
+        args: for the function, as `kwargs`. Arrays are traced, all else is constant.
+        kwargs: the same.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -403,8 +381,9 @@ def call_with_layout(
 
     if not is_eager():
         return call(arrays)
-    mesh: Any = mesh_of(layout)
-    _local_devices(mesh)
+    mesh = layout._some_mesh()
+    bare: Any = mesh.jax_mesh
+    _ = mesh.devices  # raises for an abstract mesh
     # Constants on Explicit axes ask for a mesh in the context.
-    with jax.set_mesh(mesh.jax_mesh) if explicit_axes(mesh) else nullcontext():
+    with jax.set_mesh(bare) if explicit_axes(mesh) else nullcontext():
         return jax.jit(call)(arrays)

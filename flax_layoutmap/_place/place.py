@@ -294,12 +294,6 @@ def _mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
-def mesh_of(layout: TensorLayout) -> DeviceMesh:
-    """The mesh of a layout that `wanted_layout` gave one."""
-    assert layout.device_mesh is not None
-    return layout.device_mesh
-
-
 def explicit_axes(mesh: Any) -> set[str]:
     """The names of the Explicit axes of a mesh of ours or of JAX."""
     return _axes_of_type(mesh, AxisType.Explicit)
@@ -325,25 +319,11 @@ def distribute(
 
     `what` shows the call in messages; `is_named`: the user gave the layout's name.
     """
-    mesh = mesh_of(layout)
-    # Before rank and divisibility, which inside shard_map are those of a part.
-    manual = manual_axes()
-    for axis in layout.axis_names:
-        if axis in manual:
-            raise MeshError(
-                f"{what} names the mesh axis {axis!r}, which is manual here: inside "
-                "shard_map each device already holds its part, so drop the call or "
-                "name other axes only"
-            )
+    mesh = layout._some_mesh()
     dims = checked_dims(layout, x, what, is_named=is_named)
-    if manual.issuperset(mesh.axis_names):
-        return x  # no axis is left that could be constrained
     if not is_eager() or (isinstance(x, Tracer) and not _is_elsewhere(x, mesh)):
-        return _constrain(x, layout, dims, what)
-    if mesh.is_abstract:
-        raise MeshError(
-            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
-        )
+        return _constrain(x, layout, dims)
+    _ = mesh.devices  # raises for an abstract mesh
     sharding = named_sharding(mesh, normal_spec(dims), layout.memory_kind)
     return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
 
@@ -354,18 +334,12 @@ def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
     return is_committed and not mesh.is_abstract and own_mesh(x) != mesh
 
 
-def _constrain(x: Any, layout: TensorLayout, dims: _Dims, what: str) -> Any:
-    mesh, kind = mesh_of(layout), layout.memory_kind
-    is_explicit = bool(explicit_axes(mesh))
-    if _FREE in dims and (is_explicit or kind is not None):
-        raise LayoutError(
-            f"{what} of a traced array {tuple(x.shape)} to {layout}: it is unknown "
-            "what a MATCH dim has here; name its axes"
-        )
+def _constrain(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
+    mesh, kind = layout._some_mesh(), layout.memory_kind
     spec = PartitionSpec(*dims) if _FREE in dims else normal_spec(dims)
     # Inside shard_map only the mesh of the context has its manual axes.
     jax_mesh = jax.sharding.get_abstract_mesh() if manual_axes() else mesh.jax_mesh
-    if is_explicit:
+    if explicit_axes(mesh):
         x = jax.sharding.reshard(x, NamedSharding(jax_mesh, spec))
     else:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(jax_mesh, spec))
@@ -383,7 +357,7 @@ def checked_dims(
     JAX checks less of it, or nothing. Dims that do not divide are replicated where the
     layout has a name, in rules of `indivisible="replicate"`.
     """
-    shape, mesh = tuple(x.shape), mesh_of(layout)
+    shape, mesh = tuple(x.shape), layout._some_mesh()
     known = known_layout(x) if layout.has_match else None
     what = f"{what} of an array {shape}"
     try:

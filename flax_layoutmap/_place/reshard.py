@@ -54,8 +54,7 @@ def reshard(
         max_bytes: the size of a chunk: of the leaves that move at the same time, and
             of the slices of a larger leaf.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
-            its part. An interrupt leaves the moved leaves of a module in the new
-            layout; of any other tree they are lost.
+            its part. An interrupt loses the moved leaves of what is not a module.
         progress: show a bar; None: once it has taken 2 seconds, on a terminal.
 
     Returns:

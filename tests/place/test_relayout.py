@@ -126,12 +126,6 @@ def test_match_keeps_what_a_dim_has(kind: str, move: Any) -> None:
     assert_lies(move(X, flm.TensorLayout((MATCH, "y"), mesh)), COLUMNS, mesh, X)
 
 
-def test_match_of_what_is_unknown() -> None:
-    layout = flm.TensorLayout((MATCH, None), MESH, memory_kind="pinned_host")
-    with pytest.raises(flm.LayoutError, match="is unknown"):
-        jax.jit(lambda x: flm.relayout(x, layout))(put(ROWS))
-
-
 # ----------------------------------------------------------------------- and back
 
 

@@ -285,9 +285,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "pad_batch cannot reach size=8": lambda: flm.pad_batch(np.ones(9), 4, size=8),
         "relayout_like of an array": lambda: flm.relayout_like(np.ones(8), np.ones(4)),
         "check_layout takes an array": lambda: flm.dtensor.check_layout(1, ()),
-        "pack takes arrays, not values": lambda: jax.jit(lambda x: packed(x, x))(1.0),
-        "pack takes one part per device of": lambda: packed(1, 2, 3),
-        "pack takes parts of one shape": lambda: packed(np.ones(2), np.ones((2, 1))),
+        "pack takes a part for each device of": lambda: packed(1, 2, 3),
         "unpack takes an array on a mesh,": lambda: flm.dtensor.unpack(np.ones(2)),
     },
     flm.errors.RuleError: {
