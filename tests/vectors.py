@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,3 +93,15 @@ def check(
             met.update(names)
     assert not wrong, wrong
     assert met == set(different), "a difference was not met"
+
+
+def differing(
+    vectors: Iterable[Vector], members: Mapping[str, Member]
+) -> Iterator[tuple[Vector, str, Any]]:
+    """The vector, the member and our answer, where it is not theirs."""
+    for vector in vectors:
+        for key, member in members.items():
+            answer = or_refused(lambda: member(vector, vector))  # noqa: B023
+            answer = json.loads(json.dumps(answer))
+            if key in vector and answer != vector[key]:
+                yield vector, key, answer

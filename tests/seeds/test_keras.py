@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import bare
-from vectors import GOLDEN, Difference, Vector, check, refused
+from vectors import GOLDEN, Difference, Vector, check, differing, refused
 
 import flax_layoutmap as flm
 
@@ -151,27 +151,10 @@ def test_the_documented_example(with_mesh: bool, mesh: flm.DeviceMesh) -> None:
     assert layout_map.device_mesh is device_mesh
 
 
-def test_the_documented_example_of_today(mesh: flm.DeviceMesh) -> None:
-    """With `.*` before each key, since a match is one of the whole path now."""
-    rules = {"dense.*kernel": (None, "model"), "dense.*bias": ("model",)}
-    layout_map = flm.LayoutMap(mesh, match="fullmatch")
-    for key, axes in rules.items():
-        layout_map[f".*{key}"] = axes
-    asked = ["dense_1.kernel", "my_model/dense_1/bias", "my_model/conv3d_1/kernel"]
-    assert [look_up(layout_map, path) for path in asked] == [
-        [None, "model"],
-        ["model"],
-        "none",
-    ]
-    # The older keys say the same in the older meaning, and nothing in today's.
-    assert look_up(filled(rules.items(), match="search"), asked[1]) == ["model"]
-    assert look_up(filled(rules.items()), asked[1]) == "none"
-
-
 # ------------------------------------------------------------- the surface of a dict
 
 
-def operate(layout_map: flm.LayoutMap, op: str, *arguments: Any) -> Any:
+def operate(layout_map: Any, op: str, *arguments: Any) -> Any:
     """What an operation gives, as `make_keras.py` writes it."""
 
     def shown(value: Any) -> Any:
@@ -195,9 +178,7 @@ def operate(layout_map: flm.LayoutMap, op: str, *arguments: Any) -> Any:
         "keys": lambda: list(layout_map.keys()),
         "values": lambda: [axes_of(value) for value in layout_map.values()],
         "items": lambda: [[key, axes_of(value)] for key, value in layout_map.items()],
-        "popitem": lambda: (lambda item: [item[0], axes_of(item[1])])(
-            layout_map.popitem()
-        ),
+        "popitem": lambda: [*map(shown, layout_map.popitem())],
         "clear": lambda: layout_map.clear() or "done",
     }
     try:
@@ -208,82 +189,30 @@ def operate(layout_map: flm.LayoutMap, op: str, *arguments: Any) -> Any:
         return "ValueError"
 
 
-def steps(layout_map: flm.LayoutMap, vector: Vector) -> Any:
+def steps(layout_map: Any, vector: Vector) -> Any:
     return [[call, operate(layout_map, *call)] for call, _ in vector["steps"]]
 
 
-def first_call(vector: Vector) -> list[Any]:
-    return vector["steps"][0][0]
-
-
-def called(*names: str, present: bool | None = None, more: int | None = None) -> Any:
-    """Whether a vector is one call of these, of a key that is there (or is not)."""
-
-    def where(vector: Vector) -> bool:
-        name, *arguments = first_call(vector)
-        if len(vector["steps"]) > 1 or name not in names:
-            return False
-        if more is not None and len(arguments) != 1 + more:
-            return False
-        keys = [key for key, _ in vector["rules"]]
-        return present is None or (arguments[0] in keys) is present
-
-    return where
-
-
-def answering(value: Any) -> Any:
-    return lambda vector: [[first_call(vector), value]]
-
-
-# `in`, `get`, `pop`, `setdefault` and `popitem` of a dict, where Keras has none of it.
-SURFACE_DIFFERENCES = {
-    "steps:in": Difference(
-        "`in` is literal; Keras's is always True, as a miss raises no KeyError",
-        called("in", present=False),
-        answering(False),
-    ),
-    "steps:get": Difference(
-        "a miss gives the default; Keras gives None",
-        lambda vector: (
-            called("get", more=1)(vector) and vector["steps"][0][1] == "none"
-        ),
-        answering(7),
-    ),
-    "steps:pop": Difference(
-        "pop of a key that is not there gives the default; Keras raises KeyError",
-        called("pop", present=False, more=1),
-        answering(7),
-    ),
-    "steps:setdefault": Difference(
-        "setdefault sets a key that is not there; Keras never does",
-        called("setdefault", present=False),
-        answering(["data"]),
-    ),
-    "after:setdefault": Difference(
-        "setdefault sets a key that is not there; Keras never does",
-        called("setdefault", present=False),
-        lambda vector: [*(key for key, _ in vector["rules"]), first_call(vector)[1]],
-    ),
-    "steps:popitem": Difference(
-        "popitem takes the last rule, as a dict's; Keras's takes the first",
-        lambda vector: called("popitem")(vector) and bool(vector["rules"]),
-        lambda vector: [[["popitem"], vector["rules"][-1]]],
-    ),
-    "after:popitem": Difference(
-        "popitem takes the last rule, as a dict's; Keras's takes the first",
-        lambda vector: called("popitem")(vector) and bool(vector["rules"]),
-        lambda vector: [key for key, _ in vector["rules"][:-1]],
-    ),
-}
-
-
 def test_operations() -> None:
-    check(
-        load("operations"),
-        lambda vector: filled(vector["rules"]),
-        {"steps": steps, "after": lambda layout_map, vector: list(layout_map)},
-        SURFACE_DIFFERENCES,
-    )
+    """As in Keras, or as in a dict where Keras's map behaves otherwise.
+
+    There `in` is always True, `get` and `pop` have no default, `setdefault` never sets,
+    and `popitem` takes the first rule.
+    """
+    members = {
+        "steps": lambda _, vector: steps(filled(vector["rules"]), vector),
+        "after": lambda _, vector: (
+            lambda layout_map: steps(layout_map, vector) and list(layout_map)
+        )(filled(vector["rules"])),
+    }
+    met = set()
+    for vector, member, answer in differing(load("operations"), members):
+        plain = {key: axes for key, axes in vector["rules"]}
+        ((call, result),) = json.loads(json.dumps(steps(plain, vector)))
+        wanted = {"steps": [[call, result]], "after": list(plain)}
+        assert answer == wanted[member], vector
+        met.add(call[0])
+    assert met == {"in", "get", "pop", "setdefault", "popitem"}
 
 
 def values_to_insert(mesh: flm.DeviceMesh) -> dict[str, Any]:
@@ -308,68 +237,36 @@ def values_to_insert(mesh: flm.DeviceMesh) -> dict[str, Any]:
     }
 
 
-def insertion(mesh: flm.DeviceMesh) -> Callable[[Any, Vector], Any]:
-    def answer(_: Any, vector: Vector) -> Any:
-        value = values_to_insert(mesh)[vector["kind"]]
-        value = value() if callable(value) else value
-        layout_map = flm.LayoutMap(mesh if vector["on"] == "mesh" else None)
-        before = getattr(value, "device_mesh", None)
-        axes = None
-        try:
-            layout_map["a"] = value
-            axes = repr(tuple(axes_of(layout_map.values()[0])))
-        except flm.errors.RuleError as error:
-            assert not len(layout_map), error
-        layout = layout_map.get("a")
-        has_mesh = layout is not None and layout.device_mesh is not None
-        changed = getattr(value, "device_mesh", None) is not before
-        return [axes, len(layout_map), has_mesh, changed]
-
-    return answer
+def insertion(mesh: flm.DeviceMesh, vector: Vector) -> Any:
+    value = values_to_insert(mesh)[vector["kind"]]
+    value = value() if callable(value) else value
+    layout_map = flm.LayoutMap(mesh if vector["on"] == "mesh" else None)
+    before = getattr(value, "device_mesh", None)
+    axes = None
+    try:
+        layout_map["a"] = value
+        axes = repr(tuple(axes_of(layout_map.values()[0])))
+    except flm.errors.RuleError as error:
+        assert not len(layout_map), error
+    layout = layout_map.get("a")
+    has_mesh = layout is not None and layout.device_mesh is not None
+    changed = getattr(value, "device_mesh", None) is not before
+    return [axes, len(layout_map), has_mesh, changed]
 
 
-def on(name: str, *kinds: str) -> Callable[[Vector], bool]:
-    return lambda vector: vector["on"] == name and vector["kind"] in kinds
-
-
-TWO = ("(None, 'model')", 1)
-INSERTION_DIFFERENCES = {
-    "outcome:list": Difference(
-        "a list is as good as a tuple, as Keras's page says",
-        lambda vector: vector["kind"] in ("list", "spec"),
-        lambda vector: [*TWO, vector["on"] == "mesh", False],
-    ),
-    "outcome:sharding": Difference(
-        "a NamedSharding is a layout, with its mesh",
-        lambda vector: vector["kind"] == "sharding",
-        lambda _: [*TWO, True, False],
-    ),
-    "outcome:none": Difference(
-        "None says replicated",
-        lambda vector: vector["kind"] == "none",
-        lambda vector: ["()", 1, vector["on"] == "mesh", False],
-    ),
-    "outcome:the caller's layout": Difference(
-        "the mesh is not written into the caller's object",
-        on("mesh", "layout"),
-        lambda _: [*TWO, True, False],
-    ),
-    "outcome:the caller's wrong layout": Difference(
-        "the mesh is not written into the caller's object",
-        on("mesh", "layout of an unknown axis"),
-        lambda _: [None, 0, False, False],
-    ),
-    "outcome:two axes": Difference(
-        "a dim may lie on two axes",
-        on("mesh", "two axes on a dim"),
-        lambda _: ["(('data', 'model'), None)", 1, True, False],
-    ),
-    "outcome:twice": Difference(
-        "an axis may shard one dim only; Keras notices when an array is made",
-        lambda vector: vector["kind"] == "an axis twice",
-        lambda _: [None, 0, False, False],
-    ),
-}
+def our_insertions(on_mesh: bool) -> dict[str, list[Any]]:
+    """Kind of a value → axes, count, whether it has a mesh and whether it changed."""
+    good, bad = ["(None, 'model')", 1, on_mesh, False], [None, 0, False, False]
+    return {
+        "list": good,  # as good as a tuple, as Keras's page says
+        "spec": good,
+        "sharding": ["(None, 'model')", 1, True, False],  # a layout with its mesh
+        "none": ["()", 1, on_mesh, False],  # replicated
+        "layout": good,  # the mesh is not written into the caller's object
+        "layout of an unknown axis": bad,
+        "two axes on a dim": ["(('data', 'model'), None)", 1, on_mesh, False],
+        "an axis twice": bad,  # Keras notices when an array is made
+    }
 
 
 def test_insertions(mesh: flm.DeviceMesh) -> None:
@@ -378,24 +275,26 @@ def test_insertions(mesh: flm.DeviceMesh) -> None:
         {**v, "outcome": [v["axes"], v["after"], v["has_mesh"], v["changed"]]}
         for v in load("insertions")
     ]
-    check(vectors, itself, {"outcome": insertion(mesh)}, INSERTION_DIFFERENCES)
+    members = {"outcome": lambda _, vector: insertion(mesh, vector)}
+    met = set()
+    for vector, _, answer in differing(vectors, members):
+        assert answer == our_insertions(vector["on"] == "mesh")[vector["kind"]], vector
+        met.add(vector["kind"])
+    assert met == {*our_insertions(True)}
 
 
 def test_bad_patterns_are_refused_at_once() -> None:
     """Keras stores them, and then raises `re.error` at every lookup."""
     vectors = load("bad_keys")
-    poisoned = [v["key"] for v in vectors if v["lookup"] is None]
-    assert len(poisoned) == 8 and all(v["stored"] == "done" for v in vectors)
+    assert {v["stored"] for v in vectors} == {"done"}
+    layout_map = flm.LayoutMap("data=2,model=4")
     for vector in vectors:
-        layout_map = flm.LayoutMap("data=2,model=4")
-        if vector["key"] in poisoned:
-            with pytest.raises(
-                flm.errors.RuleError, match="is not a regular expression"
-            ):
-                layout_map[vector["key"]] = ("model",)
-        else:
+        if vector["lookup"] is not None:
             layout_map[vector["key"]] = ("model",)
-        assert layout_map["other"] is None
+            continue
+        with pytest.raises(flm.errors.RuleError, match="not a regular expression"):
+            layout_map[vector["key"]] = ("model",)
+    assert layout_map["other"] is None and len(layout_map) == len(vectors) - 8
 
 
 # ------------------------------------------------------- DeviceMesh and TensorLayout
@@ -425,69 +324,43 @@ def is_auto(mesh: flm.DeviceMesh) -> bool:
     return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def mesh_given(shape: Any, names: Any, devices: Any = None) -> Any:
-    return lambda vector: vector["arguments"] == [shape, names, devices]
-
-
-def in_every(names: str, where: Any, ours: dict[str, Any], reason: str) -> Any:
-    """One difference in several members."""
-    key = names.split(":")[0]
-    return {
-        f"{member}:{key}": Difference(reason, where, lambda _, value=value: value)
-        for member, value in ours.items()
-    }
-
-
-MADE = {"made": True, "auto": True}
 GRID = [[0, 1, 2, 3], [4, 5, 6, 7]]
+MADE = {"made": True, "auto": True}
+EIGHT = {**MADE, "shape": [8], "axis_names": ["a"], "ids": [*range(8)]}
 GONE = {"made": False, "shape": None, "axis_names": None}
-MESH_DIFFERENCES: dict[str, Difference] = {
-    **in_every(
-        "-1",
-        mesh_given([-1], ["a"]),
-        {**MADE, "shape": [8], "axis_names": ["a"], "ids": [*range(8)]},
-        "one size may be computed",
-    ),
-    **in_every(
-        "2, -1",
-        mesh_given([2, -1], ["a", "b"]),
+NOTHING = {**GONE, "ids": None, "auto": None}
+# Arguments, what we answer to some members, and why.
+OUR_MESHES: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([[-1], ["a"], None], EIGHT, "one size may be computed"),
+    (
+        [[2, -1], ["a", "b"], None],
         {**MADE, "shape": [2, 4], "axis_names": ["a", "b"], "ids": GRID},
         "one size may be computed",
     ),
-    **in_every(
-        "number",
-        mesh_given(8, ["a"]),
-        {**MADE, "shape": [8], "axis_names": ["a"], "ids": [*range(8)]},
-        "one size needs no brackets; Keras raises TypeError",
-    ),
-    **in_every(
-        "letters",
-        mesh_given([2, 4], "ab"),
-        GONE,
-        "a text is no list of names; Keras takes its letters, and fails later",
-    ),
-    **in_every(
-        "DTensor's spelling",
-        mesh_given([2], ["a"], ["CPU:1", "cpu:0"]),
+    ([8, ["a"], None], EIGHT, "one size needs no brackets; Keras raises TypeError"),
+    ([[2, 4], "ab", None], GONE, "a text is not a list of names; Keras fails later"),
+    ([[8], "a", None], NOTHING, "a text is not a list of names"),
+    (
+        [[2], ["a"], ["CPU:1", "cpu:0"]],
         {"ids": [1, 0], "auto": True},
         "DTensor writes the platform in capitals; Keras fails later",
     ),
+    ([[2, 4], ["a", "a"], None], NOTHING, "axis names differ"),
+    ([[2], ["a"], ["cpu:0", "cpu:0"]], NOTHING, "a device is in a mesh once"),
+    *(
+        ([[2], ["a"], names], GONE, "devices that are not there; Keras fails later")
+        for names in (["cpu:99", "cpu:1"], ["gpu:0", "gpu:1"], ["nonsense", "cpu:0"])
+    ),
+]
+MESH_DIFFERENCES = {
+    f"{member}:{arguments}": Difference(
+        reason,
+        lambda vector, arguments=arguments: vector["arguments"] == arguments,
+        lambda _, answer=answer: answer,
+    )
+    for arguments, answers, reason in OUR_MESHES
+    for member, answer in answers.items()
 }
-for _arguments, _reason in (
-    (([8], "a"), "a text is no list of names"),
-    (([2, 4], ["a", "a"]), "axis names differ"),
-    (([2], ["a"], ["cpu:0", "cpu:0"]), "a device is in a mesh once"),
-):
-    MESH_DIFFERENCES |= in_every(
-        _reason, mesh_given(*_arguments), {**GONE, "ids": None, "auto": None}, _reason
-    )
-for _names in (["cpu:99", "cpu:1"], ["gpu:0", "gpu:1"], ["nonsense", "cpu:0"]):
-    MESH_DIFFERENCES |= in_every(
-        str(_names),
-        mesh_given([2], ["a"], _names),
-        GONE,
-        "devices that are not there are told at once; Keras fails later",
-    )
 
 
 def test_meshes() -> None:
@@ -531,71 +404,17 @@ def test_a_backend_layout_is_spelled_short(mesh: flm.DeviceMesh) -> None:
     assert short != long and short.is_equivalent_to(long, 2)
 
 
-def some_axis_twice(vector: Vector) -> bool:
-    axes = given_axes(vector)
-    if not isinstance(axes, tuple):
-        return False
-    flat = [
-        name for axis in axes for name in (axis if type(axis) is tuple else (axis,))
-    ]
-    named = [name for name in flat if name is not None]
-    return len(set(named)) != len(named)
-
-
-def a_pair_of_axes(vector: Vector) -> bool:
-    axes = given_axes(vector)
-    pairs = isinstance(axes, tuple) and any(type(axis) is tuple for axis in axes)
-    return pairs and not some_axis_twice(vector) and "x" not in axes
-
-
-def single_axis_in_brackets(vector: Vector) -> Any:
-    """`("data",)` for one dim is `"data"`."""
-    return [
-        axis[0] if isinstance(axis, list) and len(axis) == 1 else axis
-        for axis in vector["axes"]
-    ]
-
-
-def a_text(vector: Vector) -> bool:
-    return isinstance(vector["axes"], str)
-
-
-REASONS = {
-    "twice": "an axis may shard one dim only; Keras notices when an array is made",
-    "text": "a text is one name, not letters; the message says ('model',)",
-    "none": "None says replicated",
-    "pairs": "a dim may lie on several axes",
-}
-LAYOUT_DIFFERENCES: dict[str, Difference] = {
-    "without_mesh:twice": Difference(REASONS["twice"], some_axis_twice, refused),
-    "without_mesh:text": Difference(REASONS["text"], a_text, refused),
-    "without_mesh:none": Difference(
-        REASONS["none"], lambda vector: vector["axes"] is None, lambda _: []
-    ),
-    "without_mesh:brackets": Difference(
-        "one axis in brackets is that axis",
-        lambda vector: vector["axes"] == [["data"]],
-        single_axis_in_brackets,
-    ),
-}
-for _member in ("with_mesh", "late_mesh", "spec"):
-    LAYOUT_DIFFERENCES |= {
-        f"{_member}:none": Difference(
-            REASONS["none"], lambda vector: vector["axes"] is None, lambda _: []
-        ),
-        f"{_member}:pairs": Difference(
-            REASONS["pairs"], a_pair_of_axes, single_axis_in_brackets
-        ),
-        f"{_member}:empty text": Difference(
-            REASONS["text"], lambda vector: vector["axes"] == "", refused
-        ),
-    }
-    if _member != "spec":
-        LAYOUT_DIFFERENCES[f"{_member}:twice"] = Difference(
-            REASONS["twice"],
-            lambda vector: some_axis_twice(vector) and vector["with_mesh"] is not None,
-            refused,
-        )
+def our_axes(vector: Vector) -> Any:
+    """What is deliberately another layout here than in Keras, and None for an error."""
+    axes = vector["axes"]
+    if axes is None:
+        return []  # replicated
+    if isinstance(axes, str):
+        return None  # one name, not letters; the message says ("model",)
+    names = [name for axis in axes for name in (axis if type(axis) is list else [axis])]
+    if any(names.count(name) > 1 for name in names if name is not None):
+        return None  # an axis may shard one dim only; Keras notices it later
+    return [axis[0] if type(axis) is list and len(axis) == 1 else axis for axis in axes]
 
 
 def test_layouts(mesh: flm.DeviceMesh) -> None:
@@ -606,7 +425,11 @@ def test_layouts(mesh: flm.DeviceMesh) -> None:
         "spec": lambda _, v: spec_of(v, mesh),
         "backend_without_mesh": lambda _, v: layout_in(v).backend_layout,
     }
-    check(load("layouts"), itself, members, LAYOUT_DIFFERENCES)
+    count = 0
+    for vector, member, answer in differing(load("layouts"), members):
+        assert answer == our_axes(vector), (vector, member)
+        count += 1
+    assert count == 79
 
 
 # ---------------------------------------------------------------- distribute_tensor
@@ -954,18 +777,14 @@ def test_data_parallel(mesh: flm.DeviceMesh) -> None:
 
     On a mesh of two axes Keras means to warn, and raises TypeError.
     """
-    for grid in (mesh, flm.DeviceMesh(f"batch={flm.keras.get_device_count()}")):
+    for grid in (mesh, flm.DeviceMesh("batch=8")):
         layout_map = flm.LayoutMap(grid, strict=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            flm.create(lambda: Two(nnx.Rngs(0)), layout_map)
-            model = layout_map.place(Two(nnx.Rngs(0)))
-            flm.jit(lambda m: m.d1.kernel.sum(), layout_map=layout_map)(model)
+            model = flm.create(lambda: Two(nnx.Rngs(0)), layout_map)
+        assert indices(model.d1.kernel[...]) == [[[0, 8], [0, 16]]] * 8
         rows = flm.distribute_batch(np.arange(16.0).reshape(8, 2), layout_map)
-        assert all(part == [[0, 8], [0, 16]] for part in indices(model.d1.kernel[...]))
-        ways = grid.shape[0]
-        assert len({str(part) for part in indices(rows)}) == ways
-        assert indices(rows)[0] == [[0, 8 // ways], [0, 2]]
+        assert len({str(part) for part in indices(rows)}) == grid.shape[0]
 
 
 def test_the_summary_of_tf_keras() -> None:
