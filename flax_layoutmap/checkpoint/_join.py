@@ -230,9 +230,9 @@ class Source(Protocol):
     """A checkpoint whose metadata has been read.
 
     `own` is its tree, and `origins` those of its optimizer state. `offer` returns the
-    leaves that it has for a target, by the paths of the target, or why one cannot be
-    made; why it lacks others; and problems. `read` returns path → value. `lines` differ
-    if another process finds another checkpoint.
+    leaves that it has for a target, by the paths of the target, or why it cannot make
+    one (a LookupError if it lacks it); and problems. `read` returns path → value.
+    `lines` differ if another process finds another checkpoint.
     """
 
     where: str
@@ -242,7 +242,7 @@ class Source(Protocol):
     def rule_set(self, mesh: Any) -> RuleSet | None: ...
     def offer(
         self, target: Target, options: Options
-    ) -> tuple[Mapping[str, Leaf | str], Mapping[str, str], Sequence[str]]: ...
+    ) -> tuple[Mapping[str, Leaf | Exception], Sequence[str]]: ...
     def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]: ...
     def lines(self) -> Sequence[str]: ...
 
@@ -311,6 +311,9 @@ def _check_processes(mesh: DeviceMesh | None) -> None:
 # ---------------------------------------------------------------------------- plan
 
 
+_LACKING = LookupError("is in the target, not in the checkpoint")
+
+
 def _join(
     source: Source, target: Target, options: Options, rules: RuleSet | None
 ) -> Plan:
@@ -319,7 +322,7 @@ def _join(
     Without rules, the target's own shardings are used. Rules need to fit only the
     leaves that are restored.
     """
-    leaves, absent, unfit = source.offer(target, options)
+    leaves, unfit = source.offer(target, options)
     selection = options.selection
     every = {**leaves, **target.leaves}
     resolution, shardings, problems = None, {}, list[str]()
@@ -338,8 +341,7 @@ def _join(
     problems += [*selection.useless(every), *unfit]
     reads, made = dict[str, Read](), dict[str, Any]()
     for path, value in target.leaves.items():
-        stored = leaves.get(path)
-        lacking = absent.get(path, "is in the target, not in the checkpoint")
+        stored = leaves.get(path, _LACKING)
         try:
             if path not in selection:
                 if not target.is_own:
@@ -348,15 +350,13 @@ def _join(
                 sharding = ... if rules is None else shardings.get(path)
                 dtype = options.dtype_of(path)
                 reads[path] = _read(path, stored, value, dtype, sharding)
-            elif stored is not None:
-                raise CheckpointError(stored)
+            elif options.missing == "error" or not isinstance(stored, LookupError):
+                raise CheckpointError(str(stored))
             elif options.missing == "keep":
-                _check_kept(value, lacking)
-            elif options.missing == "error":
-                raise CheckpointError(lacking)
+                _check_kept(value, stored)
             elif target.traced is None or rules is None:
                 raise CheckpointError(
-                    f'{lacking}; missing="init" needs a function as target, which '
+                    f'{stored}; missing="init" needs a function as target, which '
                     "makes it (lambda: Model(rngs=nnx.Rngs(0))), and rules, which say "
                     "where it goes"
                 )
@@ -399,7 +399,7 @@ def _own_sharding(leaf: Leaf, value: Any) -> Any:
     return sharding
 
 
-def _check_kept(value: Any, why: str) -> None:
+def _check_kept(value: Any, why: object) -> None:
     if isinstance(value, jax.ShapeDtypeStruct):
         raise CheckpointError(
             f"{why}, and the target is abstract, so there is no value to keep; give a "
@@ -422,14 +422,14 @@ def _made(
 def _with_new_objects(tree: Any) -> Any:
     """Return the tree with each abstract NNX object replaced by a new object."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
-    abstract = [
-        at
+    abstract = {
+        at: node
         for at, node in enumerate(nodes)
         if is_nnx_object(node)
         and jax.ShapeDtypeStruct in map(type, jax.tree.leaves(nnx_state(node)))
-    ]
+    }
     # Together, so that what they share stays shared.
-    copies = nnx.clone([nodes[at] for at in abstract], graph=True)
+    copies = nnx.clone([*abstract.values()], graph=True)
     for at, copy in zip(abstract, copies, strict=True):
         nodes[at] = copy
     return jax.tree.unflatten(treedef, nodes)

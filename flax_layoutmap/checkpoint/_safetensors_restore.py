@@ -134,25 +134,18 @@ class _Tensors:
 
     def offer(
         self, target: Target, options: Options
-    ) -> tuple[dict[str, Leaf | str], dict[str, str], list[str]]:
-        leaves: dict[str, Leaf | str] = {}
-        absent: dict[str, str] = {}
-        flat = target.flat
+    ) -> tuple[dict[str, Leaf | Exception], list[str]]:
+        leaves, flat = dict[str, Leaf | Exception](), target.flat
         for leaf, value in zip(flat.records, flat.leaves, strict=True):
             path, shape = leaf.full_path, np.shape(value)
             try:
-                maker = self._maker_of(leaf, shape)
-            except LookupError as error:
-                absent[path] = str(error)
-            except CheckpointError:  # the mapping is wrong
-                raise
-            except ValueError as error:
-                leaves[path] = f"the mapping's steps do not make this shape: {error}"
+                self._makers[path] = maker = self._maker_of(leaf, shape)
+            except (LookupError, ValueError) as error:
+                leaves[path] = error
             else:
-                self._makers[path] = maker
                 leaves[path] = maker.problem(shape) or maker.leaf(path, value)
         is_error = options.unexpected == "error" and not target.is_own
-        return leaves, absent, self._unused() if is_error else []
+        return leaves, self._unused() if is_error else []
 
     def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
         """The maker by the first name of a leaf that has its tensors; see `_maker`."""
@@ -214,10 +207,10 @@ class _Maker:
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
         return Leaf(path, "array", np.shape(value), dtype)
 
-    def problem(self, shape: Shape) -> str | None:
+    def problem(self, shape: Shape) -> CheckpointError | None:
         for name, size in self.recipe.shapes(self.name, shape).items():
             if self.tensors[name].shape != size:
-                return (
+                return CheckpointError(
                     f"needs {self.tensors[name]} to have the shape {show_shape(size)}; "
                     f"{self._other_linear(shape)}build the target with the sizes of "
                     "the checkpoint, or change the steps of the mapping"

@@ -88,7 +88,7 @@ class Stored:
 
     def offer(
         self, target: Target, options: Options
-    ) -> tuple[dict[str, Leaf], dict[str, str], list[str]]:
+    ) -> tuple[dict[str, Leaf], list[str]]:
         wanted, problems = target.leaves, list[str]()
         leaves = {
             # A dict in the target may have `value` as an ordinary key.
@@ -106,7 +106,7 @@ class Stored:
                 for path, leaf in leaves.items()
                 if path not in wanted and path in options.selection
             ]
-        return leaves, {}, problems
+        return leaves, problems
 
     def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]:
         stored = [x for x in reads.values() if not x.stored.is_empty]

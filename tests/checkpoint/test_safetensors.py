@@ -193,8 +193,7 @@ def test_one_error_lists_all_problems_and_the_target_is_as_before(
         "odd (3,): rule 3 'odd' → ('model',): dim 0 of size 3 does not divide",
         "mlp/up/kernel (8,17): needs tensor 'mlp.up.weight' (16,8) to have the shape "
         "(17,8)",
-        "mlp/down/kernel (3,): the mapping's steps do not make this shape: it is not a "
-        "kernel",
+        "mlp/down/kernel (3,): it is not a kernel",
         "norm/scale (8,): another dtype: the checkpoint has float32, the target int32",
         "odd (3,): there is no tensor 'nor'",
     ):
@@ -233,7 +232,7 @@ def test_steps_that_do_not_make_the_leaf(
     name: str, step: Any, text: str, folder: Path
 ) -> None:
     target, mapping = {"scale": np.zeros(8)}, [("scale", name, step)]
-    with refused("scale (8,): the mapping's steps do not make this shape: ", text):
+    with refused("scale (8,): ", text):
         restore(folder, target, mapping=mapping, unexpected="ignore")
 
 
