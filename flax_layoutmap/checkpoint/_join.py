@@ -6,7 +6,7 @@ A checkpoint of Orbax and tensors with a mapping are two sources of this one pip
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -37,7 +37,6 @@ from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     Selection,
     check_bytes,
-    fits_jax,
     floating_dtype,
     leaf_of,
     mesh_of,
@@ -65,6 +64,7 @@ class Options:
     _: dataclasses.KW_ONLY
     layout_map: Any = None
     mesh: Any = None
+    step: int | str | None = None
     include: Any = None
     exclude: Any = None
     rename: Any = None
@@ -76,8 +76,11 @@ class Options:
     verify: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("missing", self.missing, ("error", "keep", "init"))
-        _check_choice("unexpected", self.unexpected, ("error", "ignore"))
+        for option, kind in (("missing", Missing), ("unexpected", Unexpected)):
+            given, choices = getattr(self, option), get_args(kind)
+            if given not in choices:
+                text = " or ".join(map(repr, choices))
+                raise CheckpointError(f"{option}={given!r}: use {text}")
         check_bytes("host_memory", 1 if self.host_memory is None else self.host_memory)
         self.path, self.mesh = absolute(self.path), as_mesh(self.mesh)
         self.rules = rules_of(self.layout_map)
@@ -94,7 +97,8 @@ class Options:
         if dtype is not None and not isinstance(dtype, Mapping | list | tuple):
             dtype = [("", dtype)]
         self.dtypes = [
-            (p, _dtype(wanted)) for p, wanted in pattern_pairs("dtype", dtype)
+            (pattern, x if x is None or x == "target" else floating_dtype(x))
+            for pattern, x in pattern_pairs("dtype", dtype)
         ]
 
     @functools.cached_property
@@ -105,22 +109,6 @@ class Options:
         """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
         wanted = (dtype for pattern, dtype in self.dtypes if pattern.search(path))
         return next(wanted, None)
-
-
-def _check_choice(option: str, given: Any, choices: Sequence[str]) -> None:
-    if given not in choices:
-        raise CheckpointError(
-            f"{option}={given!r}: use {' or '.join(map(repr, choices))}"
-        )
-
-
-def _dtype(dtype: Any) -> Any:
-    if dtype is None or (isinstance(dtype, str) and dtype == "target"):
-        return dtype
-    wanted = floating_dtype(dtype)
-    if not fits_jax(wanted):
-        raise CheckpointError(f"dtype={wanted} needs jax_enable_x64")
-    return wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +237,7 @@ class Source(Protocol):
 
 def restored(
     function: str,
-    open_source: Callable[[], Any],
+    open_source: Callable[[Options], Any],
     options: Options,
     progress: bool | None,
 ) -> Any:
@@ -265,13 +253,13 @@ def restored(
 
 def planned(
     doing: str,
-    open_source: Callable[[], Any],
+    open_source: Callable[[Options], Any],
     options: Options,
     needs_devices: str | None = None,
 ) -> tuple[Any, Target, Plan]:
     """Path → metadata → plan: all of a restore that reads no array."""
     with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
-        source: Source = open_source()
+        source: Source = open_source(options)
         rules, given = options.rules, options.target
         if rules is None and options.mesh is not None:
             rules = source.rule_set(options.mesh)
@@ -378,25 +366,21 @@ def _read(path: str, stored: Leaf, value: Any, dtype: Any, sharding: Any) -> Rea
         kind = type(value).__qualname__
         raise CheckpointError(f"the {kind} in the target is not an array")
     if sharding is ...:
-        sharding = _own_sharding(leaf, value)
+        is_on_host = leaf.is_python or leaf.is_numpy
+        sharding = None if is_on_host else value.sharding
+        mesh = getattr(sharding, "mesh", None)
+        if not is_on_host and (sharding is None or isinstance(mesh, AbstractMesh)):
+            raise CheckpointError(
+                "the target has no sharding on devices for it; pass layout_map="
+            )
+        if sharding is not None:
+            sharding.shard_shape(leaf.shape)  # raises ValueError
     result = result_of(stored, leaf, dtype)
     if sharding is None and leaf.is_numpy:
         result = dataclasses.replace(result, is_numpy=True)
     if result.is_python or result.is_numpy:
         sharding = None
     return Read(stored, result, sharding)
-
-
-def _own_sharding(leaf: Leaf, value: Any) -> Any:
-    if leaf.is_python or leaf.is_numpy:
-        return None
-    sharding = value.sharding
-    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-        raise CheckpointError(
-            "the target has no sharding on devices for it; pass layout_map="
-        )
-    sharding.shard_shape(leaf.shape)  # raises ValueError
-    return sharding
 
 
 def _check_kept(value: Any, why: object) -> None:

@@ -184,18 +184,15 @@ def _version(name: str) -> str | None:
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
     """What Orbax does not keep of a leaf; empty for an ordinary array."""
-    entry: dict[str, Any] = {}
-    if leaf.kind != "array":
-        entry["kind"] = leaf.kind
-    if leaf.kind == "key":
-        entry["implementation"] = key_data(leaf.dtype)[0]
-    if leaf.is_numpy:
-        entry["numpy"] = True
-    if leaf.is_empty:
-        entry["shape"] = list(leaf.shape)
-        if leaf.kind == "array":
-            entry["dtype"] = leaf.dtype.name
-    return entry
+    is_key, is_array = leaf.kind == "key", leaf.kind == "array"
+    entry = {
+        "kind": None if is_array else leaf.kind,
+        "implementation": key_data(leaf.dtype)[0] if is_key else None,
+        "numpy": leaf.is_numpy,
+        "shape": list(leaf.shape) if leaf.is_empty else None,
+        "dtype": leaf.dtype.name if leaf.is_empty and is_array else None,
+    }
+    return {key: value for key, value in entry.items() if value}
 
 
 def _stored_json(leaf: Leaf) -> list[Any] | None:

@@ -1,9 +1,8 @@
 """flm.checkpoint.restore, plan, inspect, resolve and verify."""
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,9 +27,9 @@ from flax_layoutmap.checkpoint._join import (
 )
 from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
 from flax_layoutmap.checkpoint._metadata import CheckpointInfo, LeafInfo
-from flax_layoutmap.checkpoint._places import absolute, is_safetensors, is_url
+from flax_layoutmap.checkpoint._places import is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors import read_headers
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+from flax_layoutmap.checkpoint._stored import open_checkpoint
 
 # Bytes of arrays that `verify` reads at a time; a larger one is read alone.
 _PORTION_BYTES = 1 << 29
@@ -103,6 +102,7 @@ def restore(
         target,
         layout_map=layout_map,
         mesh=mesh,
+        step=step,
         include=include,
         exclude=exclude,
         rename=rename,
@@ -113,26 +113,16 @@ def restore(
         broadcast=broadcast,
         verify=verify,
     )
-    return restored("restore", _opener(options, step), options, progress)
-
-
-def _opener(options: Options, step: int | str | None) -> Callable[[], Stored]:
-    return functools.partial(
-        open_checkpoint, options.path, step, options.rename, verify=options.verify
-    )
+    return restored("restore", open_checkpoint, options, progress)
 
 
 def plan(
-    path: str | os.PathLike[str],
-    target: Any = None,
-    *,
-    step: int | str | None = None,
-    **options: Any,
+    path: str | os.PathLike[str], target: Any = None, **options: Any
 ) -> CheckpointInfo:
     """Plan what `restore` with the same arguments reads; raise the same errors.
 
-    No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
-    `options` are those of `restore`, without `verify` and `progress`.
+    No array is read, and the mesh may be abstract. `options` are those of `restore`,
+    without `verify` and `progress`.
 
     Returns:
         The leaves to read, as they will be in the result; print it.
@@ -148,8 +138,7 @@ def plan(
         ('1 w', 128)
     """
     checked = Options(path, target, **options)
-    opener = _opener(checked, step)
-    stored, _, joined = planned("planning to restore", opener, checked)
+    stored, _, joined = planned("planning to restore", open_checkpoint, checked)
     rules, resolution = dict[str, str](), joined.resolution
     if resolution is not None:
         rows = zip(resolution.paths, resolution._rows, strict=True)
@@ -185,14 +174,15 @@ def inspect(
 
     Plain JAX: `orbax.checkpoint.v1.metadata(path)`.
     """
-    where = absolute(path)
+    options = Options(path, step=step)
+    where = options.path
     if not is_url(where) and is_safetensors(where):
         leaves = tuple(
             _info(t.name, Leaf(t.name, "array", t.shape, t.dtype), role="parameter")
             for t in read_headers(where).values()
         )
         return CheckpointInfo(path=where, kind="safetensors", leaves=leaves)
-    stored = open_checkpoint(where, step, newest=True)
+    stored = open_checkpoint(options, newest=True)
     rules = None if stored.info.mesh is None else stored.rule_set(None)
     resolution = stored.own.resolve(rules or RuleSet(strict=False), stored.origins)
     specs = resolution.specs if rules else [None] * len(resolution.paths)
@@ -241,8 +231,8 @@ def resolve(
         >>> flm.checkpoint.resolve(path, mesh=mesh)["w"].shard_shape
         (4, 8)
     """
-    options = Options(path, layout_map=layout_map, mesh=mesh, rename=rename)
-    stored = open_checkpoint(options.path, step, options.rename, newest=True)
+    options = Options(path, layout_map=layout_map, mesh=mesh, step=step, rename=rename)
+    stored = open_checkpoint(options, newest=True)
     rules = options.rules or stored.rule_set(options.mesh)
     if rules is not None and rules.mesh is None and stored.info.mesh is not None:
         rules = rules.on(stored.info.mesh)
@@ -278,10 +268,10 @@ def verify(
         >>> flm.checkpoint.verify(path)
         2
     """
-    where = absolute(path)
+    options = Options(path, step=step)
     every = DeviceMesh((jax.device_count(),), ("all",))
-    with Agreement(f"verifying {where}", every):
-        stored = open_checkpoint(where, step, newest=True)
+    with Agreement(f"verifying {options.path}", every):
+        stored = open_checkpoint(options, newest=True)
         if stored.record.checksums is None:
             raise CheckpointError(stored.no_checksums())
         leaves = [leaf for leaf in stored.record.leaves.values() if not leaf.is_empty]

@@ -73,12 +73,12 @@ def restore_safetensors(
         include: as in `restore`.
         exclude: as in `restore`.
         dtype: as in `restore`.
-        progress: as in `restore`.
         missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
+        progress: as in `restore`.
 
     Returns:
-        The target's own type, as `restore` does; or a dict by names.
+        A tree of the target's type; or a dict by names.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -109,16 +109,16 @@ def restore_safetensors(
         missing=missing,
         unexpected=unexpected,
     )
-    open_source = functools.partial(_Tensors, options.path, NameMapping(mapping))
+    open_source = functools.partial(_Tensors, NameMapping(mapping))
     return restored("restore_safetensors", open_source, options, progress)
 
 
 class _Tensors:
     """Tensors and a mapping as a source of a restore."""
 
-    def __init__(self, path: str, names: NameMapping) -> None:
-        self.where, self.origins, self._names = path, {}, names
-        self._tensors = read_headers(path)
+    def __init__(self, names: NameMapping, options: Options) -> None:
+        self.where, self.origins, self._names = options.path, {}, names
+        self._tensors = read_headers(self.where)
         self._makers: dict[str, _Maker] = {}
         own = {
             name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)

@@ -167,21 +167,14 @@ class Stored:
         )
 
 
-def open_checkpoint(
-    path: str,
-    step: int | str | None,
-    rename: Sequence[Any] = (),
-    *,
-    newest: bool = False,
-    verify: bool | None = None,
-) -> Stored:
+def open_checkpoint(options: Options, *, newest: bool = False) -> Stored:
     """Read the metadata of a checkpoint; compare them with their digest.
 
-    `newest`: of a directory of steps, without `step`, take the latest one.
+    `newest`: of a directory of steps, without `step=`, take the latest one.
     """
-    place = find(path, step, newest=newest)
+    place = find(options.path, options.step, newest=newest)
     read = _orbax.read_metadata(place.path, place.item, recorded_tree)
-    if verify is not False:
+    if options.verify is not False:
         check_intact(read.custom, place.path)
     is_ours = KEY in read.custom
     held = _orbax.leaves_of(read.tree, escaped=is_ours)
@@ -189,8 +182,8 @@ def open_checkpoint(
         record = read_record(read.custom[KEY], held, place.path)
     else:
         record = Record(_named(held, place.path))
-    if rename:
-        leaves = _renamed(record.leaves, rename)
+    if options.rename:
+        leaves = _renamed(record.leaves, options.rename)
         record = dataclasses.replace(record, leaves=leaves, flat=None, origins={})
     kind = KEY if is_ours else "orbax-v1" if read.is_v1 else "orbax-v0"
     info = CheckpointInfo(

@@ -212,7 +212,7 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
         ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
         ({"dtype": "flaot32"}, "dtype='flaot32' is not a dtype"),
-        ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
+        ({"dtype": "float64"}, "JAX would cut float64 to float32; set jax_enable_x64"),
     ],
 )
 def test_options_that_cannot_be(options: Any, text: str, saved: Path) -> None:
