@@ -8,14 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shards import leaves_of as by_path
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.flatten import flatten
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
 
 
 def bits(value: Any) -> Any:

@@ -42,25 +42,6 @@ def rules() -> flm.LayoutMap:
     return flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
 
 
-def test_a_file_that_was_not_downloaded_whole(tmp_path: Path) -> None:
-    into = target()
-    before = dict(into)
-    file = tmp_path / "model.safetensors"
-    for cut, text in (
-        (1, "79 bytes of data; was the file cut off?"),
-        (90, "cut off ("),
-    ):
-        file.write_bytes(written(GOOD, DATA)[:-cut])
-        with refused(str(file), text):
-            restore(tmp_path, into, layout_map=rules())
-        assert all(into[key] is before[key] for key in before)
-    file.write_bytes(written(GOOD, DATA))
-    found = restore(file, into, layout_map=rules())
-    np.testing.assert_array_equal(found["a"], A)
-    np.testing.assert_array_equal(found["b"], B)
-    assert isinstance(found["b"], np.ndarray)  # without x64, JAX has no int64
-
-
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_file_that_changes_after_its_header_was_read(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +111,8 @@ BAD_FOLDERS: dict[str, tuple[dict[str, str], dict[str, bytes | None], str]] = {
     "elsewhere": ({"b": "../x.safetensors"}, {}, "'../x.safetensors', which is not"),
     "no names": ({}, {INDEX: b"{}"}, "no 'weight_map'"),
     "cut": ({}, {INDEX: b"{"}, "index is not valid"),
+    "cut data": ({}, {FIRST: ONLY_A[:-1]}, "bytes of data; was the file cut off?"),
+    "cut header": ({}, {FIRST: ONLY_A[:20]}, "it is cut off (was the download"),
     "twice": ({}, {INDEX: None, "x.safetensors": ONLY_A}, "has a tensor 'a' as well"),
     "all in one": ({}, {INDEX: None, FIRST: b"", SECOND: b""}, "2 problems"),
 }
@@ -207,27 +190,26 @@ def test_any_damage_is_an_error_or_harmless(
         assert np.asarray(value).tobytes() == data[begin + first : begin + last]
 
 
-NAMES = st.text(st.sampled_from("a.b/%é\ud800 '0"), max_size=5) | st.text(
-    st.characters(exclude_characters="{"), max_size=8
-)
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(names=st.lists(NAMES, min_size=1, max_size=4, unique=True))
-@example(names=[""])
-@example(names=["a.", "a.."])
-@example(names=["value", "a.value", "b/value"])
-def test_any_names(names: list[str], tmp_path: Path) -> None:
+def test_any_names(tmp_path: Path) -> None:
+    names = [
+        "",
+        "a.",
+        "a..",
+        "value",
+        "a.value",
+        "b/value",
+        "é\ud800",
+        "%2F",
+        "\\",
+        "'",
+    ]
     header = {n: entry([], 4 * at, 4 * at + 4) for at, n in enumerate(names)}
     data = np.arange(len(names), dtype=np.float32).tobytes()
     file = tmp_path / "model.safetensors"
     file.write_bytes(written(header, data))
-    target = {f"t{at}": np.float32(-1) for at in range(len(names))}
-    if "__metadata__" in names:
-        return
     found = restore(file, layout_map=rules())
-    expected = {name: at for at, name in enumerate(names)}
-    assert {name: float(value) for name, value in found.items()} == expected
+    assert list(map(float, found.values())) == [names.index(name) for name in found]
+    target = {f"t{at}": np.float32(-1) for at in range(len(names))}
     escaped = (name.replace("\\", r"\\") for name in names)
     again = restore(file, target, mapping=[*zip(target, escaped, strict=True)])
     assert [float(again[path]) for path in target] == [*range(len(names))]
