@@ -18,17 +18,15 @@ pytestmark = pytest.mark.multiprocess
 Processes = Sequence[forks.Process]
 
 
-def signal_when(there: Path, number: int, process: int) -> Callable[[Processes], None]:
-    """Sends a signal to one process once a file is there."""
+def ask_to_end(there: Path) -> Callable[[Processes], None]:
+    """Sends SIGTERM to process 1 once a file is there."""
 
     def send(started: Processes) -> None:
         deadline = time.monotonic() + 60
-        while not there.exists():
+        while not there.exists() and not any(process.poll() for process in started):
             assert time.monotonic() < deadline, f"there is no {there.name}"
-            if any(one.poll() is not None for one in started):
-                return  # its error is told by the launcher
             time.sleep(0.02)
-        started[process].send_signal(number)
+        started[1].send_signal(signal.SIGTERM)
 
     return send
 
@@ -53,15 +51,8 @@ def alone(folder: Path) -> Any:
     indirect=True,
 )
 def test_several_processes_save_and_go_on(job_part: launch.Part) -> None:
-    """Four in the same start of the processes, two in another."""
     answers = [one.answer for one in job_part.ended]
     folder, processes = job_part.folder, range(job_part.processes)
-    if job_part.processes == 2:
-        program = ("trains", str(folder), "5")
-        for found, ended in zip(
-            answers, launch.run(*program, processes=2, devices=4), strict=True
-        ):
-            found.append(ended.answer)
     for process, (one, two) in enumerate(answers):
         assert (one["start"], one["saved"]) == (0, [0, 1, 2])
         assert (two["start"], two["saved"]) == (3, [3, 4])
@@ -79,15 +70,10 @@ def test_several_processes_save_and_go_on(job_part: launch.Part) -> None:
 
 def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path: Path) -> None:
     ended = launch.run(
-        "trains",
-        str(tmp_path),
-        "2000",
-        "slow",
-        "rarely",
-        "no-data",
+        *("trains", str(tmp_path), "2000", "slow", "rarely", "no-data"),
         processes=2,
         devices=4,
-        during=signal_when(tmp_path / "at_3", signal.SIGTERM, 1),
+        during=ask_to_end(tmp_path / "at_3"),
     )
     (step,) = {one.answer["saved"][-1] for one in ended}
     assert 3 < step < 1999

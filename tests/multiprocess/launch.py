@@ -9,7 +9,6 @@ calls before. The parts of all tests that were selected run in one start of proc
 which costs more than most parts; a test asks for its own with the fixture `job_part`.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import importlib
@@ -19,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +67,22 @@ def run(
         "FLM_COORDINATOR": f"127.0.0.1:{_free_port()}",
         "FLM_HEARTBEAT": str(heartbeat),
     }
-    with tempfile.TemporaryDirectory() as folder, _killed_at_the_end() as started:
-        names = [str(Path(folder, str(number))) for number in range(processes)]
-        for number, name in enumerate(names):
-            more = {"FLM_PROCESS": str(number), "FLM_ANSWER": f"{name}.answer"}
-            command = ["-m", f"multiprocess.{program}", *args]
-            files = Path(f"{name}.out"), Path(f"{name}.err")
-            started.append(forks.Process(command, common | more, *files, number))
-        during(started)
-        late = _wait(started, timeout)
-        ended = [
-            _ended(name, process.wait())
-            for name, process in zip(names, started, strict=True)
-        ]
+    started: list[forks.Process] = []
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/{number}" for number in range(processes)]
+        try:
+            for number, name in enumerate(names):
+                more = {"FLM_PROCESS": str(number), "FLM_ANSWER": f"{name}.answer"}
+                command = ["-m", f"multiprocess.{program}", *args]
+                files = Path(f"{name}.out"), Path(f"{name}.err")
+                started.append(forks.Process(command, common | more, *files, number))
+            during(started)
+            late = _wait(started, timeout)
+        finally:
+            for process in started:
+                process.kill()
+        codes = [process.wait() for process in started]
+        ended = [*map(_ended, names, codes)]
     failed = [number for number, one in enumerate(ended) if one.code]
     if late or (check and failed):
         texts = [f"\n--- process {number}: {one}" for number, one in enumerate(ended)]
@@ -97,30 +99,15 @@ def _ended(name: str, code: int) -> Ended:
 
 
 def _wait(started: Sequence[forks.Process], timeout: float) -> list[int]:
-    """Waits; kills what is late, and says which processes that were."""
+    """Waits; says which processes are late."""
     deadline = time.monotonic() + timeout
     while None in (codes := [process.poll() for process in started]):
         if any(codes):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
-            late = [number for number, code in enumerate(codes) if code is None]
-            for number in late:
-                started[number].kill()
-            return late
+            return [number for number, code in enumerate(codes) if code is None]
         time.sleep(0.05)
     return []
-
-
-@contextlib.contextmanager
-def _killed_at_the_end() -> Iterator[list[forks.Process]]:
-    """Collects processes; none outlives the block, whatever ends it."""
-    started: list[forks.Process] = []
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 def _free_port() -> int:

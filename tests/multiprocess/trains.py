@@ -6,7 +6,6 @@ by the test too, which restores in a process of its own.
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,33 +54,21 @@ class Position:
         self.state = dict(state)
 
 
-def make_step(layout_map: flm.LayoutMap) -> Callable[[Any], Any]:
-    """One donated step."""
+def main(folder: Path) -> list[dict[str, Any]]:
+    """What two runs answer, of which the second one goes on."""
+    return [train(folder, steps) for steps in (3, 5)]
+
+
+def train(folder: Path, steps: int, *words: str) -> dict[str, Any]:
+    """Trains up to a number of steps; where it began, what it saved."""
+    slow, every = "slow" in words, 10**6 if "rarely" in words else 1
+    layout_map, position, saved = rules(), Position(), []
 
     @flm.jit(layout_map=layout_map, donate_argnames=("state",))
     def train_step(state: Any) -> Any:
         count = state["count"]
         return {"w": state["w"] + 1, "v": state["v"] + count, "count": count + 1}
 
-    return train_step
-
-
-def main(folder: Path) -> list[dict[str, Any]]:
-    """What two runs answer, of which the second one goes on.
-
-    Of two processes only the first: others, started anew, go on with it.
-    """
-    return [
-        train(folder, steps) for steps in ((3,) if jax.process_count() == 2 else (3, 5))
-    ]
-
-
-def train(folder: Path, steps: int, *words: str) -> dict[str, Any]:
-    """Trains up to a number of steps; where it began, what it saved."""
-    slow, every = "slow" in words, 10**6 if "rarely" in words else 1
-    layout_map, position = rules(), Position()
-    train_step = make_step(layout_map)
-    saved = []
     with flm.checkpoint.Checkpointer(
         folder / "run", layout_map=layout_map, every=every, keep=3
     ) as checkpointer:

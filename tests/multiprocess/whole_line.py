@@ -17,36 +17,33 @@ import flax_layoutmap as flm
 from multiprocess import births
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 8, 8
-OPTIMIZER = optax.adamw(1e-2)
+TX = optax.adamw(1e-2)
 FIRST, OTHER = "data=2,model=4", "data=4,model=2"
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, with dropout, so that random state is on the line."""
+    """Attention and an MLP, with dropout, so that random state is on the line."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
-        )
-        self.gate = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        options: Any = {"use_bias": False, "rngs": rngs}
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **options)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **options)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **options)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
         x = x + self.attention(x)
-        hidden = flm.distribute_tensor(nnx.silu(self.gate(x)) * self.up(x), "hidden")
+        hidden = flm.distribute_tensor(nnx.silu(self.up(x)), "hidden")
         x = x + self.dropout(self.down(hidden))
         return self.embed.attend(x)
 
 
 def rules(mesh: str) -> flm.LayoutMap:
-    """The rules on a mesh over the devices of all processes."""
     layout_map = flm.LayoutMap(flm.DeviceMesh(mesh), strict=True)
     layout_map["embed/embedding"] = ("model", None)
-    layout_map["(gate|up)/kernel"] = (None, "model")
+    layout_map["up/kernel"] = (None, "model")
     layout_map["down/kernel"] = ("model", None)
     layout_map["attention/(query|key|value)/kernel"] = ("data", "model", None)
     layout_map["attention/out/kernel"] = ("model", None, "data")
@@ -54,9 +51,10 @@ def rules(mesh: str) -> flm.LayoutMap:
     return layout_map
 
 
-def make() -> Block:
-    """The model, the same in every process."""
-    return Block(nnx.Rngs(0))
+def make() -> dict[str, Any]:
+    """Model and optimizer, the same in every process."""
+    model = Block(nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, TX, wrt=nnx.Param)}
 
 
 def batch(step: int) -> np.ndarray:
@@ -65,8 +63,6 @@ def batch(step: int) -> np.ndarray:
 
 
 def make_step(layout_map: flm.LayoutMap) -> Any:
-    """One jitted training step, which returns the loss."""
-
     @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
     def train_step(
         model: Block, optimizer: nnx.Optimizer[Any], tokens: jax.Array
@@ -99,17 +95,8 @@ def train(layout_map: flm.LayoutMap, state: dict[str, Any], steps: int) -> list[
 
 def begin(layout_map: flm.LayoutMap) -> dict[str, Any]:
     """Model and optimizer, sharded from birth, at step 0."""
-    model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, OPTIMIZER, layout_map)
-    return {"model": model, "optimizer": optimizer, "step": 0}
-
-
-def blank() -> dict[str, Any]:
-    """The same without any array, as the target of a restore."""
-    model = nnx.eval_shape(make)
-    optimizer = nnx.eval_shape(
-        lambda model: nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param), model
-    )
+    model = flm.create(lambda: make()["model"], layout_map)
+    optimizer = flm.create_optimizer(model, TX, layout_map)
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
@@ -143,19 +130,14 @@ def shards(trees: Any, layout_map: flm.LayoutMap) -> dict[str, list[Any]]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         found[path] = [
-            [line.index(s.device.id), _part(s, leaf.shape), _checksum(s)]
-            for s in leaf.addressable_shards
+            [
+                line.index(shard.device.id),
+                str(shard.index),
+                zlib.crc32(np.asarray(shard.data).tobytes()),
+            ]
+            for shard in leaf.addressable_shards
         ]
     return found
-
-
-def _part(shard: Any, shape: tuple[int, ...]) -> list[list[int]]:
-    pairs = zip(shard.index, shape, strict=True)
-    return [list(cut.indices(size)[:2]) for cut, size in pairs]
-
-
-def _checksum(shard: Any) -> int:
-    return zlib.crc32(np.asarray(shard.data).tobytes())
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -168,7 +150,7 @@ def main(folder: Path) -> dict[str, Any]:
     after = 0 if short else 3
     first = rules(FIRST)
     if process == 0:
-        print(first.resolve(make).report())
+        print(first.resolve(lambda: make()["model"]).report())
     state = begin(first)
     if process == 0 and not short:
         check_plan(first, state)
@@ -182,7 +164,8 @@ def main(folder: Path) -> dict[str, Any]:
     uninterrupted = train(first, state, after)
 
     other = rules(OTHER)
-    restored = flm.checkpoint.restore(path, blank(), layout_map=other)
+    target = {**nnx.eval_shape(make), "step": 0}
+    restored = flm.checkpoint.restore(path, target, layout_map=other)
     moved = shards(state_of(restored), other)
     resumed = train(other, restored, after)
     return {

@@ -7,10 +7,7 @@ of the mesh, a pattern. Each name is hostile here; each public text is one case.
 import functools
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
-from helpers import ROOT
+import safetensors.numpy
 from markdown_it import MarkdownIt
 from orbax.checkpoint import v1
 from rich.console import Console
@@ -42,7 +38,7 @@ MARKUP = (
     '<script>alert(1)</script>"><img src=x onerror=alert(1)>[red]x[/red]a|b'
     "`x` ``y``[a](http://b.c)**x** _y_&lt;b&gt;"
 )
-HOSTILE = {"controls": CONTROLS, "markup": MARKUP}
+HOSTILE = CONTROLS + MARKUP
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
@@ -89,7 +85,7 @@ def shown(thing: Any, *, is_terminal: bool) -> str:
     """What is printed, without the colours that rich itself adds."""
     file = io.StringIO()
     if is_terminal:
-        console = Console(file=file, force_terminal=True, width=100)
+        console = Console(file=file, force_terminal=True, width=1000)
         console.print(thing)
     else:
         thing.show(file)
@@ -134,7 +130,6 @@ def suggested(name: str) -> flm.Suggestion:
 
 TEXTS: dict[str, Callable[[str], str]] = {
     "report": lambda name: resolved(name).report(),
-    "narrow report": lambda name: resolved(name).report(width=40),
     "remarks": lambda name: "\n".join(resolved(name).remarks()),
     "show": lambda name: shown(resolved(name), is_terminal=False),
     "rich": lambda name: shown(resolved(name), is_terminal=True),
@@ -147,7 +142,6 @@ TEXTS: dict[str, Callable[[str], str]] = {
     "strict": lambda name: problem(lambda: resolved(name, strict=True).announce()),
     "warning": warned,
     "diff": lambda name: compared(name).report(),
-    "diff, shown": lambda name: shown(compared(name), is_terminal=False),
     "diff in colours": lambda name: shown(compared(name), is_terminal=True),
     "lint": linted,
     "check": lambda name: problem(
@@ -173,10 +167,9 @@ def assert_seen(text: str) -> None:
     assert not re.search(r"^\s*fix: rm", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("exit", TEXTS)
-def test_texts_show_every_character(exit: str, name: str) -> None:
-    assert_seen(TEXTS[exit](name))
+def test_texts_show_every_character(exit: str) -> None:
+    assert_seen(TEXTS[exit](HOSTILE))
 
 
 @pytest.mark.parametrize("exit", ["rich", "drawing in colours", "plan in colours"])
@@ -184,14 +177,8 @@ def test_markup_of_rich_is_text(exit: str) -> None:
     assert "[red]x[/red]" in TEXTS[exit]("[red]x[/red]")
 
 
-MARKDOWN: dict[str, Callable[[str], str]] = {
-    "report": lambda name: resolved(name).report("markdown"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("exit", MARKDOWN)
-def test_markdown_has_the_markup_of_ours_alone(exit: str, name: str) -> None:
+@pytest.mark.parametrize("name", [CONTROLS, MARKUP], ids=["controls", "markup"])
+def test_markdown_has_the_markup_of_ours_alone(name: str) -> None:
     reader = MarkdownIt("commonmark", {"html": True}).enable("table")
 
     def outline(text: str) -> list[str]:
@@ -203,9 +190,9 @@ def test_markdown_has_the_markup_of_ours_alone(exit: str, name: str) -> None:
             if kind.type not in ("text", "text_special", "softbreak")
         ]
 
-    text = MARKDOWN[exit](name)
+    text = resolved(name).report("markdown")
     assert_seen(text)
-    assert outline(text) == outline(MARKDOWN[exit]("plain"))
+    assert outline(text) == outline(resolved("plain").report("markdown"))
 
 
 HTML: dict[str, Callable[[str], str]] = {
@@ -220,29 +207,25 @@ HTML: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("exit", HTML)
-def test_pages_have_no_tags_of_names(exit: str, name: str) -> None:
-    text = HTML[exit](name)
+def test_pages_have_no_tags_of_names(exit: str) -> None:
+    text = HTML[exit](HOSTILE)
     assert_seen(text)
     assert "<script>alert" not in text and "<img src" not in text
 
 
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
-def test_json_gives_names_back_without_raw_controls(name: str, tmp_path: Path) -> None:
-    resolution = resolved(name)
-    for text in (resolution.report("json"), compared(name).report("json")):
+def test_json_gives_names_back_without_raw_controls() -> None:
+    resolution = resolved(HOSTILE)
+    for text in (resolution.report("json"), compared(HOSTILE).report("json")):
         assert_seen(text)
     read = json.loads(resolution.report("json"))
-    assert read["rules"]["mesh"]["axis_names"] == ["data", name]
+    assert read["rules"]["mesh"]["axis_names"] == ["data", HOSTILE]
     assert [leaf["path"] for leaf in read["leaves"]] == list(resolution.paths)
 
 
 @pytest.mark.parametrize("kind", ["toml", "json"])
-@pytest.mark.parametrize("name", ["\x1b[2J", "\u202e\u2066", "\u200b\x7f\x9b"])
-def test_files_of_rules_show_what_they_hold(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_files_of_rules_show_what_they_hold(kind: str, tmp_path: Path) -> None:
+    name = "\x1b[2J\u202e\u2066\u200b\x7f\x9b"
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
     layout_map[f"up{re.escape(name)}/kernel"] = (None, name)
     path = tmp_path / f"rules.{kind}"
@@ -254,9 +237,8 @@ def test_files_of_rules_show_what_they_hold(
 # ------------------------------------------------------------------------- paths
 
 
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
-def test_a_path_is_one_line_that_can_be_seen(name: str) -> None:
-    part = escape(name)
+def test_a_path_is_one_line_that_can_be_seen() -> None:
+    name, part = HOSTILE, escape(HOSTILE)
     assert part.isprintable() and "/" not in part and unescape(part) == name
     assert set(resolved(name).paths) == {f"{part}/kernel", f"other/{part}"}
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("model=2"))
@@ -270,41 +252,30 @@ def test_a_path_is_one_line_that_can_be_seen(name: str) -> None:
 
 # ------------------------------------------------------------------- checkpoints
 
-STORED = {
-    "clears the screen": "\x1b[2J",
-    "begins a line": "x\n  fix: rm -rf /",
-    "turns the line around": "\u202e",
-    "is a tag": "<script>alert(1)</script>",
-    "is markup of rich": "[red]x[/red]",
-}
+STORED = [
+    *("\x1b[2J", "x\n  fix: rm -rf /", "\u202e"),
+    *("<script>alert(1)</script>", "[red]x[/red]"),
+]
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that was written without us."""
     path = tmp_path_factory.mktemp("foreign") / "there"
-    v1.save(str(path), {name: {"kernel": np.ones((4, 8))} for name in STORED.values()})
+    v1.save(str(path), {name: {"kernel": np.ones((4, 8))} for name in STORED})
     return path
 
 
 def test_foreign_checkpoints_are_shown_and_read(foreign: Path) -> None:
-    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
-    layout_map["kernel"] = (None, "model")
+    rules: Any = {"layout_map": flm.LayoutMap("data=2,model=4", strict=False)}
     info = flm.checkpoint.inspect(foreign)
-    assert sorted(leaf.path for leaf in info.leaves) == sorted(
-        f"{escape(name)}/kernel" for name in STORED.values()
-    )
+    paths = sorted(f"{escape(name)}/kernel" for name in STORED)
+    assert sorted(leaf.path for leaf in info.leaves) == paths
     assert_seen(str(info))
-    assert_seen(str(flm.checkpoint.plan(foreign, layout_map=layout_map)))
-    restored = flm.checkpoint.restore(foreign, layout_map=layout_map)
-    assert set(restored) == set(STORED.values())
-    assert_seen(
-        problem(
-            lambda: flm.checkpoint.restore(
-                foreign, {"x": struct(4)}, layout_map=layout_map
-            )
-        )
-    )
+    assert_seen(str(flm.checkpoint.plan(foreign, **rules)))
+    assert set(flm.checkpoint.restore(foreign, **rules)) == set(STORED)
+    target = {"x": struct(4)}
+    assert_seen(problem(lambda: flm.checkpoint.restore(foreign, target, **rules)))
 
 
 def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:
@@ -312,9 +283,7 @@ def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:
     path = tmp_path / "ours"
     flm.checkpoint.save(path, {"evil": {"kernel": jnp.ones((4, 8))}})
     file = path / "_CHECKPOINT_METADATA"
-    evil = "e\x1b[2Jvil"
-    text = file.read_text("utf-8").replace("evil", json.dumps(evil)[1:-1])
-    data = json.loads(text)
+    data = json.loads(file.read_text("utf-8").replace("evil", r"e\u001b[2Jvil"))
     record = data["custom_metadata"]["flax_layoutmap"]
     record["versions"] = {"jax": "0\x1b[2J\nfix: rm"}
     file.write_text(json.dumps(data))
@@ -326,17 +295,9 @@ def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:
 
 def test_safetensors_with_hostile_names(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    names = list(STORED.values())
-    header = {
-        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * at, 16 * at + 16]}
-        for at, name in enumerate(names)
-    }
-    raw = json.dumps(header).encode()
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16 * len(names)))
+    safetensors.numpy.save_file(dict.fromkeys(STORED, np.ones(4)), path)
     assert_seen(str(flm.checkpoint.inspect(path)))
-    header[names[0]]["dtype"] = "\x1b[2J"
-    raw = json.dumps(header).encode()
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16 * len(names)))
+    path.write_bytes(path.read_bytes().replace(b'"F64"', b'"\\r""', 1))
     assert_seen(problem(lambda: flm.checkpoint.inspect(path)))
 
 
@@ -360,7 +321,7 @@ def test_commands_print_no_command(
     file = tmp_path / "rules.json"
     rules.to_file(file)
     where = [str(foreign)] if command == "inspect" else ["--checkpoint", str(foreign)]
-    path = f"{escape(STORED['clears the screen'])}/kernel"
+    path = f"{escape(STORED[0])}/kernel"
     if command == "fails":
         assert main(["inspect", str(tmp_path / "no\x1b[2J")]) == 2
     else:
@@ -376,17 +337,6 @@ def test_arguments_that_are_none_are_told_as_words(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["inspect", "one", "two\x1b[2J\r"])
     assert_seen(capsys.readouterr().err)
-
-
-def test_a_process_prints_no_command(foreign: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flax_layoutmap", "inspect", str(foreign)],
-        capture_output=True,
-        env=quick.as_for_users(os.environ) | {"PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert b"\x1b" not in done.stdout and b"%1B[2J/kernel" in done.stdout
 
 
 def test_progress_has_no_markup(capfd: Any) -> None:
