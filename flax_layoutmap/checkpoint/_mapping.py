@@ -6,14 +6,15 @@ that several leaves name. The first entry that matches a path counts.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._tree.paths import Leaf, unescape
-from flax_layoutmap.checkpoint._safetensors import Array, nothing
+from flax_layoutmap.checkpoint._safetensors import Array, assembled, nothing
 from flax_layoutmap.checkpoint._steps import (
     Step,
     dequantize,
@@ -80,6 +81,80 @@ def undone(name: str, steps: Sequence[Step], leaf: Array) -> list[tuple[str, Arr
         for changed, part in last.back(leaf)
         for done in undone(changed(name), before, part)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A tensor to save, or a part of one, and the paths of the leaves that make it."""
+
+    name: str
+    dtype: Any
+    values: Array
+    paths: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {show_shape(self.shape)} of {self.paths}"
+
+
+class Draft:
+    """Undoes the steps of leaves.
+
+    A split leaf is a part of what the steps before it make; once all parts are there,
+    they are assembled, and these steps are undone.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Made] = {}
+        self.problems: list[str] = []
+        # Tensor, steps up to the split → place in the whole, part, the steps.
+        self._parts: dict[Any, list[tuple[Any, Made, Sequence[Step]]]] = {}
+
+    def add(self, made: Made, steps: Sequence[Step]) -> None:
+        """Undo steps, up to a split."""
+        splits = [(at, step.place) for at, step in enumerate(steps) if step.place]
+        at, place_of = splits[-1] if splits else (-1, None)
+        for name, values in undone(made.name, steps[at + 1 :], made.values):
+            part = dataclasses.replace(made, name=name, values=values)
+            if place_of is not None:
+                key = (name, tuple(step.key for step in steps[:at]))
+                place = place_of(values.shape)
+                self._parts.setdefault(key, []).append((place, part, steps[:at]))
+            elif (other := self.tensors.setdefault(name, part)) is not part:
+                self.problems.append(
+                    f"{other.paths}, {made.paths}: would both write the tensor "
+                    f"{name!r}; give one of the leaves another name, or leave it out "
+                    "with exclude="
+                )
+
+    def assemble(self) -> None:
+        """Assemble all parts, those with the most steps before them first."""
+        while self._parts:
+            parts = self._parts.pop(max(self._parts, key=lambda key: len(key[1])))
+            (shape, axis, _), first, before = parts[0]
+            paths = ", ".join(dict.fromkeys(part.paths for _, part, _ in parts))
+            covered = [n for place, _, _ in parts for n in range(shape[axis])[place[2]]]
+            if len({(*place[:2], part.dtype) for place, part, _ in parts}) > 1:
+                problem = "have other shapes or dtypes"
+            elif len(covered) > len(set(covered)):
+                problem = "would write some elements twice"
+            elif len(covered) < shape[axis]:
+                problem = "make only a part; the mapping lacks leaves for the rest"
+            else:
+                chosen = [(place[2], part.values) for place, part, _ in parts]
+                values = assembled(shape, axis, chosen, first.dtype)
+                self.add(dataclasses.replace(first, values=values, paths=paths), before)
+                continue
+            self.problems.append(
+                f"{paths}: {problem}, of the tensor {first.name!r} {show_shape(shape)}"
+            )
 
 
 class NameMapping:

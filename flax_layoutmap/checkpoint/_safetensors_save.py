@@ -1,9 +1,21 @@
-"""flm.checkpoint.save_safetensors: from the leaves of a tree to tensors in files."""
+"""flm.checkpoint.save_safetensors: from the leaves of a tree to tensors in files.
 
-import dataclasses
+At any time a folder has the old model or the new one. Files are written in a hidden
+folder, and renamed at the end. Those of a model in several files have a random tag in
+their names, and the index names them: renaming it replaces the model.
+`model.safetensors` counts before an index, so it is renamed last, or removed last.
+Writers that rename at the same time take turns, by a lock on the folder. Each has a
+lock on its hidden folder, so that the next one removes what a killed one left.
+"""
+
+import contextlib
 import functools
+import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,24 +32,26 @@ from flax_layoutmap.checkpoint._leaves import (
     Selection,
     check_bytes,
     floating_dtype,
+    grouped,
     is_floating,
     leaf_of,
     mesh_of,
     no_value,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import UNMATCHED, NameMapping, undone
+from flax_layoutmap.checkpoint._mapping import UNMATCHED, Draft, Made, NameMapping
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._safetensors import (
+    INDEX,
     NAMES,
+    SINGLE,
+    WRITTEN,
     Box,
     Lazy,
-    assembled,
     box_shape,
     full,
     local,
 )
-from flax_layoutmap.checkpoint._safetensors_write import Made, Writer
 from flax_layoutmap.checkpoint._steps import Step
 
 
@@ -113,7 +127,7 @@ def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
     problems = selection.useless(flat.full_paths())
-    draft = _Draft()
+    draft = Draft()
     for record, value in zip(flat.records, flat.leaves, strict=True):
         if record.full_path in selection:
             try:
@@ -169,64 +183,11 @@ def _made(
     return Made(name, dtype, values, path), recipe.steps
 
 
-class _Draft:
-    """Undoes the steps of leaves.
-
-    A split leaf is a part of what the steps before it make; once all parts are there,
-    they are assembled, and these steps are undone.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Made] = {}
-        self.problems: list[str] = []
-        # Tensor, steps up to the split → place in the whole, part, the steps.
-        self._parts: dict[Any, list[tuple[Any, Made, Sequence[Step]]]] = {}
-
-    def add(self, made: Made, steps: Sequence[Step]) -> None:
-        """Undo steps, up to a split."""
-        splits = [(at, step.place) for at, step in enumerate(steps) if step.place]
-        at, place_of = splits[-1] if splits else (-1, None)
-        for name, values in undone(made.name, steps[at + 1 :], made.values):
-            part = dataclasses.replace(made, name=name, values=values)
-            if place_of is not None:
-                key = (name, tuple(step.key for step in steps[:at]))
-                place = place_of(values.shape)
-                self._parts.setdefault(key, []).append((place, part, steps[:at]))
-            elif (other := self.tensors.setdefault(name, part)) is not part:
-                self.problems.append(
-                    f"{other.paths}, {made.paths}: would both write the tensor "
-                    f"{name!r}; give one of the leaves another name, or leave it out "
-                    "with exclude="
-                )
-
-    def assemble(self) -> None:
-        """Assemble all parts, those with the most steps before them first."""
-        while self._parts:
-            parts = self._parts.pop(max(self._parts, key=lambda key: len(key[1])))
-            (shape, axis, _), first, before = parts[0]
-            paths = ", ".join(dict.fromkeys(part.paths for _, part, _ in parts))
-            covered = [n for place, _, _ in parts for n in range(shape[axis])[place[2]]]
-            if len({(*place[:2], part.dtype) for place, part, _ in parts}) > 1:
-                problem = "have other shapes or dtypes"
-            elif len(covered) > len(set(covered)):
-                problem = "would write some elements twice"
-            elif len(covered) < shape[axis]:
-                problem = "make only a part; the mapping lacks leaves for the rest"
-            else:
-                chosen = [(place[2], part.values) for place, part, _ in parts]
-                values = assembled(shape, axis, chosen, first.dtype)
-                self.add(dataclasses.replace(first, values=values, paths=paths), before)
-                continue
-            self.problems.append(
-                f"{paths}: {problem}, of the tensor {first.name!r} {show_shape(shape)}"
-            )
-
-
 # ----------------------------------------------------- tensors, one after another
 
 
 def _write(
-    place: str, writer: Writer, texts: Mapping[str, str], progress: bool | None
+    place: str, writer: "Writer", texts: Mapping[str, str], progress: bool | None
 ) -> None:
     """Bring each tensor to process 0, which writes it."""
     done, total = 0, sum(t.nbytes for held in writer.files.values() for t in held)
@@ -274,3 +235,136 @@ def _slicer(sizes: Shape, mesh: Any) -> Callable[..., jax.Array]:
     # JAX cannot slice sharded dims on Explicit axes.
     on_auto_axes = jax.sharding.auto_axes(cut, out_sharding=everywhere)
     return jax.jit(on_auto_axes, out_shardings=everywhere)
+
+
+# --------------------------------------------------------------------------- files
+
+_HIDDEN = re.compile(r"\..+\.safetensors\.[0-9a-f]{8}\.unfinished")
+
+
+class Writer:
+    """Writes a model to a place; `files` are its tensors by the names of the files.
+
+    Call `start`, `add` for each tensor in their order, `finish`, and `clean_up`
+    whatever happens.
+    """
+
+    def __init__(self, place: str, tensors: Sequence[Made], max_file_bytes: float):
+        self._is_file = place.endswith(".safetensors")
+        path = place if self._is_file else os.path.join(place, SINGLE)
+        self._folder, single = os.path.split(path)
+        self._tag = os.urandom(4).hex()
+        hidden = f".{single}.{self._tag}.unfinished"
+        self._hidden = os.path.join(self._folder, hidden)
+        self._lock = contextlib.ExitStack()
+        limit = math.inf if self._is_file else max_file_bytes
+        groups = grouped(tensors, lambda tensor: tensor.nbytes, limit)
+        # Wide dtypes come first, which aligns all.
+        groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
+        names = [single]
+        if len(groups) > 1:
+            of = f"of-{len(groups):05}.safetensors"
+            numbers = range(1, len(groups) + 1)
+            names = [f"model-{self._tag}-{number:05}-{of}" for number in numbers]
+        self.files = dict(zip(names, groups, strict=True))
+
+    def cannot_write(self, overwrite: bool) -> list[str]:
+        if os.path.lexists(self._folder) and not os.path.isdir(self._folder):
+            return [f"{self._folder} is a file, not a directory"]
+        names = [*self.files] if self._is_file else self._written()
+        for path in (os.path.join(self._folder, name) for name in names):
+            if os.path.lexists(path) and not overwrite:
+                return [f"{path} exists; save to another path, or pass overwrite=True"]
+        return []
+
+    def _written(self) -> list[str]:
+        names = os.listdir(self._folder) if os.path.isdir(self._folder) else []
+        return sorted(name for name in names if WRITTEN.fullmatch(name))
+
+    def start(self, texts: Mapping[str, str]) -> None:
+        os.makedirs(self._folder, exist_ok=True)
+        with _turn(self._folder):
+            for left in filter(_HIDDEN.fullmatch, os.listdir(self._folder)):
+                with _turn(os.path.join(self._folder, left), wait=False) as is_free:
+                    if is_free:  # its writer was killed
+                        shutil.rmtree(os.path.join(self._folder, left), True)
+            os.mkdir(self._hidden)
+            self._lock.enter_context(_turn(self._hidden))
+        for file, tensors in self.files.items():
+            self._append(file, _header(tensors, texts))
+
+    def add(self, file: str, tensor: Made, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(values, tensor.dtype)
+        self._append(file, values.reshape(-1).view(np.uint8).data)
+
+    def finish(self) -> None:
+        """Rename all files to their places, and remove an older model there."""
+        names = [*self.files]
+        if len(names) > 1:
+            names.append(INDEX)
+            self._append(INDEX, _index(self.files))
+        for name in names:
+            with open(os.path.join(self._hidden, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        with _turn(self._folder):
+            for name in names:
+                os.replace(
+                    os.path.join(self._hidden, name), os.path.join(self._folder, name)
+                )
+            for name in [] if self._is_file else self._written():
+                with contextlib.suppress(FileNotFoundError):
+                    if name not in names:
+                        os.remove(os.path.join(self._folder, name))
+
+    def clean_up(self) -> None:
+        shutil.rmtree(self._hidden, ignore_errors=True)
+        self._lock.close()
+
+    def _append(self, file: str, content: Any) -> None:
+        with open(os.path.join(self._hidden, file), "ab") as stream:
+            stream.write(content)
+
+
+@contextlib.contextmanager
+def _turn(folder: str, wait: bool = True) -> Iterator[bool]:
+    """Lock a folder, if the system can; yield whether it is locked."""
+    try:
+        import fcntl
+
+        lock = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield False
+        return
+    is_locked = False
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        yield is_locked
+    finally:
+        os.close(lock)
+
+
+def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
+    total = sum(t.nbytes for tensors in files.values() for t in tensors)
+    names = {t.name: file for file, tensors in files.items() for t in tensors}
+    data = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(names.items())),
+    }
+    return json.dumps(data, indent=2).encode()
+
+
+def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(texts)}
+    at = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from flax_layoutmap._birth.create import create
-from flax_layoutmap._core.checksums import json_digest
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import tell_of_others
 from flax_layoutmap.checkpoint import _metadata, _orbax
@@ -25,10 +24,9 @@ from flax_layoutmap.checkpoint._places import (
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._save import prepare
 
-# The user's own metadata, beside our record in the custom metadata of a step.
-_USER = "metadata"
-# The folder of a step with the states of data iterators, one file for each process.
-_DATA = "data"
+# The user's own metadata and the states of data, beside our record in the custom
+# metadata of a step. Older versions wrote the states into a folder of this name.
+_USER, _DATA = "metadata", "data"
 
 
 class Checkpointer:
@@ -196,20 +194,21 @@ class Checkpointer:
     ) -> None:
         place = self._place(step)
         custom: dict[str, Any] = {_USER: None}
-        items: dict[str, Any] = {}
 
         # Runs within the Agreement, so that all processes learn of an error in one.
         def obstacle() -> str | None:
             custom[_USER] = None if metadata is None else _plain_json(metadata)
             if data is not None:
-                items[_DATA] = _DataFile(data)
+                custom[_DATA] = _encoded_state(data)
             return _orbax.cannot_write(place, overwrite=False)
 
         with _orbax.TURN:
-            # "state" is Orbax's own name for the tree of a step.
-            items["state"], custom[_metadata.KEY] = prepare(
+            tree, custom[_metadata.KEY] = prepare(
                 place, state, self._rules, self._checksums, obstacle
             )
+            if data is not None:
+                states = _gathered(custom[_DATA])
+                custom[_DATA] = {"is_dict": isinstance(data, dict), "states": states}
             if self._writer is None:
                 check_shared(place)
             has_metrics = hasattr(self._policies[1], "should_preserve")
@@ -217,7 +216,7 @@ class Checkpointer:
                 writer, self._writer = self._opened(), None
                 response = writer.save_checkpointables_async(
                     step,
-                    items,
+                    {"state": tree},  # Orbax's own name for the tree of a step
                     force=True,
                     metrics=custom[_USER] if has_metrics else None,
                     custom_metadata=_metadata.sealed(custom),
@@ -270,20 +269,18 @@ class Checkpointer:
         restored = restore(place, target, layout_map=self._rules, **options)
         for iterator, state in states:
             iterator.set_state(state)
-        if data is None and _data_folder(place).exists():
+        if data is None and _data_of(place):
             warn(f"step {step} holds the state of data; to restore it too, pass data=")
         return restored
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata that a step was saved with; None is the latest step."""
-        place = self._existing(step)[1]
-        custom = _orbax.read_metadata(place, tree_of=lambda _: {}).custom
-        _metadata.check_intact(custom, place)
-        return custom.get(_USER) or {}
+        return _custom_of(self._existing(step)[1]).get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
         """Return the data state that each process saved; None is the latest step."""
-        return [_decode(held["state"]) for held in _read_data(self._existing(step)[1])]
+        states = _data_of(self._existing(step)[1]).get("states", [])
+        return [*map(_decode, states)]
 
     def _place(self, step: int) -> str:
         return f"{self.directory.rstrip('/')}/{step}"
@@ -291,11 +288,11 @@ class Checkpointer:
     def _existing(self, step: int | None) -> tuple[int, str]:
         self.wait()
         steps = self.steps
-        chosen = max(steps, default=-1) if step is None else operator.index(step)
-        if chosen not in steps:
-            which = "step" if step is None else f"step {step}, the last: {steps[-5:]}"
-            raise CheckpointError(f"{self.directory} has no {which}")
-        return chosen, self._place(chosen)
+        step = max(steps, default=-1) if step is None else operator.index(step)
+        if step not in steps:
+            which = f" {step}, the last are {steps[-5:]}" if steps else ""
+            raise CheckpointError(f"{self.directory} has no step{which}")
+        return step, self._place(step)
 
 
 def _check_policies(every: Any, keep: Any) -> None:
@@ -332,53 +329,43 @@ def _plain_json(metadata: Mapping[str, Any]) -> Any:
 # ------------------------------------------------------------------ states of data
 
 
-class _DataFile:
-    """An Orbax `StatefulCheckpointable`: the state of this process's data in a file."""
-
-    def __init__(self, data: Any) -> None:
-        parts = _iterators(data)
-        states = {name: part.get_state() for name, part in parts.items()}
-        is_dict = isinstance(data, dict)
-        state = _encode(states if is_dict else states[""], "data")
-        held = {"processes": jax.process_count(), "is_dict": is_dict, "state": state}
-        self._text = json.dumps({**held, "digest": json_digest(held)})
-
-    async def save(self, directory: Any) -> Any:
-        async def write() -> None:
-            name = f"process_{jax.process_index()}.json"
-            (await directory.await_creation() / name).write_text(self._text)
-
-        return write()
-
-    async def load(self, directory: Any) -> Any:
-        raise NotImplementedError
+def _custom_of(place: str) -> dict[str, Any]:
+    custom = _orbax.read_metadata(place, tree_of=lambda _: {}).custom
+    _metadata.check_intact(custom, place)
+    return custom
 
 
-def _data_folder(place: str) -> Any:
+def _encoded_state(data: Any) -> str:
+    states = {name: part.get_state() for name, part in _iterators(data).items()}
+    return json.dumps(_encode(states if isinstance(data, dict) else states[""], "data"))
+
+
+def _gathered(text: str) -> list[Any]:
+    """The JSON values of all processes."""
+    if jax.process_count() == 1:
+        return [json.loads(text)]
+    from jax.experimental import multihost_utils
+
+    raw = text.encode()
+    size = int(multihost_utils.process_allgather(np.int32(len(raw))).max())
+    sent = np.frombuffer(raw.ljust(size), np.uint8)
+    return [json.loads(x.tobytes()) for x in multihost_utils.process_allgather(sent)]
+
+
+def _data_of(place: str) -> dict[str, Any]:
+    """What a step holds of data: the state of each process; empty if nothing."""
+    if held := _custom_of(place).get(_DATA):
+        return held
     from etils import epath
 
-    return epath.Path(place) / _DATA
-
-
-def _read_data(place: str) -> list[dict[str, Any]]:
-    """The contents of the files of all processes."""
-    folder = _data_folder(place)
-    if not folder.exists():
-        raise CheckpointError(f"{place} has no state of data; restore it without data=")
-    count, contents = len(list(folder.glob("process_*.json"))), []
-    try:
-        for process in range(count):
-            held = json.loads((folder / f"process_{process}.json").read_text())
-            digest = held.pop("digest", None)  # older versions wrote none
-            if digest not in (None, json_digest(held)):
-                raise ValueError("it differs from what was saved")
-            if held["processes"] != count:
-                raise ValueError(f"there are {count} of {held['processes']} files")
-            contents.append(held)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        text = f"the states of data in {place} are damaged: {error!r}"
-        raise CheckpointError(text) from error
-    return contents
+    folder = epath.Path(place) / _DATA
+    count = len([*folder.glob("process_*.json")])
+    with _orbax.translated(f"the states of data in {place} are damaged"):
+        names = [folder / f"process_{number}.json" for number in range(count)]
+        files = [json.loads(name.read_text()) for name in names]
+        if any(file["processes"] != count for file in files):
+            raise ValueError(f"there are {count} of {files[0]['processes']} files")
+        return {"states": [file["state"] for file in files]} if files else {}
 
 
 def _states_for(data: Any, place: str) -> list[tuple[Any, Any]]:
@@ -386,22 +373,25 @@ def _states_for(data: Any, place: str) -> list[tuple[Any, Any]]:
 
     Other numbers of processes can restore what all processes saved alike.
     """
-    contents, parts = _read_data(place), _iterators(data)
-    is_alike = len({json.dumps(held["state"]) for held in contents}) == 1
-    if len(contents) != jax.process_count() and not is_alike:
+    parts, held = _iterators(data), _data_of(place)
+    if not held:
+        raise CheckpointError(f"{place} has no state of data; restore it without data=")
+    states = held["states"]
+    is_alike = len({json.dumps(state) for state in states}) == 1
+    if len(states) != jax.process_count() and not is_alike:
         raise CheckpointError(
-            f"{len(contents)} processes saved different states of data in {place}, and "
+            f"{len(states)} processes saved different states of data in {place}, and "
             f"this job has {jax.process_count()}: restore without data=, and set the "
             "iterator from checkpointer.data_states(step)"
         )
-    held = contents[0 if is_alike else jax.process_index()]
-    state, is_dict = _decode(held["state"]), isinstance(data, dict)
+    state = _decode(states[0 if is_alike else jax.process_index()])
+    is_dict = isinstance(data, dict)
     # Older versions did not write whether it was a dict.
-    states = state if held.get("is_dict", is_dict) else {"": state}
-    if not isinstance(states, dict) or states.keys() != parts.keys():
+    by_name = state if held.get("is_dict", is_dict) else {"": state}
+    if not isinstance(by_name, dict) or by_name.keys() != parts.keys():
         which = f"a dict of {sorted(parts)}" if is_dict else "one iterator"
         raise CheckpointError(f"{place} was not saved with data= of {which}")
-    return [(part, states[name]) for name, part in parts.items()]
+    return [(part, by_name[name]) for name, part in parts.items()]
 
 
 def _iterators(data: Any) -> dict[str, Any]:
