@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import html
 from collections.abc import Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -36,7 +36,7 @@ from flax_layoutmap._show.diff import (
 )
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.table import fold, human_bytes
-from flax_layoutmap._show.terminal import Shown, plain, show
+from flax_layoutmap._show.terminal import Shown
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -214,22 +214,20 @@ class Resolution(ResolvedTable, Shown):
         self,
         format: Literal["text", "markdown", "json"] = "text",
         *,
-        fold: bool = True,
         width: int | None = None,
     ) -> str:
         """Return the table: path, array, spec, rule, bytes, and totals.
 
+        Leaves whose paths differ only in indices share a row,
+        `layers/{0..79}/mlp/up/kernel ×80`; JSON has each.
+
         Args:
             format: `"text"`, `"markdown"`, or `"json"` (schema 1).
-            fold: whether leaves whose paths differ only in indices share a row,
-                `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
             width: most characters in a line of text; None for any number.
         """
-        if format == "text":
-            return plain(self._lines(width, fold=fold))
         if format == "markdown":
-            return _report.markdown(self, folded=fold)
-        return super().report(format)
+            return _report.markdown(self)
+        return super().report(format, width=width)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
         """Compare with another Resolution: the changes, and their cost.
@@ -246,29 +244,12 @@ class Resolution(ResolvedTable, Shown):
         before, after = snapshot_of(self.to_json()), snapshot_of(other.to_json())
         return difference(before, after, on=(self.mesh, other.mesh))
 
-    def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
-        """Print the report as wide as the terminal, with a colour per mesh axis.
+    def _lines(self, width: int | None) -> "Iterator[Text]":
+        return _report.report_lines(self, width)
 
-        To a pipe or a file it prints `report()`: without colours, and as wide as the
-        environment variable COLUMNS says, if it is set. `rich.print(resolution)` is
-        the same.
-
-        Args:
-            file: where to; None for standard output, and then only process 0 prints.
-            fold: as for `report`.
-        """
-        show(functools.partial(self._lines, fold=fold), file)
-
-    def _lines(self, width: int | None, *, fold: bool = True) -> "Iterator[Text]":
-        return _report.report_lines(self, width, folded=fold)
-
-    def remarks(self, *, fold: bool = False) -> list[str]:
-        """Return unused rules, unmatched leaves and fallbacks, one line each.
-
-        Args:
-            fold: whether leaves that are alike share a line, as in `report`.
-        """
-        return _report.remarks(self, folded=fold)
+    def remarks(self) -> list[str]:
+        """Return unused rules, unmatched leaves and fallbacks, those alike in a line."""
+        return _report.remarks(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain JSON values, schema 1."""

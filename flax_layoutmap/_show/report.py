@@ -69,18 +69,16 @@ _NUMBER = re.compile(r"float|uint|int|complex")
 # ------------------------------------------------------------------------ the report
 
 
-def report_lines(
-    table: ResolvedTable, width: int | None = None, *, folded: bool = True
-) -> "Iterator[Text]":
+def report_lines(table: ResolvedTable, width: int | None = None) -> "Iterator[Text]":
     """The lines in colour; see `Resolution.report`."""
-    grid, below = _grid_and_lines(table, folded, width)
+    grid, below = _grid_and_lines(table, width)
     axes = () if table.mesh is None else table.mesh.axis_names
     yield from coloured_grid(grid, axes)
     yield from coloured_lines(["", *wrapped(below, width)], axes)
 
 
-def markdown(table: ResolvedTable, *, folded: bool = True) -> str:
-    grid, below = _grid_and_lines(table, folded, None)
+def markdown(table: ResolvedTable) -> str:
+    grid, below = _grid_and_lines(table, None)
     lines = (f"    {line}" for line in wrapped(below, None))
     return "\n".join([markdown_table(grid), "", *lines])
 
@@ -107,10 +105,8 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
     }
 
 
-def _grid_and_lines(
-    table: ResolvedTable, folded: bool, width: int | None
-) -> tuple[Grid, list[str]]:
-    folds = table.folds(folded=folded)
+def _grid_and_lines(table: ResolvedTable, width: int | None) -> tuple[Grid, list[str]]:
+    folds = table.folds()
     firsts = [fold.members[0] for fold in folds]
     rows = [table._rows[at] for at in firsts]
     arrays = [(table.shapes[at], table.dtypes[at]) for at in firsts]
@@ -131,7 +127,7 @@ def _grid_and_lines(
         below.append(
             f"×{most}: {most} leaves that are alike, with the sum of their bytes"
         )
-    below += [*_totals(table), *remarks(table, folded=folded)]
+    below += [*_totals(table), *remarks(table)]
     return fitted(columns, marks, width), below
 
 
@@ -238,12 +234,9 @@ def _near_miss(path: str, rules: RuleSet) -> str:
 # --------------------------------------- unused rules, unmatched leaves, fallbacks
 
 
-def remarks(table: ResolvedTable, *, folded: bool = False) -> list[str]:
-    """Return unused rules, unmatched leaves and fallbacks, one line each.
-
-    If `folded`, leaves that are alike share a line.
-    """
-    return [text for text, _ in (*_unused(table), *_unplaced(table, folded))]
+def remarks(table: ResolvedTable) -> list[str]:
+    """Unused rules, unmatched leaves and fallbacks; those alike share a line."""
+    return [text for text, _ in (*_unused(table), *_unplaced(table))]
 
 
 def warnings(
@@ -255,7 +248,7 @@ def warnings(
     leaves with less than 1 % of the bytes and 10 % of what a device holds. What the
     Resolutions `besides`, of the same rules, use is not unused.
     """
-    every = (*_unused(table, besides), *_unplaced(table, folded=True))
+    every = (*_unused(table, besides), *_unplaced(table))
     return [warning for _, warning in every if warning is not None]
 
 
@@ -268,12 +261,10 @@ def _is_unplaced(row: Decision) -> bool:
     return row.reason in UNMATCHED or bool(row.fallback)
 
 
-def _unplaced(
-    table: ResolvedTable, folded: bool
-) -> Iterator[tuple[str, Remark | None]]:
+def _unplaced(table: ResolvedTable) -> Iterator[tuple[str, Remark | None]]:
     """Leaves that no rule and no metadata places in full."""
     sums = table.totals()
-    for fold in table.folds(_is_unplaced, folded=folded):
+    for fold in table.folds(_is_unplaced):
         at, count = fold.members[0], len(fold.members)
         row, name = table._rows[at], f"{fold.cell} {show_shape(table.shapes[at])}"
         size = count * leaf_bytes(table.shapes[at], table.dtypes[at])

@@ -97,14 +97,10 @@ class ResolvedTable:
         chosen = (id(row) in kept for row in self._rows)
         return list(itertools.compress(itertools.count(), chosen)) if kept else ()
 
-    def folds(
-        self, wanted: Callable[[Decision], bool] | None = None, *, folded: bool = True
-    ) -> list[Fold]:
+    def folds(self, wanted: Callable[[Decision], bool] | None = None) -> list[Fold]:
         """Leaves as rows: together where only the indices in their paths differ."""
         chosen = range(len(self)) if wanted is None else self.positions(wanted)
         names = [self._flat.records[at].label() for at in chosen]
-        if not folded:
-            return [Fold(name, (at,)) for name, at in zip(names, chosen, strict=True)]
         numbers: dict[Hashable, int] = {}  # a number for each kind of decision
         alike = {
             key: numbers.setdefault(_shown(row), len(numbers))

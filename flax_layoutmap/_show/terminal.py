@@ -32,13 +32,9 @@ _STYLES = {
 }
 _NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
 
-# Of what is in a line of words.
-_PHRASES = {
-    r"^[^\s:]+( [^\s:]+){0,2}(?=:( |$))": "bold",
-    r"^(unused|unmatched|fallback)[^:]*": "bold red",
-    r"^  - .*": "red",
-    r"^  \+ .*": "green",
-}
+# Lines of words that are warnings begin with one of these.
+_WARNINGS = ("unused", "unmatched", "fallback")
+
 _NARROWEST = 20
 
 
@@ -79,14 +75,13 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
 
 
 def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]":
-    """Lines of words: what they are about in bold, or in red where it is a warning."""
+    """Lines of words: mesh axes in their colours, warnings in red."""
     from rich.text import Text
 
-    styles = {**_PHRASES, _words(axes, r"(?==\d)"): _colours(axes).__getitem__}
+    colours, names = _colours(axes), _words(axes, r"(?==\d)")
     for line in lines:
-        text = Text(line)
-        for phrase, style in styles.items():
-            text.highlight_regex(phrase, style)
+        text = Text(line, style="red" if line.startswith(_WARNINGS) else "")
+        text.highlight_regex(names, colours.__getitem__)
         yield text
 
 
@@ -119,11 +114,7 @@ def show(lines: "Callable[[int | None], Iterable[Text]]", file: IO[str] | None) 
 
 
 class Shown:
-    """Prints a report.
-
-    A subclass has `_lines(width)`, the lines in colour for a width in characters, None
-    for any; and `to_json()`.
-    """
+    """Prints a report, whose lines in colour a subclass makes for a width."""
 
     _formats = '"text" or "json"'
 
@@ -137,13 +128,7 @@ class Shown:
     def report(
         self, format: Literal["text", "json"] = "text", *, width: int | None = None
     ) -> str:
-        """The report as plain text, or as JSON.
-
-        Args:
-            format: `"text"` or `"json"`.
-            width: wrap text at that many characters, and cut cells of tables; None:
-                lines of any length.
-        """
+        """The report as plain text, of any width or at most so wide, or as JSON."""
         if format == "text":
             return plain(self._lines(width))
         if format == "json":
@@ -151,9 +136,11 @@ class Shown:
         raise LayoutError(f"format must be {self._formats}, got {format!r}")
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print the report: in colour on a terminal, in a notebook as a cell.
+        """Print the report, with a colour per mesh axis on a terminal or in a notebook.
 
-        In a job of several processes process 0 prints, unless there is a `file`.
+        To a pipe or a file it prints `report()`, as wide as the environment variable
+        COLUMNS says. In a job of several processes process 0 prints, unless there is a
+        `file`.
         """
         show(self._lines, file)
 
@@ -180,14 +167,9 @@ def shown_progress(
     shown: bool | None = None,
     count: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
-    """Show on process 0 how far a block is.
+    """Show on process 0 how far a block is: seconds, and `count()` of `total` bytes.
 
-    Args:
-        what: what the block does: "restoring model".
-        total: bytes that it reads, writes or moves; None shows the seconds alone.
-        shown: whether to show it; None: on a terminal, once the block has taken 2
-            seconds.
-        count: returns the bytes so far.
+    `shown`: whether to; None: on a terminal, once the block has taken 2 seconds.
     """
     is_shown = sys.stderr.isatty() if shown is None else shown
     if total == 0 or not is_shown or not _is_first_process():
