@@ -248,7 +248,7 @@ class Resolution(ResolvedTable, Shown):
         return _report.report_lines(self, width)
 
     def remarks(self) -> list[str]:
-        """Return unused rules, unmatched leaves and fallbacks, those alike in a line."""
+        """Return unused rules, unmatched leaves and fallbacks, a line for each kind."""
         return _report.remarks(self)
 
     def to_json(self) -> dict[str, Any]:
