@@ -17,9 +17,7 @@ import jax
 
 from flax_layoutmap._core.errors import MeshError, ProcessError
 
-_ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
-_PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
-_PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+_VARIABLES = "KERAS_DISTRIBUTION_"
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -69,39 +67,39 @@ def initialize(
     MPI, Kubernetes). A second call without arguments does nothing. Unlike Keras's it
     sets no seed.
 
-    JAX ends processes that wait for `initialization_timeout` seconds (300 by default)
-    for one that does not come, and `shutdown_timeout_seconds` after one has ended.
-
     Args:
         job_addresses: `"host:port"` of process 0, or of all processes, separated by
             commas, that of process 0 first.
         num_processes: the number of processes.
         process_id: the number of this process, from 0.
-        **options: further arguments of `jax.distributed.initialize`, such as these.
+        **options: further arguments of `jax.distributed.initialize`, such as
+            `initialization_timeout`: how many seconds (300 by default) processes wait
+            for one that does not come, before JAX ends them.
 
     Example:
-        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
-
-        >>> import flax_layoutmap as flm
-        >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
-        Traceback (most recent call last):
-        ...
-        flax_layoutmap.errors.ProcessError: ...
+        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere, in process 1:
+        `flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=1)`.
 
     Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
     """
     given = (job_addresses, num_processes, process_id)
     if jax.distributed.is_initialized() and given == (None, None, None) and not options:
         return
-    listed = job_addresses or os.environ.get(_ADDRESSES) or ""
+    listed = job_addresses or os.environ.get(f"{_VARIABLES}JOB_ADDRESSES", "")
     addresses = [address.strip() for address in listed.split(",") if address.strip()]
     coordinator = addresses[0] if addresses else None
     try:
-        count = _number(num_processes, _PROCESSES)
-        number = _number(process_id, _PROCESS)
+        count = _number(num_processes, "NUM_PROCESSES")
+        number = _number(process_id, "PROCESS_ID")
         if count is None and len(addresses) > 1:
             count = len(addresses)
-        _check(addresses, count, number)
+        # What JAX would only notice after a wait, or not at all.
+        if coordinator and not coordinator.rpartition(":")[2].isdigit():
+            raise ValueError(f'an address is "host:port", got {coordinator!r}')
+        if len(addresses) > 1 and count != len(addresses):
+            raise ValueError(f"{len(addresses)} addresses for {count} processes")
+        if count is not None and number is not None and not 0 <= number < count:
+            raise ValueError(f"process_id is {number}, not one of 0 to {count - 1}")
         jax.distributed.initialize(coordinator, count, number, **options)
     except (ValueError, RuntimeError) as error:
         raise ProcessError(
@@ -114,15 +112,5 @@ def initialize(
 
 
 def _number(given: int | None, variable: str) -> int | None:
-    text = os.environ.get(variable)
+    text = os.environ.get(_VARIABLES + variable)
     return int(text) if given is None and text is not None else given
-
-
-def _check(addresses: list[str], count: int | None, number: int | None) -> None:
-    """Raise ValueError for what JAX would only notice after a wait, or not at all."""
-    if addresses and not addresses[0].rpartition(":")[2].isdigit():
-        raise ValueError(f'an address is "host:port", got {addresses[0]!r}')
-    if len(addresses) > 1 and count != len(addresses):
-        raise ValueError(f"there are {len(addresses)} addresses for {count} processes")
-    if count is not None and number is not None and not 0 <= number < count:
-        raise ValueError(f"process_id is {number}, but must be from 0 to {count - 1}")

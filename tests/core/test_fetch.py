@@ -113,7 +113,7 @@ def test_check_layout(mesh: flm.DeviceMesh) -> None:
 
 
 class Plain(linen.meta.AxisMetadata[Any]):
-    """A box of one's own, with no more than Flax asks for."""
+    """A box that has no more than reading it needs."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -121,29 +121,22 @@ class Plain(linen.meta.AxisMetadata[Any]):
     def unbox(self) -> Any:
         return self.held
 
-    def replace_boxed(self, val: Any) -> "Plain":
-        return Plain(val)
-
-    def add_axis(self, index: int, params: Any) -> "Plain":
-        return self
-
-    def remove_axis(self, index: int, params: Any) -> "Plain":
-        return self
+    replace_boxed = add_axis = remove_axis = None  # type: ignore[assignment]
 
 
 def boxes(x: Any, mesh: Any) -> list[Any]:
     """Boxes whose own `unbox` moves the array to `data`, and others."""
     box: Any = linen.Partitioned
     logical: Any = linen.LogicallyPartitioned
-    one = box(x, names=("data", None), mesh=mesh)
+    moving = box(x, names=("data", None), mesh=mesh)
     return [
-        one,
+        moving,
         box(x, names=("data", None)),
-        box(one, names=("model", None), mesh=mesh),
+        box(moving, names=("model", None), mesh=mesh),
         logical(x, names=("rows", None), mesh=mesh, rules=(("rows", "data"),)),
-        nnx.Param(one),
+        nnx.Param(moving),
         Plain(x),
-        Plain(one),
+        Plain(moving),
     ]
 
 

@@ -1,5 +1,6 @@
 """Private or moved names of JAX: each still behaves as expected."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,3 +79,33 @@ def test_values_of_a_loop_are_told() -> None:
     jax.make_jaxpr(in_loops)(1.0)
     assert found[0] is False and len(found) >= 5 and all(found[1:])
     assert not internals.is_in_a_loop(jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", ["run", "stop"])
+def test_a_patch_may_end_while_another_begins_or_ends(name: str) -> None:
+    """As the garbage collector ends blocks that an interrupt abandoned."""
+
+    class Restores(type):
+        def __setattr__(cls, key: str, value: Any) -> None:
+            while abandoned:
+                abandoned.pop().close()
+            super().__setattr__(key, value)
+
+    class Owner(metaclass=Restores):
+        def run(self) -> str:
+            return "run"
+
+        def stop(self) -> str:
+            return "stop"
+
+    def block() -> Iterator[None]:
+        with internals.patched(Owner, name, lambda plain: lambda self: "abandoned"):
+            yield
+
+    abandoned: list[Any] = []
+    plain, first = dict(vars(Owner)), block()
+    next(first)
+    abandoned.append(first)
+    with internals.patched(Owner, "run", lambda plain: lambda self: "wrapped"):
+        assert Owner().run() == "wrapped" and Owner().stop() == "stop"
+    assert dict(vars(Owner)) == plain and not internals._PATCHED

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.axes import clash, normal_spec
+from flax_layoutmap._core.axes import normal_spec
 
 P = PartitionSpec
 
@@ -20,20 +19,14 @@ P = PartitionSpec
         ((None, "model"), (4, 8), P(None, "model")),
         ((("data", "model"), None), (16, 3), P(("data", "model"))),
         ((["model", "data"],), (16,), P(("model", "data"))),
-        ((("data",), ()), (4, 8), P("data")),
         ((..., "model"), (3, 5, 8), P(None, None, "model")),
-        ((..., None, "model"), (4, 8), P(None, "model")),
         (("data", ...), (4,), P("data")),
         (("data", ..., "model"), (4, 3, 3, 8), P("data", None, None, "model")),
         ((), (4, 8), P()),
         (None, (4, 8), P()),
-        ((None, None), (4, 8), P()),
         (P("data"), (4, 8), P("data")),
         (P("data", None), (4, 8, 2), P("data")),
-        (P(None, "model"), (4, 8, 2), P(None, "model")),
-        (P(("data",), None), (4, 8), P("data")),
         (P(), (), P()),
-        (None, (), P()),
         (("data", None), (0, 3), P("data")),
     ],
 )
@@ -83,12 +76,9 @@ def test_from_a_named_sharding(mesh: flm.DeviceMesh) -> None:
 
 
 def test_on_another_mesh(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout(("data", "model"), abstract_mesh)
-    assert layout.on(mesh) == flm.TensorLayout(("data", "model"), mesh)
-    assert layout.on(abstract_mesh) is layout
-    assert layout.on(None) == flm.TensorLayout(("data", "model"))
-    replicated = flm.TensorLayout(None, memory_kind="pinned_host")
-    assert replicated.on(mesh).memory_kind == "pinned_host"
+    layout = flm.TensorLayout(("data", "model"), abstract_mesh, memory_kind="device")
+    moved = flm.TensorLayout(("data", "model"), mesh, memory_kind="device")
+    assert layout.on(mesh) == moved and layout.on(abstract_mesh) is layout
     # Axes without a mesh are checked when it comes.
     for bare in (layout, layout.on(None), flm.TensorLayout(("model",))):
         with pytest.raises(flm.errors.RuleError, match="has no such axis"):
@@ -118,19 +108,18 @@ def test_repr_can_be_read_back(abstract_mesh: flm.DeviceMesh) -> None:
     ],
 )
 def test_bad_axes(axes: Any, message: str, mesh: flm.DeviceMesh) -> None:
-    axes = axes() if callable(axes) else axes
     with pytest.raises(flm.errors.RuleError) as caught:
         flm.TensorLayout(axes, mesh)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 8, 2), ()])
-def test_a_tuple_names_every_dim(shape: tuple[int, ...], mesh: flm.DeviceMesh) -> None:
+def test_a_tuple_names_every_dim(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout(("data", "model"), mesh)
-    with pytest.raises(flm.LayoutError, match=f"2 dims, the array has {len(shape)}"):
-        layout.shard_shape(shape)
-    with pytest.raises(flm.LayoutError, match=f"2 dims, the array has {len(shape)}"):
-        layout.sharding(len(shape))
+    for shape in ((4,), (4, 8, 2), ()):
+        with pytest.raises(
+            flm.LayoutError, match=f"2 dims, the array has {len(shape)}"
+        ):
+            layout.shard_shape(shape)
 
 
 def test_an_ellipsis_before_a_sharded_dim_needs_the_rank() -> None:
@@ -148,25 +137,18 @@ def test_indivisible(mesh: flm.DeviceMesh) -> None:
     )
     with pytest.raises(flm.LayoutError, match=r"'data' \(2\) × 'model' \(4\), 8 tog"):
         flm.TensorLayout((("data", "model"),), mesh).shard_shape((12,))
-    assert clash(0, 3, ("a",), {"a": 2}) == (
-        "dim 0 of size 3 does not divide by mesh axis 'a' of size 2"
-    )
 
 
 @pytest.mark.parametrize("axes", [None, (), [], (...,), (..., None)], ids=str)
 def test_what_says_replicated(axes: Any, abstract_mesh: flm.DeviceMesh) -> None:
-    """All are one layout; `(None, None)` is for two dims."""
-    layout = flm.TensorLayout(axes)
-    assert layout == flm.TensorLayout(None) and str(layout) == "replicated"
+    """All are one layout, of any rank; `(None, None)` is for two dims."""
+    layout = flm.TensorLayout(axes, abstract_mesh)
+    assert layout == flm.TensorLayout(None, abstract_mesh)
+    assert str(layout) == "replicated"
     assert layout.is_replicated and layout.rank is None
-    shapes = {"s": (), "v": (3,), "m": (3, 5)}
-    for shape in shapes.values():
-        assert layout.on(abstract_mesh).shard_shape(shape) == shape
-        assert layout.spec(len(shape)) == P()
-    tree = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
-    layout_map = flm.LayoutMap.from_rules([(".", axes)], abstract_mesh)
-    assert all(leaf.layout.is_replicated for leaf in layout_map.resolve(tree))
-    assert flm.TensorLayout((None, None)).rank == 2
-    two = flm.LayoutMap.from_rules([(".", (None, None))], abstract_mesh)
-    with pytest.raises(flm.errors.ResolveError, match="has 2 dims, the leaf has 1"):
-        two.resolve(tree)
+    for shape in ((), (3,), (3, 5)):
+        assert layout.shard_shape(shape) == shape
+    two = flm.TensorLayout((None, None), abstract_mesh)
+    assert two.is_replicated and two.rank == 2
+    with pytest.raises(flm.LayoutError, match="has 2 dims, the array has 1"):
+        two.shard_shape((3,))

@@ -15,12 +15,9 @@ NAMES = ("data", "model")
 
 
 def test_keras_constructor(mesh: flm.DeviceMesh) -> None:
-    assert mesh.shape == (2, 4)
-    assert mesh.axis_names == NAMES
-    assert mesh.axis_sizes == {"data": 2, "model": 4}
-    assert mesh.size == 8
-    assert not mesh.is_abstract
-    assert mesh.devices.shape == (2, 4)
+    assert mesh.shape == mesh.devices.shape == (2, 4)
+    assert (mesh.axis_names, mesh.axis_sizes) == (NAMES, {"data": 2, "model": 4})
+    assert mesh.size == 8 and not mesh.is_abstract
     assert set(mesh.devices.flat) == set(jax.devices())
     assert mesh.jax_mesh is mesh.backend_mesh
 
@@ -54,16 +51,18 @@ def test_one_axis_and_abstract_meshes() -> None:
 
 
 def test_existing_meshes_are_taken_as_they_are(mesh: flm.DeviceMesh) -> None:
-    explicit = Mesh(
-        np.array(jax.devices()).reshape(4, 2),
-        NAMES,
-        axis_types=(AxisType.Explicit,) * 2,
-    )
+    types = (AxisType.Explicit,) * 2
+    explicit = Mesh(np.array(jax.devices()).reshape(4, 2), NAMES, axis_types=types)
     assert flm.DeviceMesh(explicit).jax_mesh is explicit
-    assert flm.DeviceMesh(explicit).axis_types == (AxisType.Explicit,) * 2
-    assert flm.DeviceMesh(mesh) == mesh
-    planned = AbstractMesh((4,), ("x",))
-    assert flm.DeviceMesh(planned).is_abstract
+    assert flm.DeviceMesh(mesh) == mesh == as_mesh(mesh.jax_mesh)
+    assert flm.DeviceMesh(AbstractMesh((4,), ("x",))).is_abstract
+    both = AbstractMesh((2, 4), NAMES, axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(flm.errors.MeshError, match="make it with axes of one type"):
+        flm.DeviceMesh(both)
+    more: Any
+    for more in ({"axis_names": NAMES}, {"devices": [1]}, {"axis_types": "explicit"}):
+        with pytest.raises(flm.errors.MeshError, match="takes an existing mesh as it"):
+            flm.DeviceMesh(mesh, **more)
 
 
 def test_a_subset_of_the_devices_in_the_given_order() -> None:
@@ -86,7 +85,7 @@ def test_axes_are_auto_unless_said_otherwise() -> None:
 def test_equality_and_hash(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) -> None:
     assert mesh == flm.DeviceMesh((2, 4), NAMES)
     assert hash(mesh) == hash(flm.DeviceMesh((2, 4), NAMES))
-    different = [
+    assert mesh not in [
         abstract_mesh,
         flm.DeviceMesh((4, 2), NAMES),
         flm.DeviceMesh((2, 4), ("data", "x")),
@@ -94,7 +93,6 @@ def test_equality_and_hash(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) 
         flm.DeviceMesh((2, 4), NAMES, devices=jax.devices()[::-1]),
         mesh.jax_mesh,
     ]
-    assert [mesh == other for other in different] == [False] * 6
 
 
 def test_immutable(mesh: flm.DeviceMesh) -> None:
@@ -114,16 +112,6 @@ def test_pickles_with_and_without_devices(
         assert again.is_abstract == made.is_abstract
     again = pickle.loads(pickle.dumps(backwards))
     assert list(again.devices.flat) == jax.devices()[::-1]
-
-
-def test_devices_that_are_not_here_are_not_unpickled(mesh: flm.DeviceMesh) -> None:
-    make, (shape, names, types, devices) = mesh.__reduce__()
-    assert make(shape, names, types, devices) == mesh
-    elsewhere = [*devices[:-1], "cpu:99"]
-    with pytest.raises(
-        flm.errors.MeshError, match="there are no devices cpu:99; this job"
-    ):
-        make(shape, names, types, elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -156,40 +144,16 @@ def test_bad_shapes(arguments: tuple[Any, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "message"),
-    [
-        (None, "got None"),
-        (3, "got 3"),
-        (AxisType.Manual, "got Manual"),
-        (("auto", None), "got ('auto', None)"),
-        (("auto", "explicit"), "one type for all axes"),
-    ],
+    "kinds", [None, 3, AxisType.Manual, ("auto", None), ("auto", "explicit"), ()]
 )
-def test_bad_axis_types(kinds: Any, message: str) -> None:
+def test_bad_axis_types(kinds: Any) -> None:
     with pytest.raises(flm.errors.MeshError) as caught:
         flm.DeviceMesh((2, 4), NAMES, axis_types=kinds)
-    assert message in str(caught.value)
-
-
-def test_axes_of_both_types_are_refused() -> None:
-    types = (AxisType.Auto, AxisType.Explicit)
-    with pytest.raises(flm.errors.MeshError, match="make it with axes of one type"):
-        flm.DeviceMesh(AbstractMesh((2, 4), NAMES, axis_types=types))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"axis_names": NAMES}, {"devices": ["cpu:0"]}, {"axis_types": "explicit"}],
-    ids=str,
-)
-def test_a_mesh_takes_no_more_arguments(more: Any, mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.errors.MeshError, match="takes an existing mesh as it is"):
-        flm.DeviceMesh(mesh, **more)
+    assert f"one type for all axes, got {kinds!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("thing", [3, (2, 4), jax.sharding.PartitionSpec("data")])
 def test_not_a_mesh(thing: Any, mesh: flm.DeviceMesh) -> None:
     assert as_mesh(None) is None and as_mesh(mesh) is mesh
-    assert as_mesh(mesh.jax_mesh) == mesh
     with pytest.raises(flm.errors.MeshError, match="not a mesh"):
         as_mesh(thing)

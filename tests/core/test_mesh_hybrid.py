@@ -84,8 +84,6 @@ def test_sizes_that_do_not_fit(ici: Any, dcn: Any, devices: Any, text: str) -> N
 
 
 def test_several_slices_are_for_hybrid() -> None:
-    with pytest.raises(flm.errors.MeshError, match="use flm.DeviceMesh.hybrid") as e:
+    text = "(?s)the mesh x=8: .* use.flm.DeviceMesh.hybrid for several slices"
+    with pytest.raises(flm.errors.MeshError, match=text):
         one_slice_grid((8,), ("x",), chips(2, 4), False)
-    assert "the mesh x=8: " in str(e.value) and isinstance(
-        e.value.__cause__, ValueError
-    )
