@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._rules.files import write_whole
+from flax_layoutmap._rules import files
 from flax_layoutmap._show import terminal
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap.draw import _arrays, _model, _svg, _text
@@ -57,7 +57,7 @@ class Drawing:
         make = {".svg": self.svg, ".html": self.html}.get(Path(path).suffix)
         if make is None:
             raise LayoutError(f"a picture is saved as .svg or .html, got {str(path)!r}")
-        write_whole(path, make().encode())
+        files.write_whole(path, make().encode())
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the picture; of several processes the first does, without a file."""

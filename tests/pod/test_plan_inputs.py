@@ -309,7 +309,6 @@ SMALL = NamedSharding(jax_mesh_of(flm.DeviceMesh.abstract(MESH)), P("data"))
 OWN = jax.ShapeDtypeStruct((6, 16), jnp.float32, sharding=SMALL)
 MODEL: Any = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 EXPLICIT = flm.DeviceMesh.abstract(MESH, axis_types="explicit")
-ELSEWHERE = flm.TensorLayout(("data", None), flm.DeviceMesh.abstract("data=8"))
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(mesh=None),
@@ -326,16 +325,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         flm.errors.MeshError,
         'not a topology: None; write "v5p:4x4x4" (chips along each dim) or an '
         'accelerator type, "v5p-128"',
-    ),
-    (
-        planned(
-            lambda p, x: flm.distribute_tensor(x @ p["up"], ELSEWHERE),
-            mesh="data=16,model=4",
-        ),
-        flm.errors.MeshError,
-        "distribute_tensor of a traced array (512, 32) to DeviceMesh('data=8', "
-        "abstract): inside jit and vmap an array stays on its devices, here 64; call "
-        "distribute_tensor outside, or pass axes without a mesh",
     ),
     (
         planned(calls_back),
