@@ -1,4 +1,4 @@
-"""Training loops in several processes: preempted, resumed."""
+"""Training loops in several processes: preempted, resumed, killed; safetensors."""
 
 import signal
 import time
@@ -10,6 +10,8 @@ import forks
 import numpy as np
 import pytest
 from multiprocess import launch, trains
+from multiprocess.safetensors_parts import tensors
+from safetensors.numpy import load_file
 
 import flax_layoutmap as flm
 
@@ -81,3 +83,78 @@ def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path: Path) -> N
         assert one.answer["preempted"] and one.answer["saved"] == [0, step]
         assert one.answer["steps"] == [0, step]
     assert_values(alone(tmp_path), step)
+
+
+# ---------------------------------------- one of four processes is killed
+
+# JAX ends a job in which a process has not been heard of for this long.
+HEARTBEAT_SECONDS = 10
+
+
+# Phase → what the others say; in a step that is a note to the error of JAX's runtime.
+SAID = {
+    "step": "start all of them again; the latest step saved in",
+    "save": "could not reach the other processes before saving",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", SAID)
+def test_killed_in(phase: str, tmp_path: Path) -> None:
+    ended = launch.run(
+        "phases",
+        str(tmp_path),
+        phase,
+        processes=4,
+        devices=2,
+        timeout=90,  # none of them had to be killed
+        check=False,
+        heartbeat=HEARTBEAT_SECONDS,
+    )
+    assert ended[2].code == -signal.SIGKILL
+    for process in (0, 1, 3):
+        one = ended[process]
+        assert one.code != 0
+        if one.answer is None:  # JAX itself ended the process, with its own words
+            assert "coordination" in one.err.lower(), str(one)
+        else:
+            assert SAID[phase] in one.answer, str(one)
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["kernel"] = (None, "model")
+    run = flm.checkpoint.Checkpointer(tmp_path, layout_map=layout_map)
+    assert run.steps == [1]
+    restored: Any = run.restore()
+    assert np.isfinite(np.asarray(restored["model"]["kernel"])).all()
+
+
+# ---------------------------------------- safetensors
+
+
+@pytest.mark.parametrize(
+    "job_part",
+    [
+        "safetensors_parts-2",
+        pytest.param("safetensors_parts-4", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
+def test_each_process_reads_its_shards_and_process_0_writes(
+    job_part: launch.Part,
+) -> None:
+    for name in ("columns", "layers"):
+        found: dict[str, np.ndarray] = {}
+        for file in sorted((job_part.folder / name).glob("*.safetensors")):
+            found |= load_file(file)
+        assert len(list((job_part.folder / name).iterdir())) == 3
+        assert found.keys() == {"h.0.w", "h.1.w"}
+        for held, value in found.items():
+            np.testing.assert_array_equal(value, tensors()[held])
+    for number, process in enumerate(job_part.ended):
+        said = process.answer["problems"]
+        assert "ProcessError" in said["other rules"]
+        assert "differs from process 0 in its leaves" in said["other rules"]
+        assert "nowhere" in said["another place"]
+        text = "No space left on device" if number == 0 else "process 0 failed"
+        assert said["full"].startswith("CheckpointError: cannot save to")
+        assert text in said["full"]
+    assert not list((job_part.folder / "full").iterdir())
