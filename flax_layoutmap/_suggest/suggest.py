@@ -43,19 +43,12 @@ _SECONDS_EACH = 2e-6  # of each collective, whatever its size
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """Rules that were tried, and the report of a step with them.
+    """Rules that were tried, and the report of a step with them."""
 
-    Attributes:
-        name: what each axis does (`"data over fsdp"`), or `"the rules given"`.
-        layout_map: the rules.
-        plan: the report of `flm.pod.plan`.
-        limit_bytes: what a device may hold.
-    """
-
-    name: str
+    name: str  # what each axis does (`"data over fsdp"`), or `GIVEN`
     layout_map: LayoutMap
     plan: PodReport
-    limit_bytes: int
+    limit_bytes: int  # that a device may hold
 
     @property
     def seconds(self) -> float:
@@ -220,8 +213,7 @@ def suggest(
 
     Raises:
         LayoutError: the step cannot be lowered, or has no state.
-        MeshError: there is no mesh, it has one device or Explicit axes, or it does not
-            fill the topology.
+        MeshError: the mesh has one device or Explicit axes.
 
     Example:
         >>> import jax, jax.numpy as jnp, flax_layoutmap as flm

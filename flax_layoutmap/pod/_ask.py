@@ -52,21 +52,13 @@ class Code:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of the child.
+    """The answer of the child."""
 
-    Attributes:
-        program: the partitioned or final program; None if it does not fit.
-        given: the program before XLA changed it.
-        memory: bytes on one device that libtpu allocates: "temporary", and "allocated"
-            for all.
-        too_large: bytes needed and available, if the program does not fit.
-        warnings: of the library.
-    """
-
-    program: str | None
-    given: str
+    program: str | None  # partitioned or final; None if it does not fit
+    given: str  # before XLA changed it
+    # Bytes on one device that libtpu allocates: "temporary", and "allocated" for all.
     memory: Mapping[str, int]
-    too_large: tuple[int, int] | None
+    too_large: tuple[int, int] | None  # bytes needed and available, if it does not fit
     warnings: tuple[str, ...]
 
 
@@ -80,12 +72,7 @@ def ask(
 ) -> Answer:
     """Ask libtpu, or without a topology XLA's partitioner, about a program.
 
-    Args:
-        code: the program.
-        sizes: name of each mesh axis → its size.
-        topology: the slices of the mesh, to ask libtpu.
-        timeout: seconds after which LayoutError is raised.
-        options: of libtpu's compiler.
+    `sizes` are those of the mesh axes; LayoutError is raised after `timeout` seconds.
     """
     request: dict[str, Any] = {
         "topology": None,
@@ -107,19 +94,13 @@ def ask(
     else:
         request["devices"] = devices
         asked = _Asked("XLA's partitioner", f"{devices:,} devices", timeout, None)
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="flax_layoutmap_", ignore_cleanup_errors=True
-        ) as folder:
-            path = Path(folder)
-            (path / "module.mlirbc").write_bytes(code.bytecode)
-            (path / "request.json").write_text(json.dumps(request), encoding="utf-8")
-            return asked.answer_of(path, *_run(path, timeout))
-    except OSError as error:
-        raise LayoutError(
-            f"{asked.who} cannot work in the temporary folder: {error}; make room, or "
-            "set TMPDIR to a folder with more"
-        ) from error
+    with tempfile.TemporaryDirectory(
+        prefix="flax_layoutmap_", ignore_cleanup_errors=True
+    ) as folder:
+        path = Path(folder)
+        (path / "module.mlirbc").write_bytes(code.bytecode)
+        (path / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        return asked.answer_of(path, *_run(path, timeout))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,10 +18,8 @@ import functools
 import json
 import os
 import re
-import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ _ALLOCATION = re.compile(
 
 
 def main(folder: Path) -> None:
-    threading.Thread(target=_end_with_the_parent, args=[folder], daemon=True).start()
     sys.excepthook = functools.partial(_fail, folder)
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     (_partition if request["topology"] is None else _compile)(folder, request)
@@ -175,15 +172,6 @@ def _end(folder: Path, answer: dict[str, Any]) -> None:
     _write(folder / "result.json", json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)
-
-
-def _end_with_the_parent(folder: Path) -> None:
-    """Exit when the parent process is gone."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:

@@ -175,18 +175,11 @@ def _of_mesh(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """The communication of a compiled program.
+    """The communication of a compiled program."""
 
-    Attributes:
-        collectives: one for each operation and call of its computation; several if it
-            was merged from operations of several leaves.
-        unread: lines that could not be read, and loops of unknown length.
-        notes: warnings about the counts.
-    """
-
-    collectives: tuple[Collective, ...]
-    unread: tuple[str, ...]
-    notes: tuple[str, ...]
+    collectives: tuple[Collective, ...]  # of each operation in each call
+    unread: tuple[str, ...]  # lines that could not be read, loops of unknown length
+    notes: tuple[str, ...]  # warnings about the counts
 
 
 def read_program(
@@ -205,11 +198,10 @@ def read_program(
         program: what `compiled.as_text()` gives, or a dump of the optimised program.
         sizes: name of each mesh axis → its size.
         slices: number of slices, over which the first axes go.
-        paths: path of each argument of the program.
-        results: position of a result → path of the leaf that it updates, which the sums
-            that it is computed from get; of several results the first counts.
-        parameters: positions of the arguments that are parameters.
-        new_parameters: positions of the results that are.
+        paths: path of each argument.
+        results: result → path of the leaf that it updates; the first ones count.
+        parameters: the arguments that are parameters.
+        new_parameters: the results that are.
     """
     module = split(program) if isinstance(program, str) else program
     shape = tuple(sizes.values())

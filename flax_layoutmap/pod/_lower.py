@@ -16,13 +16,18 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
 from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._step.arguments import NUMBERS, Argument, spans
 from flax_layoutmap._step.inputs import split_leaf
 from flax_layoutmap._step.jit import Jitted, jit
 from flax_layoutmap._step.shardings import avals_of, is_on_host
 from flax_layoutmap._step.trace import mesh_context
 from flax_layoutmap.pod._topologies import Topology, split_over_slices
+
+# Arrays of fewer bytes are not worth a warning.
+MANY_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,36 +42,15 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step, lowered for a mesh without devices.
-
-    Attributes:
-        name: of the step.
-        program: the `jax.stages.Lowered`.
-        leaves: one for each argument of the program, in order.
-        updates: position of a result → that of the argument in the same place of an
-            equal tree: its new value, or its gradient.
-        constants: shape and bytes of each array that the step closes over.
-        notes: warnings about the arguments.
-    """
+    """A step, lowered for a mesh without devices."""
 
     name: str
-    program: Any
-    leaves: list[Leaf]
+    program: Any  # the `jax.stages.Lowered`
+    leaves: list[Leaf]  # one for each argument of the program, in order
+    # Position of a result → that of the argument in the same place of an equal tree:
+    # its new value, or its gradient.
     updates: dict[int, int]
-    constants: list[tuple[tuple[int, ...], int]]
-    notes: tuple[str, ...] = ()
-
-    def state(self) -> list[tuple[int, int]]:
-        """The updates of parameters, then those of optimizer state.
-
-        In this order a sum that both are computed from counts as the parameter's.
-        """
-        return [
-            (result, at)
-            for role in ("parameter", "optimizer")
-            for result, at in self.updates.items()
-            if self.leaves[at].role == role
-        ]
+    notes: list[str]  # warnings about the arguments
 
 
 # ------------------------------------------------------------------ rules and mesh
@@ -220,14 +204,12 @@ def _lower_step(
     count = len(jax.tree.leaves(new))
     updates |= {count + at: leaf for at, leaf in same_trees(result, arguments).items()}
     every = _leaves_of(arguments, set(program.donated), avals)
-    constants = {id(array): array for array in traced.jaxpr.consts}
     return Lowered(
         job.name,
         lowered,
         [every[at] for at in kept],
         {result: place[leaf] for result, leaf in updates.items() if leaf in place},
-        [(tuple(np.shape(x)), int(x.nbytes)) for x in constants.values()],
-        notes=_notes_of(arguments, rules),
+        [*_notes_of(arguments, rules), *_closed_over(traced, job.name)],
     )
 
 
@@ -356,21 +338,29 @@ def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
     return updates
 
 
-def _notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:
+def _notes_of(arguments: Sequence[Argument], rules: RuleSet) -> Iterator[str]:
     """A warning where all arguments, also what seems to be state, are data."""
     if any(each.is_state for each in arguments) or len(arguments) < 2:
-        return ()
+        return
     containers = [each.name for each in arguments if each.is_container and each.leaves]
-    if containers:
-        return (
-            f"no rule shards a leaf of {', '.join(containers)}, so every argument is "
-            "taken for data and split over the batch axes; name the state: "
-            f'donate_argnames="{containers[0]}"',
+    names = containers or [each.name for each in arguments]
+    if containers or rules.rules:
+        yield (
+            f"no rule shards a leaf of {', '.join(names)}, so every argument is taken "
+            "for data and split over the batch axes; name the state: "
+            f'donate_argnames="{names[0]}"; a bare array has no path, so wrap it: '
+            f'{{"w": w}}'
         )
-    if not rules.rules:
-        return ()
-    name = arguments[0].name
-    return (
-        "no rule applies, as every argument is a bare array, which has no path. Wrap "
-        f'it: {{"{name}": {name}}}',
-    )
+
+
+def _closed_over(traced: Any, name: str) -> Iterator[str]:
+    """A warning about the arrays that a traced function closes over."""
+    constants = {id(array): array for array in traced.jaxpr.consts}.values()
+    large = [array for array in constants if array.nbytes >= MANY_BYTES]
+    if large:
+        shapes = ", ".join(show_shape(np.shape(array)) for array in large[:4])
+        size = human_bytes(sum(array.nbytes for array in large))
+        yield (
+            f"{name} closes over arrays ({shapes}; {size}): constants of the program, "
+            "which every device holds in full; pass them as arguments"
+        )

@@ -10,14 +10,19 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap.pod._ask import Answer, ask, check_libtpu, has_libtpu
 from flax_layoutmap.pod._flops import flops_of
 from flax_layoutmap.pod._hlo import Program, read_program
 from flax_layoutmap.pod._hlo_text import Array, Module, split
-from flax_layoutmap.pod._lower import Leaf, Lowered, lower_step, rules_and_mesh
+from flax_layoutmap.pod._lower import (
+    MANY_BYTES,
+    Leaf,
+    Lowered,
+    lower_step,
+    rules_and_mesh,
+)
 from flax_layoutmap.pod._partitioner import code_of, code_to_partition, merge
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._report_text import Collective, Engine, Memory, axes_text
@@ -29,8 +34,6 @@ from flax_layoutmap.pod._topologies import (
 
 _ENGINES = ("libtpu", "partitioner")
 _ROLES = ("parameter", "optimizer", "data", "other")
-# Constants, and state that is not donated, of fewer bytes are not worth a warning.
-_MANY_BYTES = 1 << 20
 
 
 def plan(
@@ -78,10 +81,7 @@ def plan(
     Raises:
         LayoutError: the step calls back into Python, or has no rules; there is no such
             engine; XLA or libtpu refuses the step, dies, or does not finish in time.
-        MeshError: there is no mesh, or it does not fill the topology, or its first
-            axes do not go over the slices.
-        RuleError: a rule names an axis that the mesh does not have.
-        ResolveError: the arguments do not fit the rules on this mesh.
+        MeshError: the mesh does not lie on the topology.
 
     Example:
         >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
@@ -230,14 +230,17 @@ class _Plan:
         """The collectives, with the paths of the step's leaves."""
         leaves, updates = self.lowered.leaves, self.lowered.updates
         parameters = {n for n, leaf in enumerate(leaves) if leaf.role == "parameter"}
+        new = [r for r, at in updates.items() if at in parameters]
+        # A sum that both are computed from counts as the parameter's.
+        new_state = [r for r, at in updates.items() if leaves[at].role == "optimizer"]
         return read_program(
             module,
             self.mesh.axis_sizes,
             slices=1 if self.topology is None else self.topology.slices,
             paths=[leaf.path for leaf in leaves],
-            results={r: leaves[at].path for r, at in self.lowered.state()},
+            results={r: leaves[updates[r]].path for r in (*new, *new_state)},
             parameters=parameters,
-            new_parameters=[r for r, at in updates.items() if at in parameters],
+            new_parameters=new,
         )
 
 
@@ -322,19 +325,11 @@ def _warned(
 def _warnings_of(lowered: Lowered, shards: Sequence[Array]) -> Iterator[str]:
     """The warnings about arguments, of which a device has the `shards`."""
     yield from lowered.notes
-    large = [each for each in lowered.constants if each[1] >= _MANY_BYTES]
-    if large:
-        shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
-        size = human_bytes(sum(size for _, size in large))
-        yield (
-            f"{lowered.name} closes over arrays ({shapes}; {size}): constants of the "
-            "program, which every device holds in full; pass them as arguments"
-        )
     leaves = lowered.leaves
     kept = [at for at in lowered.updates.values() if not leaves[at].is_donated]
     kept = [at for at in kept if leaves[at].role != "data"]
     held = sum(shards[at].bytes for at in kept)
-    if held >= _MANY_BYTES:
+    if held >= MANY_BYTES:
         yield (
             f"state that is not donated, such as {leaves[kept[0]].path}: where the "
             "results are its new values, old and new are held at the same time, "

@@ -109,9 +109,6 @@ class PodReport(Shown):
         Args:
             axis: over this mesh axis only.
             kind: by collectives of this kind only.
-
-        Raises:
-            LayoutError: there is no such axis or kind.
         """
         self._check(axis, kind)
         return sum(
@@ -143,7 +140,6 @@ class PodReport(Shown):
         Raises:
             AssertionError: other kinds run over it, or one of them does not; or
                 `report.unread` is not empty.
-            LayoutError: there is no such axis or kind.
         """
         wanted = {kinds} if isinstance(kinds, str) else set(kinds)
         for kind in (None, *wanted):
@@ -183,9 +179,8 @@ class PodReport(Shown):
             allow_unread: as for `expect`.
 
         Raises:
-            AssertionError: there is one; all are listed. Or `report.unread` is not
-                empty.
-            LayoutError: nothing is forbidden, or there is no such axis, kind or leaf.
+            AssertionError: there is one, or `report.unread` is not empty.
+            LayoutError: no leaf matches the path, so that nothing would be forbidden.
         """
         given = {"path": path, "kind": kind, "axis": axis}
         what = ", ".join(f"{key}={value!r}" for key, value in given.items() if value)

@@ -314,9 +314,6 @@ def comparison(first: Report, second: Report) -> str:
     reports = (first, second)
     figures: dict[str, list[int]] = {
         "at rest": [report.memory.at_rest_bytes for report in reports],
-        "at rest in host memory": [
-            sum(report.memory.host_at_rest.values()) for report in reports
-        ],
         "operations": [report.flops_per_device for report in reports],
     }
     for at, report in enumerate(reports):

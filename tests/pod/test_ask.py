@@ -6,9 +6,6 @@ import importlib.metadata
 import json
 import os
 import runpy
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -220,47 +217,6 @@ def ends(process: int) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-ORPHAN = """
-import runpy, sys, threading, time
-from pathlib import Path
-folder = Path(sys.argv[2])
-ends = runpy.run_path(sys.argv[1])["_end_with_the_parent"]
-threading.Thread(target=ends, args=[folder], daemon=True).start()
-time.sleep(0.2)
-(folder / "started").touch()
-time.sleep(600)
-"""
-PARENT = """
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
-print(child.pid, flush=True)
-while not os.path.exists(sys.argv[3] + "/started"):
-    time.sleep(0.02)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_child_whose_parent_is_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "work"
-    folder.mkdir()
-    command = [sys.executable, "-c", PARENT, ORPHAN, str(CHILD), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        if not ends(child):
-            os.kill(child, signal.SIGKILL)
-            raise AssertionError("it goes on without its parent")
-    assert parent.wait() == -signal.SIGKILL
-    assert not folder.exists()
-
-
-def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
-    text = refused()
-    assert text.startswith("libtpu cannot work in the temporary folder: ")
-    assert text.endswith("; make room, or set TMPDIR to a folder with more")
 
 
 def test_the_child_imports_nothing_of_the_package() -> None:

@@ -42,7 +42,8 @@ def test_rules_that_shard_nothing_make_everything_data() -> None:
     report = plan(sgd, PARAMS, X, layout_map=rules(upp=(None, "model")))
     assert report.warnings == (
         "no rule shards a leaf of params, so every argument is taken for data and "
-        'split over the batch axes; name the state: donate_argnames="params"',
+        'split over the batch axes; name the state: donate_argnames="params"; a bare '
+        'array has no path, so wrap it: {"w": w}',
     )
 
 
@@ -51,6 +52,7 @@ def test_a_rule_for_a_bare_array(wrap: Any) -> None:
     step = wrap(lambda w, x: x @ w)
     (warning,) = plan(step, SQUARE["w"], X, layout_map=rules(**ROWS)).warnings
     assert warning == (
-        "no rule applies, as every argument is a bare array, which has no path. Wrap "
-        'it: {"w": w}'
+        "no rule shards a leaf of w, x, so every argument is taken for data and split "
+        'over the batch axes; name the state: donate_argnames="w"; a bare array has no '
+        'path, so wrap it: {"w": w}'
     )
