@@ -258,12 +258,6 @@ def _may_be_over(collective: Collective, axis: str) -> bool:
 
 def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
     """Those of a kind and axes that send at least so many bytes together in a step."""
-    alike: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for collective in some:
-        alike.setdefault((collective.kind, collective.axes), []).append(collective)
-    return [
-        collective
-        for members in alike.values()
-        if sum(member.wire_bytes_per_step for member in members) >= small_bytes
-        for collective in members
-    ]
+    some = list(some)
+    sums = _report_text.sums_by(some, lambda each: (each.kind, each.axes))
+    return [each for each in some if sums[each.kind, each.axes][2] >= small_bytes]

@@ -2,8 +2,7 @@
 
 import collections
 import dataclasses
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from flax_layoutmap._core.errors import visible
@@ -156,15 +155,23 @@ def title(report: Report) -> str:
 # ------------------------------------------------------------------------- tables
 
 
+def sums_by(
+    collectives: Iterable[Collective], key: Callable[[Collective], Any]
+) -> dict[Any, tuple[int, int, int]]:
+    """Key → executions, payload and bytes sent in a step of the collectives with it."""
+    sums: dict[Any, tuple[int, int, int]] = {}
+    for each in collectives:
+        times, payload, sent = sums.get(key(each), (0, 0, 0))
+        payload, sent = payload + each.bytes_per_step, sent + each.wire_bytes_per_step
+        sums[key(each)] = times + each.executions, payload, sent
+    return sums
+
+
 def _by_axis(report: Report) -> Grid:
     """One row per axes and kind, the most bytes first."""
-    sums: dict[tuple[str, str], list[int]] = {}
+    sums = sums_by(report.collectives, lambda each: (axes_text(each), each.kind))
     by_axes: collections.Counter[str] = collections.Counter()
-    for collective in report.collectives:
-        axes, sent = axes_text(collective), collective.wire_bytes_per_step
-        row = sums.setdefault((axes, collective.kind), [0, 0, 0])
-        more = collective.executions, collective.bytes_per_step, sent
-        row[:] = map(operator.add, row, more)
+    for (axes, _), (_, _, sent) in sums.items():
         by_axes[axes] += sent
     order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
     rows, bounds = [], dict(report.seconds_bound)
@@ -209,16 +216,13 @@ class Row(NamedTuple):
 
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
     """One row per path, source, kind and axes; layers are folded."""
-    sums: dict[tuple[str, str, str, str], list[int]] = {}
-    for collective in collectives:
-        axes, source = axes_text(collective), collective.source or ""
-        key = (collective.path or "-", axes, collective.kind, source)
-        row = sums.setdefault(key, [0, 0])
-        row[0] += collective.executions
-        row[1] += collective.wire_bytes_per_step
+    sums = sums_by(
+        collectives,
+        lambda c: (c.path or "-", axes_text(c), c.kind, c.source or ""),
+    )
     alike: dict[tuple[Any, ...], list[str]] = {}
-    for (path, *rest), row in sums.items():
-        alike.setdefault((*rest, *row), []).append(path)
+    for (path, *rest), (times, _, sent) in sums.items():
+        alike.setdefault((*rest, times, sent), []).append(path)
     rows = []
     for (axes, kind, source, times, sent), paths in alike.items():
         for some in fold(paths, [0] * len(paths)):
@@ -317,9 +321,9 @@ def comparison(first: Report, second: Report) -> str:
         "operations": [report.flops_per_device for report in reports],
     }
     for at, report in enumerate(reports):
-        for each in report.collectives:
-            row = figures.setdefault(f"{axes_text(each)} {each.kind}", [0, 0])
-            row[at] += each.wire_bytes_per_step
+        by_kind = sums_by(report.collectives, lambda c: f"{axes_text(c)} {c.kind}")
+        for name, (_, _, sent) in by_kind.items():
+            figures.setdefault(name, [0, 0])[at] = sent
     figures["all collectives"] = [report.wire_bytes() for report in reports]
     rows = []
     for name, (before, after) in figures.items():
