@@ -41,10 +41,6 @@ def assert_covers(
         max_replicated: share (0 to 1) of the bytes that every device may hold in full.
         ignore: as for `flm.lint`: codes, and patterns of paths.
 
-    Raises:
-        AssertionError: something is wrong; the message lists all of it, by mesh.
-        LayoutError: an entry of `meshes` is not a mesh, or the list is empty.
-
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap.from_rules({"up/kernel": (None, "model")})
@@ -101,8 +97,8 @@ def _problems(
 def write_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
     """Write a Resolution to a golden file, kept beside the code for review.
 
-    The file is JSON: the mesh, the rules, totals, and one line per leaf, sorted by
-    path; the same on every machine. Missing folders are made.
+    It is JSON: the mesh, the rules, totals, and one line per leaf, sorted by path; the
+    same on every machine.
 
     Example:
         >>> import tempfile, flax_layoutmap as flm
@@ -117,13 +113,7 @@ def write_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
 def assert_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
     """Assert that a Resolution equals the file that `write_golden` wrote.
 
-    Compared are the mesh, the rules, and of each leaf shape, dtype, layout, the rule or
-    reason that decided, and fallbacks.
-
-    Raises:
-        AssertionError: something differs, or there is no such file: the text has what
-            moved, what that costs, and how to accept it.
-        LayoutError: the file was not written by `write_golden`.
+    The AssertionError has what moved, what that costs, and how to accept it.
 
     Example:
         >>> import tempfile, flax_layoutmap as flm
