@@ -114,8 +114,6 @@ def main() -> None:
     kept += [(old, (MATCH, MATCH)) for old in SPECS[:4]]
     # An axis that would be used twice ends the process in TensorFlow 2.21.
     kept = [pair for pair in kept if not clashes(*pair)]
-    other_rank = attempt(lambda: lay(("x",), lay(("x", U))))
-    indivisible = attempt(lambda: lay(("x", U), np.ones((6, 8), np.float32)))
     found = {
         "transitions": [[*pair, transition(*pair)] for pair in pairs],
         "match": [[*pair, matched(*pair)] for pair in kept],
@@ -123,10 +121,6 @@ def main() -> None:
         "gradients": [[*pair, gradients(*pair)] for pair in some],
         "like_gradients": [[*pair, like_gradient(*pair)] for pair in some[:4]],
         "pack": [[spec, packed(spec)] for spec in SPECS],
-        "refused": {
-            "other rank": other_rank is None,
-            "indivisible": indivisible is None,
-        },
     }
     lines = [f'  "{key}": {json.dumps(value)}' for key, value in found.items()]
     path = Path(__file__).parent / "relayout.json"

@@ -104,11 +104,3 @@ def test_pack_and_unpack() -> None:
         # DTensor takes replicas that differ; here that has to be asked for.
         whole = flm.dtensor.pack(pieces, layout, check=False)
         assert (list(whole.shape), parts(whole)) == (shape, found), spec
-
-
-def test_what_is_refused() -> None:
-    assert GOLDEN["refused"] == {"other rank": True, "indivisible": True}
-    with pytest.raises(flm.LayoutError):
-        lay(["x"])
-    with pytest.raises(flm.LayoutError):
-        lay(["x", "unsharded"], np.ones((6, 8)))
