@@ -142,8 +142,9 @@ class _KnownCall:
         self._data = _arrays([raw[at] for at in data])
         self._held = _arrays([leaves[at] for at in held])
         self.watch = _Watch([a.value for a in objects], variables, forget)
-        order = sorted(range(len(leaves)), key=[*data, *held].__getitem__)
-        self._in_order: Any = operator.itemgetter(*order) if order[1:] else list
+        order = sorted(range(len(leaves)), key=[*held, *data].__getitem__)
+        is_sorted = order == [*range(len(order))]
+        self._in_order: Any = list if is_sorted else operator.itemgetter(*order)
         self._written: list[Any] = []  # references to what the Variables held after it
 
     def inputs(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any]] | None:
@@ -162,7 +163,7 @@ class _KnownCall:
         is_written = bool(self._written) and all(map(operator.is_, held, last))
         if not is_written and _arrays(held) != self._held:
             return None
-        leaves = self._in_order([*data, *held])
+        leaves = self._in_order([*held, *data])
         if self._moves:
             leaves = list(leaves)
             for at, where in self._moves:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from helpers import needs_libtpu
 
 import flax_layoutmap as flm
@@ -149,16 +149,6 @@ def close(found: Any, expected: Any) -> None:
 PARAMS = {"w": np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)}
 
 
-def of_linen() -> Any:
-    model: Any = linen.Dense(8)
-    variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
-
-    def loss_fn(variables: Any, batch: Any) -> Any:
-        return ((model.apply(variables, batch["x"]) - batch["y"]) ** 2).mean()
-
-    return loss_fn, (variables, batch_of()), {}
-
-
 def of_several_arguments() -> Any:
     def loss_fn(one: Any, batch: Any, *others: Any) -> Any:
         return linear(one, batch) + linear(others[0], batch)
@@ -187,7 +177,6 @@ def of_settings() -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        of_linen,
         of_several_arguments,
         of_a_filter_and_a_teacher,
         of_settings,
@@ -227,19 +216,6 @@ def test_several_arguments_with_rows_are_named() -> None:
     close(found, jax.value_and_grad(loss_fn)(*args))
     with pytest.raises(flm.LayoutError, match=r"\['batch', 'frozen', 'weights'\]"):
         gradients(layout_map, loss_fn, *args, steps=2)
-
-
-def test_aux_of_every_micro_batch() -> None:
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss = linear(params, batch)
-        return loss, {"loss": loss, "rows": len(batch["x"])}
-
-    found = gradients(
-        rules("data=8"), loss_fn, PARAMS, batch_of(), steps=4, has_aux=True
-    )
-    (loss, aux), _ = found
-    assert aux["loss"].shape == (32,) and aux["rows"].tolist() == [2] * 32
-    close(aux["loss"].mean(), loss)
 
 
 def test_rules_for_activations_and_names_leave_the_axis_out() -> None:

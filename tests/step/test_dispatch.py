@@ -195,21 +195,3 @@ def test_what_was_done_to_values_is_an_error(
     with pytest.raises(Exception, match="trace level"):
         jax.jit(lambda x: jitted(model, x))(X)
     jitted(model, X)
-
-
-def test_the_function_runs_once_for_each_program(layout_map: flm.LayoutMap) -> None:
-    ran: list[int] = []
-
-    def counted(model: Any, x: Any) -> Any:
-        ran.append(1)
-        return step(model, x)
-
-    model = layout_map.place(Model())
-    jitted = flm.jit(counted, layout_map=layout_map, donate_argnames="model")
-    jitted.lower(model, X)
-    assert jitted.eval_shape(model, X).shape == X.shape
-    for _ in range(4):
-        jitted(model, X)
-    assert len(ran) == jitted._cache_size() == 1
-    jitted(model, X[:4])
-    assert len(ran) == jitted._cache_size() == 2

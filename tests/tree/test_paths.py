@@ -35,7 +35,7 @@ def paths(tree: Any) -> list[str]:
 
 def sections(tree: Any) -> list[tuple[str, str, list[str]]]:
     flat = flatten(tree)
-    return [(s.prefix, s.role, flat.paths[s.start : s.stop]) for s in flat.sections]
+    return [(s.prefix, s.role, [*flat.paths[s.start : s.stop]]) for s in flat.sections]
 
 
 class Block(nnx.Module):
