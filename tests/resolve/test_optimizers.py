@@ -1,14 +1,12 @@
 """Every optimizer of the installed optax: its state has the right, stable sharding."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from optimizers import (
     AXES,
@@ -94,73 +92,6 @@ def test_three_updates_agree_and_nothing_moves(mesh: flm.DeviceMesh) -> None:
         where = jax.tree_util.keystr(path)
         assert leaf.sharding == sharding, where
         np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5, err_msg=where)
-
-
-# ------------------------------------------- rules for the state; copies in the state
-
-
-class Copied(NamedTuple):
-    """A copy of the parameters, beside the state of an optimizer."""
-
-    copy: Any
-    inner: Any
-
-
-def master_copy(inner: Any) -> Any:
-    """Mixed precision: the optimizer sees a float32 copy of bfloat16 parameters."""
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
-
-    def init(params: Any) -> Any:
-        return Copied(wide(params), inner.init(wide(params)))
-
-    return optax.GradientTransformation(init, inner.update)
-
-
-@pytest.mark.parametrize("make", [adam, TABLE["adafactor"].make])
-def test_state_over_data_while_parameters_are_not(make: Any) -> None:
-    """The report counts what a device holds of a float32 copy and of the moments."""
-    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), strict=False)
-    layout_map[".*"] = (..., "model")
-    params = {name: x for name, x in arrays().items() if name != "scale"}
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    state = jax.eval_shape(
-        lambda: TrainState.create(apply_fn=print, params=narrow, tx=master_copy(make()))
-    )
-    whole = layout_map.resolve(state).totals("optimizer").bytes_per_device
-    layout_map.optimizer["/kernel|square"] = (..., "data", "model")
-    resolution = layout_map.resolve(state)
-    held = sum(
-        math.prod(leaf.shard_shape or ()) * leaf.dtype.itemsize
-        for leaf in resolution
-        if leaf.role == "optimizer"
-    )
-    assert resolution.totals("optimizer").bytes_per_device == held < 0.7 * whole
-    for name in ("up/kernel", "square", "stack/kernel"):
-        assert "data" in resolution[f"opt_state/copy/{name}"].layout.axes
-        assert "data" not in resolution[f"params/{name}"].layout.axes
-
-
-def test_state_of_an_nnx_model_over_data(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh)
-    layout_map["kernel"] = (None, "model")
-    layout_map["bias"] = ("model",)
-    layout_map.optimizer["kernel"] = ("data", "model")
-    model = flm.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layout_map)
-    optimizer = flm.create_optimizer(model, adam(), layout_map=layout_map)
-
-    @flm.jit(layout_map=layout_map)
-    def step(model: nnx.Linear, optimizer: Any) -> None:
-        optimizer.update(model, nnx.state(model, nnx.Param))
-
-    for _ in range(3):
-        step(model, optimizer)
-        assert model.kernel.sharding.spec == jax.P(None, "model")
-        mu = optimizer.opt_state[0].mu
-        assert mu["kernel"].sharding.spec == jax.P("data", "model")
-        assert mu["bias"].sharding.spec == jax.P("model")
-    assert step._cache_size() == 1
 
 
 class WithAverage(TrainState):
