@@ -86,11 +86,10 @@ class Leaves:
         return {key: at for at, key in parameter_keys(self.flat).items()}
 
 
-def leaves_of(flat: Flat, tree: Any, treedef: Any = None) -> Leaves:
-    """Read the columns of a flattened tree; `treedef` is its structure, if known."""
-    shapes, dtypes, others = _columns(flat.leaves)
-    if treedef is None or flat.has_objects:
-        treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
+def leaves_of(flat: Flat, tree: Any) -> Leaves:
+    """Read the columns of a flattened tree."""
+    shapes, dtypes, others = columns_of(flat.leaves)
+    treedef = jax.tree.structure(plain_tree(tree) if flat.has_objects else tree)
     live = {
         at: TensorLayout(flat.leaves[at].sharding)
         for start, stop, _, role in flat.sections
@@ -135,7 +134,7 @@ def leaves_beside(params: Leaves, flat: Flat, tree: Any) -> Leaves:
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
-def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
+def columns_of(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
     """Shape and dtype of each leaf, and the leaves that are not arrays."""
     with contextlib.suppress(AttributeError):  # one of them is not an array
         columns = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), {}

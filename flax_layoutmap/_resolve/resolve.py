@@ -5,19 +5,16 @@ Each stage is a function from one frozen value to the next:
     tree → flatten → leaves_of → find_origins → decide → Resolution
 """
 
-import contextlib
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from flax_layoutmap._core.errors import RuleError, StructureError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.leaves import leaves_beside, leaves_of
+from flax_layoutmap._resolve.leaves import Leaves, columns_of, leaves_beside, leaves_of
 from flax_layoutmap._resolve.optimizer_state import find_origins, models_in
 from flax_layoutmap._resolve.resolution import Resolution, decided
 from flax_layoutmap._rules.rules import RuleSet
@@ -86,16 +83,15 @@ def resolve_tree(
     *,
     layouts: Sequence[TensorLayout] = (),
     names: Names | None = None,
-    treedef: Any = None,
 ) -> Resolution:
     """Resolve a tree, or optimizer state whose parameters are not in it.
 
     `layouts` has the current layout of each of `params`; without them the rules decide.
-    `names` and `treedef` are as for `flatten` and `leaves_of`.
+    `names` is as for `flatten`.
     """
     flat = flatten(tree, names)
     if params is None:
-        leaves = leaves_of(flat, tree, treedef)
+        leaves = leaves_of(flat, tree)
         nodes, trees = flat.nodes, models_in(flat, tree)
     else:
         leaves = leaves_beside(leaves_of(flatten(params), params), flat, tree)
@@ -115,8 +111,6 @@ def _given(params: Any) -> list[Any]:
 
 # Trees that a rule set remembers, newest first.
 _MOST_TREES = 4
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolution:
@@ -127,34 +121,32 @@ def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolut
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
         # What its Resolution is a tree of.
         names, tree = names_of_shared(tree), nnx_state(tree)
-    key, trees = _key_of(tree, names), rules._resolved
-    if key is None:
-        return resolve_tree(tree, rules, names=names)
-    for known, resolution in tuple(trees):
-        with contextlib.suppress(TypeError, ValueError):  # metadata without equality
-            if known == key:
-                return resolution
-    resolution = resolve_tree(tree, rules, names=names, treedef=key[0])
+    trees = rules._resolved
+    for known_names, resolution in tuple(trees):
+        if known_names == (names or None) and _is_alike(tree, resolution._leaves):
+            return resolution
+    resolution = resolve_tree(tree, rules, names=names)
     # Annotations depend on Flax's logical rules in context, and state of an unknown
-    # kind on the current layouts of arrays; the key has neither, and it does not tell
+    # kind on the current layouts of arrays; the columns have neither, and do not tell
     # which Variables of an NNX object are shared.
     leaves, rows = resolution._leaves, resolution._distinct.values()
-    is_known = not (leaves.flat.has_objects or leaves.flat.annotations or leaves.live)
-    if is_known and all(row.reason != "unknown optimizer state" for row in rows):
-        trees.insert(0, (key, resolution))
+    is_known = not (leaves.live or leaves.others or leaves.flat.annotations)
+    is_known &= all(row.reason != "unknown optimizer state" for row in rows)
+    if is_known and not leaves.flat.has_objects:
+        trees.insert(0, (names or None, resolution))
         del trees[_MOST_TREES:]
     return resolution
 
 
-def _key_of(tree: Any, names: Any) -> Any:
-    """What the layouts of a tree of arrays depend on; None for another tree."""
+def _is_alike(tree: Any, known: Leaves) -> bool:
+    """Whether a tree has this structure, and leaves of these shapes and dtypes."""
     try:
-        leaves, treedef = jax.tree.flatten(tree)
-    except (TypeError, ValueError):
-        return None
-    if not all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
-        return None
-    return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), names or None
+        leaves = known.treedef.flatten_up_to(tree)
+    except (TypeError, ValueError):  # another structure; metadata without equality
+        return False
+    shapes, dtypes, others = columns_of(leaves)
+    is_alike = shapes == known.shapes and dtypes == known.dtypes and not others
+    return is_alike and jax.tree_util.all_leaves(leaves)
 
 
 def rule_set_of(rules: Any, what: str) -> RuleSet:
