@@ -130,13 +130,13 @@ class Target:
 
     def by_first_name(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Leaves of a checkpoint, those of shared Variables by the target's name."""
-        renamed = {}
-        for leaf in self.flat.records:
-            first, *others = leaf.names()
-            saved = [name for name in others if name in leaves]
-            if saved and first not in leaves:
-                renamed[saved[0]] = first
-        return {renamed.get(path, path): leaf for path, leaf in leaves.items()}
+        first = {
+            other: leaf.full_path
+            for leaf in self.flat.records
+            for other in leaf.names()[1:]
+            if leaf.full_path not in leaves
+        }
+        return {first.get(path, path): leaf for path, leaf in leaves.items()}
 
     def resolve(self, rules: RuleSet, saved: Mapping[str, Origin]) -> Resolution:
         """Resolve its leaves.
@@ -195,10 +195,6 @@ class Read:
     stored: Leaf
     result: Leaf
     sharding: Any
-
-    def __str__(self) -> str:
-        spec = getattr(self.sharding, "spec", self.sharding)
-        return f"{self.stored} → {self.result}, {spec}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,6 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"
-CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
 
@@ -80,8 +79,8 @@ class CheckpointInfo:
 
     Attributes:
         path: its directory.
-        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
-            `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
+        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax"` or
+            `"safetensors"`.
         leaves: its leaves, in the order of the tree that was saved; of a plan, those
             that are read, in the order of the target.
         step: its step; None if it is not one of a directory of steps.
@@ -93,7 +92,7 @@ class CheckpointInfo:
     """
 
     path: str
-    kind: CheckpointKind
+    kind: Literal["flax_layoutmap", "orbax", "safetensors"]
     leaves: tuple[LeafInfo, ...]
     step: int | None = None
     steps: tuple[int, ...] = ()

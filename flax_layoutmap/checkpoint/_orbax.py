@@ -39,9 +39,6 @@ _CHUNK_BYTES = 16 << 20
 _CAUSE_CHARACTERS = 600
 _ADVICE = "; if a file is damaged or missing, restore another checkpoint"
 
-# A file that only the v1 API writes.
-_V1_FILE = "orbax.checkpoint"
-
 
 # Threads take turns. Orbax numbers its operations by one counter of the process: a save
 # during whose start another thread saves or loads loses track of its own directories,
@@ -154,7 +151,6 @@ class Metadata:
     tree: Any
     custom: dict[str, Any]
     item: str | None
-    is_v1: bool
 
 
 def read_metadata(
@@ -171,7 +167,7 @@ def read_metadata(
         custom = _read_custom(path)
         item = item or _item(path)
         if (tree := tree_of(custom)) is not None:
-            return Metadata(tree, custom, item, is_v1=True)
+            return Metadata(tree, custom, item)
     options = {} if item is None else {"checkpointable_name": item}
     with translated(f"cannot read the metadata of {path}", _ADVICE), v1().Context():
         read = v1().metadata(path, **options)
@@ -183,12 +179,7 @@ def read_metadata(
             "Python bool, which Orbax writes and cannot read, and Orbax has logged why"
         )
     custom = read.custom_metadata
-    return Metadata(
-        read.metadata,
-        custom if isinstance(custom, dict) else {},
-        item,
-        os.path.exists(os.path.join(path, _V1_FILE)),
-    )
+    return Metadata(read.metadata, custom if isinstance(custom, dict) else {}, item)
 
 
 def _read_custom(path: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Checkpoint locations: paths, directories of steps, and storage."""
 
-import dataclasses
 import glob
 import os
 import re
@@ -36,17 +35,8 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The directory of a checkpoint; for a step also its number and all steps there.
-
-    `item` is the folder of one of several trees in it.
-    """
-
-    path: str
-    step: int | None = None
-    steps: tuple[int, ...] = ()
-    item: str | None = None
+# The directory; of a step its number, and all steps there; the folder of one tree.
+Place = tuple[str, int | None, tuple[int, ...], str | None]
 
 
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
@@ -57,12 +47,13 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
     if is_url(path):
         if step == "latest":
             raise CheckpointError(f'step="latest" is for a disk, not {path}; name one')
-        return Place(path if step is None else f"{path.rstrip('/')}/{step}")
+        place = path if step is None else f"{path.rstrip('/')}/{step}"
+        return place, None, (), None
     above, name = os.path.split(path)
     if step is None and os.path.isfile(os.path.join(path, METADATA_FILE)):
-        return Place(path)
+        return path, None, (), None
     if step is None and name in items_in(above):
-        return Place(above, item=name)
+        return above, None, (), name
     steps = _steps_in(path)
     if not steps or (step is None and not newest):
         check_place(path)
@@ -75,7 +66,7 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
         raise CheckpointError(
             f"{path} has no step {step!r}; it has {', '.join(map(str, numbers[-9:]))}"
         )
-    return Place(os.path.join(path, steps[wanted]), int(wanted), numbers)
+    return os.path.join(path, steps[wanted]), int(wanted), numbers, None
 
 
 def items_in(path: str) -> list[str]:

@@ -148,17 +148,26 @@ class _Tensors:
         return leaves, self._unused() if is_error else []
 
     def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
-        """The maker by the first name of a leaf that has its tensors; see `_maker`."""
-        errors = []
-        for at, full_path in enumerate(leaf.names()):
-            try:
-                recipe = self._names.recipe((leaf.path, *leaf.others)[at], full_path)
-                if recipe is None:
-                    raise LookupError(UNMATCHED)
-                return _maker(recipe, shape, self._tensors)
-            except LookupError as error:
-                errors.append(error)
-        raise errors[0]
+        """The maker by the first name, of the leaf and of its tensors, that exists.
+
+        Raises LookupError if none does, ValueError if the steps do not make this shape.
+        """
+        absent, tensors = [], self._tensors
+        for path, full_path in zip(
+            (leaf.path, *leaf.others), leaf.names(), strict=True
+        ):
+            recipe = self._names.recipe(path, full_path)
+            if recipe is None:
+                absent.append(UNMATCHED)
+                continue
+            for name in recipe.names:
+                used = _with_scales(recipe, name, shape, tensors)
+                needed = used.shapes(name, shape)
+                missing = [tensor for tensor in needed if tensor not in tensors]
+                if not missing:
+                    return _Maker(used, name, {n: tensors[n] for n in needed})
+                absent.append(f"there is no tensor {missing[0]!r}")
+        raise LookupError(absent[0])
 
     def _unused(self) -> list[str]:
         """A problem for each tensor that no leaf uses."""
@@ -228,22 +237,14 @@ class _Maker:
         return ""
 
 
-def _maker(recipe: Recipe, shape: Shape, tensors: Mapping[str, Tensor]) -> _Maker:
-    """The maker by the first name that exists.
-
-    Raises LookupError if none does, ValueError if the steps do not make this shape.
-    """
-    absent = []
-    for name in recipe.names:
-        used, plain = recipe, recipe.without_scales()
-        held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
-        if not any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held):
-            used = plain
-        needed = used.shapes(name, shape)
-        absent += [tensor for tensor in needed if tensor not in tensors]
-        if tensors.keys() >= needed.keys():
-            return _Maker(used, name, {tensor: tensors[tensor] for tensor in needed})
-    raise LookupError(f"there is no tensor {absent[0]!r}")
+def _with_scales(
+    recipe: Recipe, name: str, shape: Shape, tensors: Mapping[str, Tensor]
+) -> Recipe:
+    """The recipe, without scales of float8 if no tensor is in float8."""
+    plain = recipe.without_scales()
+    held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
+    is_float8 = any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held)
+    return recipe if is_float8 else plain
 
 
 def _value(maker: _Maker, read: Read) -> Any:

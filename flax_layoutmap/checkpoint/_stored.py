@@ -172,25 +172,24 @@ def open_checkpoint(options: Options, *, newest: bool = False) -> Stored:
 
     `newest`: of a directory of steps, without `step=`, take the latest one.
     """
-    place = find(options.path, options.step, newest=newest)
-    read = _orbax.read_metadata(place.path, place.item, recorded_tree)
+    path, step, steps, item = find(options.path, options.step, newest=newest)
+    read = _orbax.read_metadata(path, item, recorded_tree)
     if options.verify is not False:
-        check_intact(read.custom, place.path)
+        check_intact(read.custom, path)
     is_ours = KEY in read.custom
     held = _orbax.leaves_of(read.tree, escaped=is_ours)
     if is_ours:
-        record = read_record(read.custom[KEY], held, place.path)
+        record = read_record(read.custom[KEY], held, path)
     else:
-        record = Record(_named(held, place.path))
+        record = Record(_named(held, path))
     if options.rename:
         leaves = _renamed(record.leaves, options.rename)
         record = dataclasses.replace(record, leaves=leaves, flat=None, origins={})
-    kind = KEY if is_ours else "orbax-v1" if read.is_v1 else "orbax-v0"
     info = CheckpointInfo(
-        path=place.path,
-        kind=kind,
-        step=place.step,
-        steps=place.steps,
+        path=path,
+        kind=KEY if is_ours else "orbax",
+        step=step,
+        steps=steps,
         leaves=(),
         metadata={key: value for key, value in read.custom.items() if key != KEY},
         **record.about,
@@ -202,20 +201,19 @@ def _renamed(
     leaves: Mapping[str, Leaf], rules: Sequence[tuple[re.Pattern[str], Any]]
 ) -> dict[str, Leaf]:
     """The leaves by new names: the first pattern found in one is replaced."""
-    new, useless = dict[str, str](), dict(rules)
+    new, useless = {path: path for path in leaves}, dict(rules)
     for path in leaves:
-        rule = next((rule for rule in rules if rule[0].search(path)), None)
-        if rule is None:
-            new[path] = path
-            continue
-        useless.pop(rule[0], None)
-        try:
-            new[path] = rule[0].sub(rule[1], path, count=1)
-        except (re.error, IndexError, TypeError) as error:
-            raise CheckpointError(
-                f"rename={rule[0].pattern!r}: {rule[1]!r} cannot replace what it finds "
-                f"in {path}: {error}"
-            ) from error
+        for pattern, by in rules:
+            if pattern.search(path):
+                useless.pop(pattern, None)
+                try:
+                    new[path] = pattern.sub(by, path, count=1)
+                except (re.error, IndexError, TypeError) as error:
+                    raise CheckpointError(
+                        f"rename={pattern.pattern!r}: {by!r} cannot replace what it "
+                        f"finds in {path}: {error}"
+                    ) from error
+                break
     for pattern in useless:
         raise CheckpointError(f"rename={without_leaf(pattern, list(leaves))}")
     names = Counter(new.values())

@@ -301,7 +301,7 @@ def test_inspect_orbax(tmp_path: Path) -> None:
     tree = {"params": {"w": array}, "n": 3, "x/y": np.ones(2)}
     v1.save(tmp_path / "a", tree, custom_metadata={"note": "mine"})
     info = inspect(tmp_path / "a")
-    assert info.kind == "orbax-v1" and info.metadata == {"note": "mine"}
+    assert info.kind == "orbax" and info.metadata == {"note": "mine"}
     found = {x.path: (x.dtype, x.bytes, x.role, x.spec) for x in info.leaves}
     assert found == {
         "params/w": ("bfloat16", 256, "parameter", PartitionSpec("data", "model")),
@@ -337,7 +337,7 @@ def test_steps_of_a_checkpoint_manager(tmp_path: Path) -> None:
     (tmp_path / "runs" / "11.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "runs" / "12").mkdir()  # nothing in it
     info = inspect(tmp_path / "runs")
-    assert (info.kind, info.step, info.steps) == ("orbax-v0", 10, (1, 2, 10))
+    assert (info.kind, info.step, info.steps) == ("orbax", 10, (1, 2, 10))
     assert "step 10 (3 of 3)" in str(info)
     assert inspect(tmp_path / "runs", step=2).step == 2
     options: dict[str, Any] = {"layout_map": rules(MESH)}
