@@ -4,11 +4,9 @@ A file is the length of its header (8 bytes, little-endian), the header (JSON: n
 dtype, shape, first and last byte), and the numbers. Large checkpoints are several files
 and `model.safetensors.index.json`, which lists each file's tensors.
 
-The package `safetensors` does not read float8 to NumPy (0.8.0), and does not give the
-place of a tensor in its file. The tests compare with it.
-
-A tensor is a NumPy array of mapped memory, and an operation on it a `Lazy`, which turns
-a box of its result into boxes of its inputs.
+The package `safetensors` does not give the place of a tensor in its file, nor float8 to
+NumPy (0.8.0). A tensor is a NumPy array of mapped memory, and an operation on it a
+`Lazy`, which turns a box of its result into boxes of its inputs.
 """
 
 import dataclasses
@@ -24,23 +22,19 @@ import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
-from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._places import absolute, is_url
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    **{"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2")},
     "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
-    **{
-        f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}")
-        for kind in "IU"
-        for n in (8, 4, 2, 1)
-    },
-    **{"BOOL": np.dtype("?"), "C64": np.dtype("c8")},
+    **{"BOOL": np.dtype("?"), "C64": np.dtype("c8"), "F64": np.dtype("f8")},
+    **{"F32": np.dtype("f4"), "F16": np.dtype("f2")},
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (8, 4, 2, 1)},
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (8, 4, 2, 1)},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -70,27 +64,24 @@ class Tensor:
 
 
 def read_headers(where: str) -> dict[str, Tensor]:
-    """Name → tensor of a checkpoint; one error lists every problem."""
+    """Name → tensor of a checkpoint."""
     tensors: dict[str, Tensor] = {}
-    problems: list[str] = []
     try:
         files, index = _files_of(where)
-        for tensor in (t for file in files for t in _read_header(file, problems)):
+        for tensor in (tensor for file in files for tensor in _read_header(file)):
             name, file = tensor.name, tensor.file
             if index is not None and index.get(name) != os.path.basename(file):
                 continue
             if (other := tensors.setdefault(name, tensor)) is not tensor:
-                problems.append(
+                raise CheckpointError(
                     f"{file}: {other.file} has a tensor {name!r} as well; pass the "
                     "path of one of the files, or remove the other"
                 )
     except OSError as error:
         raise CheckpointError(f"cannot read {where}: {error}") from error
     for name, file in (index or {}).items():
-        if name not in tensors and not problems:
-            problems.append(f"{where}: it says that {name!r} is in {file}, wrongly")
-    if problems:
-        raise problem_list(f"cannot read {where}", problems)
+        if name not in tensors:
+            raise CheckpointError(f"{where}: {name!r} is not in {file}, as it says")
     return tensors
 
 
@@ -155,19 +146,17 @@ def _files_of_index(index: str) -> tuple[list[str], dict[str, str]]:
 # -------------------------------------------------------------------- one header
 
 
-def _read_header(file: str, problems: list[str]) -> Iterator[Tensor]:
-    """The tensors of one file; adds the problems with them to a list."""
+def _read_header(file: str) -> Iterator[Tensor]:
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         begin = 8 + length
         if begin > size:
-            problems.append(
+            raise CheckpointError(
                 f"{file}: the header is said to have {length} bytes, the file has "
                 f"{size}; it is cut off (was the download complete?), or not a "
                 "safetensors file"
             )
-            return
         entries = _parsed(stream.read(length), file)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
@@ -181,7 +170,7 @@ def _read_header(file: str, problems: list[str]) -> Iterator[Tensor]:
                 continue
         except (LookupError, TypeError, ValueError):
             pass
-        problems.append(
+        raise CheckpointError(
             f"{file}: tensor {name!r}: {str(entry)[:80]} is not a place of a tensor in "
             f"the {size - begin} bytes of data; was the file cut off?"
         )
