@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError, bullet_list, closest
+from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.records import Shape, show_shape
@@ -175,20 +176,20 @@ def pattern_pairs(option: str, given: Any) -> list[tuple[re.Pattern[str], Any]]:
         raise CheckpointError(
             f"{option}={given!r}: give a dict, or a list of pairs (pattern, value)"
         )
-    return [(_compiled(option, pattern), value) for pattern, value in pairs]
+    return [(compiled(f"{option}=", pattern), value) for pattern, value in pairs]
 
 
 def _patterns(option: str, given: Any) -> list[re.Pattern[str]]:
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    return [_compiled(option, pattern) for pattern in ([given] if is_one else given)]
+    return [compiled(f"{option}=", x) for x in ([given] if is_one else given)]
 
 
-def _compiled(option: str, pattern: Any) -> re.Pattern[str]:
+def compiled(where: str, pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise CheckpointError(
-            f"{option}=: {pattern!r} is not a regular expression: {error}"
+            f"{where}: {pattern!r} is not a regular expression: {error}"
         ) from error
 
 
@@ -300,22 +301,15 @@ def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
     if rules is not None and rules.mesh is not None and not rules.mesh.is_abstract:
         return rules.mesh
     for leaf in jax.tree.leaves(plain_tree(tree)):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        if (sharding := own_sharding(leaf)) is not None:
             return DeviceMesh(sharding.mesh)
     return None
 
 
 def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
     """Path → leaf, as a nested dict with one level for each part of the paths."""
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = (key(part) for part in path.split("/"))
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
+    keys = {tuple(map(key, path.split("/"))): leaf for path, leaf in leaves.items()}
+    return unflatten_dict(keys)
 
 
 def grouped(

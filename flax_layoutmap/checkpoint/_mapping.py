@@ -14,6 +14,7 @@ from typing import Any
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._tree.paths import Leaf, unescape
+from flax_layoutmap.checkpoint._leaves import compiled
 from flax_layoutmap.checkpoint._safetensors import Array, assembled, nothing
 from flax_layoutmap.checkpoint._steps import (
     Step,
@@ -168,9 +169,9 @@ class NameMapping:
             where = f"mapping[{number}]"
             pattern, recipe = _parsed(where, entry)
             if pattern is None:
-                self._ignored += [_compiled(where, name) for name in recipe.names]
+                self._ignored += [compiled(where, name) for name in recipe.names]
             else:
-                self._entries.append((_compiled(where, pattern), recipe))
+                self._entries.append((compiled(where, pattern), recipe))
 
     def recipe(self, path: str, full_path: str) -> Recipe | None:
         """The recipe of a leaf, by the first entry that matches, or None.
@@ -225,15 +226,6 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
     return pattern, Recipe(
         tuple(names), tuple(sorted(steps, key=lambda s: not is_scaled(s)))
     )
-
-
-def _compiled(where: str, pattern: Any) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise CheckpointError(
-            f"{where}: {pattern!r} is not a regular expression: {error}"
-        ) from error
 
 
 # ------------------------------------------------------------------ tables of families
