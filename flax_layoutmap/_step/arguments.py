@@ -41,16 +41,11 @@ _EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """An argument in a call.
+    """An argument in a call."""
 
-    `name` is that of options and messages (`batch`, `args[0]`, or a keyword of
-    `**kwargs`), `parameter` the parameter (`args`), `key` the position or the keyword
-    by which it is passed.
-    """
-
-    name: str
-    parameter: str
-    key: int | str
+    name: str  # in options and messages: `batch`, `args[0]`, a keyword of `**kwargs`
+    parameter: str  # `args`
+    key: int | str  # the position or the keyword by which it is passed
 
     def is_among(self, names: Container[str]) -> bool:
         return self.name in names or self.parameter in names
@@ -128,35 +123,20 @@ def _is_taken(node: Any) -> bool:
     return isinstance(node, Taken)
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument, taken apart.
-
-    Attributes:
-        outer: its structure, with a `Taken` for each NNX object.
-        graphdefs: the structures of these.
-        is_state: whether the rules lay it out.
-        given: the layouts that the user gives it: the entry of `in_shardings`.
-        value: as the caller passed it.
-        objects: the outermost NNX objects in it, which are updated in place.
-        raw: all leaves as the caller has them.
-        leaves: all leaves as they are passed to the compiled function: Python numbers
-            of a state are arrays, data is placed.
-    """
+    """An argument, taken apart."""
 
     slot: Slot
-    outer: Any
-    graphdefs: Sequence[Any]
-    is_state: bool
+    outer: Any  # its structure, with a `Taken` for each NNX object
+    graphdefs: Sequence[Any]  # the structures of these
+    is_state: bool  # the rules lay it out
     is_donated: bool
-    given: Any
-    value: Any
-    objects: Sequence[Any]
-    raw: Sequence[Any]
+    given: Any  # the entry of `in_shardings`, which overrides the rules
+    value: Any  # as the caller passed it
+    objects: Sequence[Any]  # the outermost NNX objects, which are updated in place
+    raw: Sequence[Any]  # all leaves as the caller has them
+    # As they are passed on: numbers of a state are arrays, data is placed.
     leaves: Sequence[Any]
 
     @property
@@ -185,6 +165,10 @@ class Argument:
         return self.treedef.unflatten(leaves)
 
     @property
+    def shapes(self) -> tuple[str, Any, Any]:
+        return self.name, self.treedef, shape_key(self.leaves)
+
+    @property
     def is_container(self) -> bool:
         return not jax.tree_util.treedef_is_leaf(self.treedef)
 
@@ -207,8 +191,10 @@ class Argument:
         """Per leaf, the Variable of an NNX object that holds it, or one like it."""
         if not self.objects:
             return [None] * len(self.leaves)
-        nodes = jax.tree.leaves(plain_tree(self.value), is_leaf=_is_variable)
-        pairs = [(node if _is_variable(node) else None, node) for node in nodes]
+        kind = nnx.Variable
+        tree = plain_tree(self.value)
+        nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+        pairs = [(node if isinstance(node, kind) else None, node) for node in nodes]
         return [owner for owner, node in pairs for _ in jax.tree.leaves(node)]
 
     @functools.cached_property
@@ -248,15 +234,6 @@ class Call:
     def table(self) -> list[tuple[Argument, int]]:
         """Per leaf, the argument that has it, and its position there."""
         return [(a, at) for a in self.arguments for at in range(len(a.leaves))]
-
-    @functools.cached_property
-    def objects(self) -> list[Any]:
-        return [node for argument in self.arguments for node in argument.objects]
-
-    @property
-    def parts(self) -> list[Any]:
-        """The Variables in these, and the arrays in no Variable."""
-        return self.graph.parts
 
 
 def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
@@ -309,7 +286,7 @@ def write(graph: Graph, leaves: Sequence[Any], besides: Container[int] = ()) -> 
         return
     values = graph.treedef.unflatten(leaves)
     for at, (part, value) in enumerate(zip(graph.parts, values, strict=True)):
-        if _is_variable(part) and at not in besides:
+        if isinstance(part, nnx.Variable) and at not in besides:
             part.set_raw_value(value)
 
 

@@ -33,7 +33,6 @@ from flax_layoutmap._step.arguments import (
     Call,
     first_four,
     is_array,
-    shape_key,
     slots_of,
     take_apart,
 )
@@ -64,44 +63,38 @@ def bind(
     )
     arguments: list[Argument] = []
     for argument in apart:
-        if not argument.is_state and rules and holds_parameters(argument, rules):
+        if argument.is_state:
+            pass
+        elif rules and argument.is_container and _is_ruled(*argument.shapes, rules):
             argument = argument.as_state()
-        elif not argument.is_state and argument.given is None:
+        elif argument.given is None:
             leaves = (place or place_data)(argument, rules)
             argument = dataclasses.replace(argument, leaves=leaves)
         arguments.append(argument)
     return Call(args, kwargs, rules, slots, static, arguments, graph)
 
 
-def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
-    """Whether an argument is a container with a leaf that a rule shards.
+@functools.lru_cache(maxsize=256)
+def _is_ruled(name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet) -> bool:
+    """Whether a rule shards a leaf of this container.
 
     Rules that replicate are ignored; otherwise a catch-all rule would turn every batch
     into state.
     """
-    if not argument.is_container:
-        return False
-    shapes = shape_key(argument.leaves)
-    return _is_ruled(argument.name, argument.treedef, shapes, rules)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_ruled(name: str, treedef: Any, shapes: tuple[Any, ...], rules: RuleSet) -> bool:
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
         flat = flatten(Roots({name: treedef.unflatten(leaves)}))
     except StructureError:
         return False  # without paths no rule can mean it
-    forms = map(flat.forms, range(len(leaves)))
-    return any(map(functools.partial(_is_sharded, rules), forms, map(len, shapes)))
-
-
-def _is_sharded(rules: RuleSet, forms: tuple[str, ...], ndim: int) -> bool:
-    layouts = [rules.rules[at].layout for at in rules.matcher.match(forms).rules]
-    fitting = [layout for layout in layouts if ndim and fits(layout, ndim)]
-    if rules.overlap != "error":
-        fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
-    return any(not layout.is_replicated for layout in fitting)
+    for at, shape in enumerate(shapes):
+        matching = rules.matcher.match(flat.forms(at)).rules
+        layouts = [rules.rules[number].layout for number in matching]
+        fitting = [x for x in layouts if shape and fits(x, len(shape))]
+        if rules.overlap != "error":
+            fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
+        if not all(layout.is_replicated for layout in fitting):
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ data
@@ -118,7 +111,7 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
             pass
         elif mesh is None:
             leaf = leaf if (own := own_sharding(leaf)) is None else put(leaf, own)
-        elif _is_committed(leaf):
+        elif is_array(leaf) and leaf.committed:
             where = _on_mesh(leaf, mesh)
             if where is None:
                 problems.append(f"{argument.label(at)} is {show_sharding(sharding)}")
@@ -231,13 +224,9 @@ def is_for(program: Program, call: Call) -> bool:
 
 
 def _is_elsewhere(leaf: Any, sharding: Any) -> bool:
-    if not _is_committed(leaf):
+    if not is_array(leaf) or not leaf.committed:
         return False
     return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def _is_committed(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.committed
 
 
 def show_sharding(sharding: Any) -> str:
@@ -245,7 +234,4 @@ def show_sharding(sharding: Any) -> str:
         kind = own_memory_kind(sharding)
         spec = show_spec(sharding.spec) + (f" {kind}" if kind else "")
         return f"{spec} on mesh {DeviceMesh(sharding.mesh)}"
-    devices = getattr(sharding, "device_set", ())
-    if len(devices) == 1:
-        return f"on the single device {next(iter(devices))}"
     return str(sharding)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.errors import LayoutError, StructureError
 from flax_layoutmap._core.jax_internals import executables_of
 from flax_layoutmap._core.processes import (
     Agreement,
@@ -24,7 +24,6 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     first_four,
-    named_objects,
     names_of,
     slots_of,
 )
@@ -41,7 +40,7 @@ from flax_layoutmap._step.program import (
     run_program,
 )
 from flax_layoutmap._step.recognise import KnownCalls
-from flax_layoutmap._step.refusals import deleted_paths, refuse_constants
+from flax_layoutmap._step.refusals import deleted_paths
 from flax_layoutmap._step.shardings import avals_of
 from flax_layoutmap._step.trace import Job, context_key, mesh_context
 from flax_layoutmap._tree.graph import Uncomparable, contents, is_hashable
@@ -68,8 +67,8 @@ def jit(
     a leaf, and donated arguments are state: they come in and go out in the layouts of
     the rules. Other arguments are data: arrays on the mesh stay as they are, those on
     the host are split over the map's `batch` axes. Objects are updated in place, as by
-    `nnx.jit`. A part of the result with the structure of an argument gets its layouts;
-    other states in it those of the rules. docs/jit.md says what makes it trace again.
+    `nnx.jit`. A part of the result with the structure of an argument gets its layouts.
+    docs/jit.md says what makes it trace again.
 
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
@@ -87,8 +86,7 @@ def jit(
             for code that gives them (`out_sharding=`, `jax.sharding.reshard`).
 
     Returns:
-        A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
-        which take the same arguments.
+        A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`.
 
     Raises:
         LayoutError: an option names no argument; or, when called, state or a batch
@@ -109,8 +107,7 @@ def jit(
         >>> float(loss), tuple(params["kernel"].sharding.spec)
         (256.0, (None, 'model'))
 
-    Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
-    split state.
+    Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)`.
     """
     if not isinstance(in_shardings, Mapping | None):
         raise LayoutError(
@@ -255,8 +252,13 @@ class Jitted:
             try:
                 programs = self._programs.setdefault(contents(key), [])
             except Uncomparable as error:
-                refuse_constants(named_objects(call.arguments), error)
-                raise
+                kind = type(error.args[0]).__name__
+                raise StructureError(
+                    f"an argument of {self._job.name} is or holds a {kind} as a static "
+                    "attribute, which Python can neither hash nor copy, so no call "
+                    f"could tell whether it changed: give {kind} a __hash__, or keep "
+                    "it outside of the model"
+                ) from error
         if len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return programs

@@ -22,34 +22,29 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from flax_layoutmap._core.errors import LayoutError, StructureError, warn
+from flax_layoutmap._core.errors import LayoutError, warn
 from flax_layoutmap._place.place import distribute_tensor, explicit_axes
 from flax_layoutmap._step.arguments import (
     Call,
     is_array,
     named_objects,
-    no_array,
     put_together,
     strong,
     write,
 )
 from flax_layoutmap._step.refusals import (
     check_parts,
-    named_parts,
     note_apart,
     refuse_captured,
     refuse_closures,
 )
 from flax_layoutmap._step.shardings import (
-    Known,
-    Layouts,
     abstract,
     avals_of,
     is_on_host,
     known_of,
     layouts_after,
     layouts_of,
-    pins_of,
     places_of_result,
 )
 from flax_layoutmap._step.trace import (
@@ -67,19 +62,12 @@ from flax_layoutmap._tree.graph import TAG, Graph, with_objects, without_objects
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """NNX objects after a function that has changed their structure.
+    """NNX objects after a function that has changed their structure."""
 
-    Attributes:
-        graphdefs: those of the given objects, then of new ones in the result.
-        treedef: the structure of their values.
-        sources: per leaf, its position among the arguments; None: the next output.
-        returned: where in the result the new objects are.
-    """
-
-    graphdefs: tuple[Any, ...]
-    treedef: Any
-    sources: tuple[int | None, ...]
-    returned: tuple[str, ...]
+    graphdefs: tuple[Any, ...]  # of the given objects, then of new ones in the result
+    treedef: Any  # of their values
+    sources: tuple[int | None, ...]  # per leaf: position of the input; None: an output
+    returned: tuple[str, ...]  # where in the result the new objects are
 
     def leaves(self, given: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
         rest = iter(outputs)
@@ -106,59 +94,39 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function does to its NNX objects, and its result. Holds no tracer.
+    """What a function does to its NNX objects, and its result. Holds no tracer."""
 
-    Attributes:
-        changed: numbers of the parts of NNX objects that get new values.
-        leaves: positions of the leaves of these.
-        structure: the objects afterwards if their structure changes, else None.
-        out_tree: the structure of the result.
-        returns_objects: whether NNX objects or their Variables are in it.
-    """
-
-    changed: tuple[int, ...]
-    leaves: tuple[int, ...]
-    structure: Structure | None
-    out_tree: Any
-    returns_objects: bool
+    changed: tuple[int, ...]  # numbers of the parts of objects that get new values
+    leaves: tuple[int, ...]  # positions of the leaves of these
+    structure: Structure | None  # the objects afterwards, if their structure changes
+    out_tree: Any  # the structure of the result
+    returns_objects: bool  # NNX objects or their Variables are in it
 
 
 @dataclasses.dataclass(eq=False)
 class Program:
     """The program for one structure of arguments. Holds no array of the caller.
 
-    Attributes:
-        jitted: from the leaves of all arguments to new values, and the result.
-        wanted: one sharding (or None: any) per leaf of all arguments.
-        free: positions of the leaves whose sharding no rule has decided.
-        inside: positions of the leaves in NNX objects.
-        state: positions of the leaves of state; `loose` are those in no NNX object.
-        alike: positions of donated leaves and data of one shape.
-        places: one sharding (or None: any) per output.
-        moved: after a change of structure, numbers of leaves that stay as they are and
-            get another sharding, which has to be put there.
-        shapes: abstract outputs.
-        mesh: the Explicit mesh, if it is traced as on Auto axes; or None.
-        agreed: whether the processes have compared the fingerprints.
-        misses: how many calls of it in a row were not recognised.
+    Leaves are those of all arguments, and are named by their positions.
     """
 
-    jitted: Any
-    wanted: Sequence[Any]
-    free: Sequence[int]
-    inside: Sequence[int]
+    jitted: Any  # from leaves to the new values of Variables, and the result
+    wanted: Sequence[Any]  # one sharding (or None: any) per leaf
+    free: Sequence[int]  # whose sharding no rule has decided
+    inside: Sequence[int]  # in NNX objects
     state: Sequence[int]
-    loose: Sequence[int]
+    loose: Sequence[int]  # state in no NNX object
     donated: Sequence[int]
-    alike: Sequence[int]
+    alike: Sequence[int]  # donated leaves, and data of their shapes
     outcome: Outcome
-    places: Sequence[Any]
+    places: Sequence[Any]  # one sharding (or None: any) per output
+    # After a change of structure: numbers of leaves that stay and have to be moved.
     moved: Mapping[int, Any]
-    shapes: tuple[Any, Any]
+    shapes: tuple[Any, Any]  # abstract outputs
     fingerprints: Mapping[str, Sequence[str]]
-    mesh: Any
-    agreed: bool = False
-    misses: int = 0
+    mesh: Any  # the Explicit mesh, if it is traced as on Auto axes
+    agreed: bool = False  # the processes have compared the fingerprints
+    misses: int = 0  # how many calls of it in a row were not recognised
 
     def run(self, leaves: Sequence[Any], parts: Sequence[Any]) -> tuple[Any, Any]:
         """Run it, and write the new values into these Variables; also the result.
@@ -184,10 +152,8 @@ def make_program(job: Job, call: Call) -> Program:
     if job.runs:
         refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
     before = layouts_of(call.arguments, rules)
-    known = known_of(call.arguments, before.wanted)
-    outcomes: list[Outcome] = []
-    remarks: list[str] = []
-    flat = _flat_function(job, call, before, known, outcomes, remarks.append)
+    outcomes, remarks = list[Outcome](), list[str]()
+    flat = _flat_function(job, call, before.resolution, outcomes, remarks)
     mesh = call.mesh if call.mesh and explicit_axes(call.mesh) else None
     if mesh := None if job.explicit else mesh:
         flat = on_auto_axes(flat, mesh)
@@ -199,7 +165,8 @@ def make_program(job: Job, call: Call) -> Program:
         refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (*new, result) = outcomes[-1], traced.out_info
     after, layouts = layouts_after(call, before, outcome, new)
-    results, made = places_of_result(result, job.out_shardings, known, layouts, rules)
+    known, made = known_of(call.arguments, before.wanted), layouts.resolution
+    results = places_of_result(result, job, known, rules)
     structure = outcome.structure
     sources = [None] * len(after) if structure is None else structure.sources
     pairs = list(zip(sources, after, strict=True))
@@ -254,21 +221,18 @@ def _alike(call: Call, donated: Sequence[int]) -> list[int]:
 def _flat_function(
     job: Job,
     call: Call,
-    layouts: Layouts,
-    known: Known,
+    resolution: Any,
     outcomes: list[Outcome],
-    report: Callable[[str], None],
+    remarks: list[str],
 ) -> Callable[..., Any]:
     """The user's function on the leaves of its arguments, for `jax.jit`.
 
-    Each trace of it appends to `outcomes`. It holds the structure of the arguments,
-    and none of their arrays.
+    Each trace of it adds to `outcomes` and `remarks`. It holds no arrays of arguments.
     """
     structures = [argument.structure for argument in call.arguments]
     names = [name for name, _ in named_objects(call.arguments)]
     slots, static, rules = [x for x, _ in call.slots], call.static, call.rules
-    wanted, made = layouts.wanted, layouts.resolution
-    parameters = () if made is None else tuple(made._flat.every_form())
+    parameters = () if resolution is None else tuple(resolution._flat.every_form())
     positions = [n for n, (a, at) in enumerate(call.table) if a.in_objects[at]]
 
     def flat(*leaves: Any) -> Any:
@@ -276,10 +240,10 @@ def _flat_function(
         values, objects = put_together(structures, inputs)
         graph, rest = Graph(objects), iter(values)
         given = [(x, static[x] if x in static else next(rest)) for x in slots]
-        result = call_job(job, given, rules, parameters, report)
-        outcome, new, result, made = _outcome(graph, objects, result, inputs, positions)
+        result = call_job(job, given, rules, parameters, remarks)
+        outcome, new, result = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
-            _check_after([*zip(names, objects, strict=True)], made)
+            check_parts(zip(names, objects, strict=True))
         outcomes.append(outcome)
         if outcome != outcomes[0]:
             raise LayoutError(
@@ -289,22 +253,11 @@ def _flat_function(
             )
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
-
-        def pinned(x: Any, pin: Any) -> Any:
-            return _kept(host.get(id(x), x), pin[1]) if pin[0] else x
-
-        where = [wanted[at] for at in outcome.leaves] or itertools.repeat(None)
-        results = _mapped(pinned, result, pins_of(result, known)[0])
-        return [*_mapped(_kept, new, where), results]
+        result = jax.tree.map(lambda x: host.get(id(x), x), result)
+        return jax.tree.map(strong, [*new, result])
 
     flat.__name__ = job.name
     return flat
-
-
-def _mapped(function: Callable[..., Any], tree: Any, others: Iterable[Any]) -> Any:
-    """`jax.tree.map` with a list of the others."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(function, leaves, others))
 
 
 def _on_device(leaf: Any) -> Any:
@@ -313,23 +266,14 @@ def _on_device(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device)
 
 
-def _kept(x: Any, sharding: Any) -> Any:
-    """A value of state, in the memory that it is kept in."""
-    moves = is_on_host(sharding) and not is_on_host(x)
-    return jax.device_put(strong(x), jax.memory.Space.Host) if moves else strong(x)
-
-
 def _outcome(
     before: Graph,
     objects: Sequence[Any],
     result: Any,
     inputs: Sequence[Any],
     positions: Sequence[int],
-) -> tuple[Outcome, Any, Any, list[Any]]:
-    """What a function has done to these objects.
-
-    Also the new values, its result without objects, and the new objects in it.
-    """
+) -> tuple[Outcome, Any, Any]:
+    """What a function has done to these objects, new values, result without objects."""
     after = Graph(objects)
     known = set(map(id, after.nodes))
     made = {path: node for path, node in roots_of(result) if id(node) not in known}
@@ -351,18 +295,7 @@ def _outcome(
         structure = Structure(after.graphdefs, after.treedef, sources, tuple(made))
     plain, returns = without_objects(result, after.nodes)
     outcome = Outcome(changed, leaves, structure, jax.tree.structure(plain), returns)
-    return outcome, new, plain, list(made.values())
-
-
-def _check_after(named: Sequence[tuple[str, Any]], made: Sequence[Any]) -> None:
-    check_parts(named)
-    for path, part in named_parts([*named, *(("the result", node) for node in made)]):
-        held = part.get_raw_value() if isinstance(part, nnx.Variable) else ()
-        for problem in filter(None, map(no_array, jax.tree.leaves(held))):
-            raise StructureError(
-                f"{path} holds the {problem}, which is not an array: make it a static "
-                "attribute"
-            )
+    return outcome, new, plain
 
 
 # ------------------------------------------------------------------------- running
@@ -375,6 +308,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     donated nothing of the objects.
     """
     outcome, graph = program.outcome, call.graph
+    objects = [node for _, node in named_objects(call.arguments)]
     changed = [graph.parts[at] for at in outcome.changed]
     check_level(changed)
     with mesh_context(call.rules, leaves):
@@ -383,14 +317,14 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
         for at, where in program.moved.items():
             after[at] = distribute_tensor(after[at], where)
-        return with_objects(result, outcome.structure.apply(call.objects, after))
+        return with_objects(result, outcome.structure.apply(objects, after))
     write(graph, [leaves[at] for at in program.inside], {*outcome.changed})
     kept = [leaves[at] for at in program.state] if program.donated else []
     arrays = [*jax.tree.leaves(new), *filter(is_array, kept)]
     note_apart(program, [*map(weakref.ref, arrays)], leaves, result)
     if not outcome.returns_objects:
         return result
-    return with_objects(result, Graph(call.objects).nodes)
+    return with_objects(result, Graph(objects).nodes)
 
 
 def check_level(parts: Sequence[Any]) -> None:

@@ -130,13 +130,13 @@ class _KnownCall:
         # several spellings; and each Variable has to hold one array.
         is_kind, key = jax.numpy.issubdtype, jax.dtypes.prng_key
         once = {at for at in moved if not is_kind(leaves[at].dtype, key)}
-        if once & {*program.state} or len(held) != len(call.parts):
+        if once & {*program.state} or len(held) != len(call.graph.parts):
             raise Uncomparable
         self._moves = [(at, program.wanted[at] or leaves[at].sharding) for at in moved]
         # The Variables, those that the program changes first.
         changed = program.outcome.changed
         numbers = [*changed, *sorted({*range(len(held))} - {*changed})]
-        variables = [call.parts[number] for number in numbers]
+        variables = [call.graph.parts[number] for number in numbers]
         held = [held[number] for number in numbers]
         self._changed = variables[: len(changed)]
         self._data = _arrays([raw[at] for at in data])

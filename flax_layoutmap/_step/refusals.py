@@ -26,13 +26,14 @@ from flax_layoutmap._place.place import put
 from flax_layoutmap._step.arguments import Call, first_four, is_array
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
-    constants_of,
     is_plain_variable,
     named_objects_of,
     nnx_state,
 )
-from flax_layoutmap._tree.graph import Uncomparable, contents
 from flax_layoutmap._tree.paths import Roots
+
+# What a class has for each name in `__slots__`.
+_SLOT = types.MemberDescriptorType
 
 # The name of an argument, and an outermost NNX object in it.
 Named = Iterable[tuple[str, Any]]
@@ -64,21 +65,6 @@ def check_parts(named: Named) -> None:
                     f"{path} is a {kind} with ref or hijax, which is a reference to "
                     "its value and has no layout: make it without these"
                 )
-
-
-def refuse_constants(named: Named, cause: Exception) -> None:
-    """Raise StructureError for a constant in NNX objects that cannot be compared."""
-    for path, part in named_parts(named):
-        for name, value in constants_of(part).items():
-            try:
-                contents(value)
-            except Uncomparable as error:
-                kind = type(error.args[0]).__name__
-                raise StructureError(
-                    f"{path}/{name} is or holds a {kind}, which Python can neither "
-                    "hash nor copy, so no call could tell whether it changed: "
-                    f"give {kind} a __hash__, or keep it outside of the model"
-                ) from cause
 
 
 # -------------------------------------------------------------------- closures
@@ -172,22 +158,12 @@ def _loads(
             name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
             value, part = scopes[kind[1]].get(name), after.argval
             is_part = after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            below = _attributes(value) if is_part else {}
-            yield (f"{name}.{part}", below[part]) if part in below else (name, value)
+            is_slot = isinstance(getattr(type(value), str(part), None), _SLOT)
+            if is_part and (is_slot or part in getattr(value, "__dict__", ())):
+                name, value = f"{name}.{part}", getattr(value, part, None)
+            yield name, value
     for inner in filter(inspect.iscode, code.co_consts):
         yield from _loads(inner, scopes)
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object, those in `__slots__` too."""
-    slots = [
-        name
-        for owner in type(value).__mro__
-        for name, x in vars(owner).items()
-        if isinstance(x, types.MemberDescriptorType) and hasattr(value, name)
-    ]
-    in_slots = {name: getattr(value, name) for name in slots}
-    return in_slots | getattr(value, "__dict__", {})
 
 
 # -------------------------------------------------------------------- donation

@@ -1,7 +1,7 @@
 """The in and out shardings of a program, chosen before it is compiled.
 
 State has the layouts of the rules on both sides. A result like an argument has its
-sharding; other state is laid out by the rules.
+sharding, and others are left to the compiler.
 """
 
 import dataclasses
@@ -31,17 +31,12 @@ from flax_layoutmap._step.arguments import (
     spans,
     take_apart,
 )
+from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flax_internals import is_object
-from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
+from flax_layoutmap._tree.paths import Roots
 
-# Of one leaf of the result: whether it is state, and its sharding.
-Pin = tuple[bool, Any]
-
-# Structures of arguments → what results like them get, for each such argument.
-Known = Mapping[Any, Sequence[Sequence[Pin]]]
-
-# A placeholder for such a sharding until the rules are resolved.
-BY_RULE = object()
+# Structures and shapes of arguments → the places of results like them, one for each.
+Known = Mapping[Any, Sequence[Sequence[Any]]]
 
 # The root of the result in messages; no argument can have this name.
 RESULT = "the result"
@@ -49,19 +44,11 @@ RESULT = "the result"
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts that arguments have to have.
+    """The layouts that arguments have to have."""
 
-    Attributes:
-        wanted: one sharding per leaf; None leaves it to JAX.
-        free: positions of leaves that may lie anywhere, as no rule names them.
-        trees: what the rules lay out, by name.
-        resolution: its resolution; None if there is nothing to resolve.
-    """
-
-    wanted: Sequence[Any]
-    free: Sequence[int]
-    trees: Mapping[str, Any]
-    resolution: Resolution | None
+    wanted: Sequence[Any]  # one sharding per leaf; None leaves it to JAX
+    free: Sequence[int]  # positions of leaves that no rule names
+    resolution: Resolution | None  # None if there is nothing to resolve
 
 
 def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
@@ -89,18 +76,13 @@ def layouts_of(arguments: Sequence[Argument], rules: RuleSet | None) -> Layouts:
         else:
             for leaf, owner in zip(leaves, argument.owners(), strict=True):
                 sharding, has_rule = next(by_rule)
-                if not has_rule and _may_lie_anywhere(owner):
+                if not (has_rule or isinstance(owner, nnx.Param | nnx.OptState | None)):
                     free.append(len(wanted))
                     kept = own_sharding(leaf)
                     if kept is not None and not kept.is_fully_replicated:
                         sharding = kept
                 wanted.append(sharding)
-    return Layouts(wanted, free, trees, resolution)
-
-
-def _may_lie_anywhere(owner: Any) -> bool:
-    bound = nnx.Param | nnx.OptState
-    return isinstance(owner, nnx.Variable) and not isinstance(owner, bound)
+    return Layouts(wanted, free, resolution)
 
 
 def abstract(leaves: Iterable[Any], shardings: Iterable[Any] = ()) -> list[Any]:
@@ -182,75 +164,40 @@ def layouts_after(
 
 def known_of(arguments: Sequence[Argument], wanted: Sequence[Any]) -> Known:
     """What results with the structure of an argument get; state comes first."""
-    state: dict[Any, list[list[Pin]]] = {}
-    data: dict[Any, list[list[Pin]]] = {}
+    state: dict[Any, list[list[Any]]] = {}
+    data: dict[Any, list[list[Any]]] = {}
     for argument, span in zip(arguments, spans(arguments), strict=True):
         if span and (argument.is_state or argument.is_container):
-            key = argument.treedef, shape_key(argument.leaves)
             every = zip(wanted[span.start : span.stop], argument.leaves, strict=True)
-            pins = [(argument.is_state, where or own_sharding(x)) for where, x in every]
-            (state if argument.is_state else data).setdefault(key, []).append(pins)
+            places = [where or own_sharding(x) for where, x in every]
+            known = state if argument.is_state else data
+            known.setdefault(argument.shapes[1:], []).append(places)
     return data | state
 
 
-def pins_of(result: Any, known: Known) -> tuple[list[Pin], dict[str, Any]]:
-    """Per leaf of a result: whether it is state, and its sharding, `BY_RULE` or None.
+def places_of_result(
+    result: Any, job: Job, known: Known, rules: RuleSet | None
+) -> list[Any]:
+    """Per leaf of an abstract result, its sharding; None leaves it to the compiler.
 
-    Also the states in it that are like no argument, by path. The structures that are
-    `known` are looked for from the outside in; where several arguments have one, these
-    are taken in turn.
+    The structures that are `known` are looked for from the outside in; where several
+    arguments have one, these are taken in turn.
     """
-    turns = {key: itertools.cycle(pins) for key, pins in known.items()}
-    pins: list[Pin] = []
-    made: dict[str, Any] = {}
+    turns = {key: itertools.cycle(places) for key, places in known.items()}
 
     def turn_of(node: Any) -> Any:
         leaves, treedef = jax.tree.flatten(node)
         return turns.get((treedef, shape_key(leaves)))
 
-    for keys, node in jax.tree.leaves_with_path(
-        result, is_leaf=lambda node: turn_of(node) is not None or _is_made_state(node)
-    ):
-        if (turn := turn_of(node)) is not None:
-            pins += next(turn)
-        elif _is_made_state(node):
-            made["/".join((RESULT, *(join_keys([key]) for key in keys)))] = node
-            pins += [(True, BY_RULE)] * len(jax.tree.leaves(node))
-        else:
-            pins.append((False, None))
-    return pins, made
-
-
-def _is_made_state(tree: Any) -> bool:
-    """Whether a result is a state by its type: a new one, or of another structure."""
-    return (
-        is_train_state(tree)
-        or is_optax_state(tree)
-        or isinstance(tree, nnx.State)
-        or (isinstance(tree, Mapping) and "params" in tree)
-    )
-
-
-def places_of_result(
-    result: Any, chosen: Any, known: Known, after: Layouts, rules: RuleSet | None
-) -> tuple[list[Any], Resolution | None]:
-    """Per leaf of an abstract result, its sharding or None, and the resolution.
-
-    None leaves it to the compiler; `chosen` are the user's out shardings.
-    """
     # Without the types of Explicit axes, which the rules override.
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
-    pins, made = pins_of(plain, known)
-    given: list[Any] = [None] * len(pins)
-    if chosen is not None:
-        given = broadcast(chosen, plain, rules, "out_shardings")
-    resolution, by_rule = after.resolution, itertools.repeat(None)
-    if made and rules is not None and None in given:
-        # With the arguments: optimizer state follows parameters among them.
-        resolution = resolve(Roots({**made, **after.trees}), rules)
-        by_rule = iter(resolution.sharding_list())
-    shardings = [next(by_rule) if at is BY_RULE else at for _, at in pins]
-    return [a or b for a, b in zip(given, shardings, strict=True)], resolution
+    nodes = jax.tree.leaves(plain, is_leaf=lambda node: turn_of(node) is not None)
+    each = [next(turn_of(node) or iter([[None]])) for node in nodes]
+    places = [place for some in each for place in some]
+    if job.out_shardings is None:
+        return places
+    given = broadcast(job.out_shardings, plain, rules, "out_shardings")
+    return [a or b for a, b in zip(given, places, strict=True)]
 
 
 # ------------------------------------------------------- layouts given by hand

@@ -69,25 +69,17 @@ def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A function to compile, and its options.
-
-    Attributes:
-        in_shardings: argument name → prefix tree of layouts, which override the rules.
-        out_shardings: prefix tree of layouts for the result, or None.
-        static: the arguments that are constants.
-        donated: the arguments whose buffers may be reused.
-        runs: whether its programs run; if not, no value in them can become stale.
-        explicit: whether it is traced on the Explicit axes of the mesh.
-    """
+    """A function to compile, and its options."""
 
     fun: Callable[..., Any]
     signature: inspect.Signature
+    # Layouts that override the rules: prefix trees, by argument and for the result.
     in_shardings: Mapping[str, Any]
     out_shardings: Any
-    static: frozenset[str]
-    donated: frozenset[str]
-    runs: bool = True
-    explicit: bool = False
+    static: frozenset[str]  # the arguments that are constants
+    donated: frozenset[str]  # the arguments whose buffers may be reused
+    runs: bool = True  # if not, no value in its programs can become stale
+    explicit: bool = False  # whether it is traced on the Explicit axes of the mesh
 
     @property
     def name(self) -> str:
@@ -99,15 +91,15 @@ def call_job(
     given: Sequence[tuple[Slot, Any]],
     rules: RuleSet | None,
     parameters: Iterable[str],
-    report: Callable[[str], None],
+    remarks: list[str],
 ) -> Any:
     """Call the user's function with its rules in force, also those of activations.
 
-    `parameters` are the paths of parameters among the arguments, in all their forms,
-    for rules `…/output`; `report` gets the warnings about rules that matched nothing.
+    `parameters` are the paths of parameters among the arguments, in all their forms;
+    warnings about rules are added to `remarks`.
     """
     roots = [root for _, value in given for root in roots_of(value)]
-    with using_rules(rules), activated(rules, roots, parameters, report):
+    with using_rules(rules), activated(rules, roots, parameters, remarks.append):
         result = call_with(job.fun, given)
         for _, node in roots_of(result):
             forget_path(node)

@@ -54,15 +54,6 @@ def assert_model_lies(model: Any, mesh: flm.DeviceMesh) -> None:
         assert_lies(leaf, DIMS[path] if path in DIMS else ((),) * leaf.ndim, mesh)
 
 
-def assert_optimizer_lies(optimizer: Any, mesh: flm.DeviceMesh) -> None:
-    count = 0
-    for path, leaf in leaves_of(nnx.state(optimizer)).items():
-        found = [dims for key, dims in DIMS.items() if path.endswith(f"u/{key}")]
-        count += len(found)
-        assert_lies(leaf, found[0] if found else ((),) * leaf.ndim, mesh)
-    assert count == 6
-
-
 def counted(function: Callable[..., Any]) -> Any:
     """The function, which counts how often it is traced."""
 
@@ -84,31 +75,6 @@ def refuses(error: type[Exception], text: str) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------ training
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_drifts(kind: str) -> None:
-    """Values are compared in `test_explicit.py` and `test_jit_machine.py`."""
-    mesh = grid(kind)
-    layout_map = rules(mesh)
-    function = counted(train)
-    step = flm.jit(
-        function, layout_map=layout_map, donate_argnames=("model", "optimizer")
-    )
-    model = flm.create(make, layout_map)
-    optimizer = flm.create_optimizer(model, optax.adam(1e-2), layout_map, wrt=nnx.Param)
-    kernel, statistics = model.up.kernel, model.norm.mean
-    count = int(model.drop.rngs.count[...])
-    for number in (1, 2, 3):
-        step(model, optimizer, X, Y)
-        assert_model_lies(model, mesh)
-        assert_optimizer_lies(optimizer, mesh)
-        assert function.count == 1 and step._cache_size() == 1
-        # In place: the objects are the caller's own.
-        assert model.up.kernel is kernel and model.norm.mean is statistics
-        assert int(optimizer.step[...]) == number
-        assert int(model.drop.rngs.count[...]) == count + number
-    assert np.abs(np.asarray(model.norm.mean[...])).max() > 0
 
 
 def test_a_loop_with_placed_batches_compiles_once(mesh: flm.DeviceMesh) -> None:
@@ -224,9 +190,10 @@ def test_data_on_other_devices(mesh: flm.DeviceMesh) -> None:
     with refuses(
         flm.LayoutError,
         "1 arrays are not on the mesh of the rules, data=2,model=4:\n"
-        "  - batch/x (8,8) is on the single device "
-        f"{jax.devices()[3]}\nplace them with flm.distribute_tensor, or pass them as "
-        "NumPy arrays, which are split over the batch axes",
+        "  - batch/x (8,8) is "
+        f"{jax.sharding.SingleDeviceSharding(jax.devices()[3])}\nplace them with "
+        "flm.distribute_tensor, or pass them as NumPy arrays, which are split over the "
+        "batch axes",
     ):
         step({"x": jax.device_put(X, jax.devices()[3])})
     half = flm.DeviceMesh((4,), ("data",), devices=jax.devices()[:4])
@@ -268,7 +235,7 @@ def test_state_that_is_elsewhere(mesh: flm.DeviceMesh) -> None:
     assert text.startswith("10 arrays are not where this jit wants them:\n")
     assert (
         "  - model/up/kernel (8,16): wanted P(-, model) on mesh data=2,model=4, it is "
-        f"on the single device {device}\n" in text
+        f"{jax.sharding.SingleDeviceSharding(device)}\n" in text
     )
     assert text.endswith(
         "\nmake state with flm.create and flm.create_optimizer, or place all of it "
@@ -454,31 +421,6 @@ def test_unknown_arguments() -> None:
         flm.jit(function, static_argnames="x", donate_argnums=1)
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         flm.jit(function)(1)
-
-
-def test_in_shardings(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
-    column = NamedSharding(bare(mesh), P(None, "model"))
-    for given in (
-        column,
-        flm.TensorLayout((None, "model"), mesh),
-        flm.TensorLayout((None, "model")),
-        P(None, "model"),
-    ):
-        step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
-        assert_lies(step(X), COLUMN, mesh, X)
-        assert_lies(step(jnp.asarray(X)), COLUMN, mesh, X)
-        assert step._cache_size() == 1
-    # A prefix, with None for what stays as it is; and for state.
-    step = flm.jit(
-        lambda batch, state: (batch, state),
-        layout_map=layout_map,
-        in_shardings={"batch": {"x": column, "y": None}, "state": column},
-        donate_argnames="state",
-    )
-    batch, state = step({"x": [X, X], "y": X}, {"up": {"kernel": X}})
-    assert_lies(batch["x"][1], COLUMN, mesh, X)
-    assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
 
 
 def test_bad_in_shardings(mesh: flm.DeviceMesh) -> None:

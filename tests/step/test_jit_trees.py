@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import assert_lies, bare, grid, lies
+from shards import assert_lies, bare, grid
 from steps import BATCH, COLUMN, ROW, X
 
 import flax_layoutmap as flm
@@ -125,92 +124,6 @@ def test_old_style_keys_are_replicated() -> None:
 # ---------------------------------------------------------------- new states
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_new_states_are_laid_out_by_the_rules(kind: str) -> None:
-    mesh = grid(kind)
-    layout_map = rules(mesh)
-    dense, tx = linen.Dense(8), optax.adam(1e-3)
-
-    def train_state(key: Any) -> Any:
-        params = dense.init(key, X)["params"]
-        return TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
-
-    key = jax.random.key(0)
-
-    def update(state: Any, x: Any) -> Any:
-        def loss_of(params: Any) -> Any:
-            return state.apply_fn({"params": params}, x).sum()
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return {"state": state.apply_gradients(grads=grads), "loss": (loss, None)}
-
-    first = state = flm.jit(train_state, layout_map=layout_map)(key)
-    step = flm.jit(update, layout_map=layout_map, donate_argnames="state")
-    for count in range(3):
-        for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
-            assert_lies(tree["kernel"], COLUMN, mesh)
-            assert_lies(tree["bias"], ((),), mesh)
-        assert_lies(state.step, (), mesh, np.int32(count))
-        state = step(state, X)["state"]
-    assert type(state) is TrainState and first.params["kernel"].is_deleted()
-    assert step._cache_size() == 1
-
-    variables = flm.jit(lambda k: dense.init(k, X), layout_map=layout_map)(key)
-    assert_lies(variables["params"]["kernel"], COLUMN, mesh)
-    assert_lies(variables["params"]["bias"], ((),), mesh)
-
-    def module_state(rngs: Any) -> Any:
-        return {"state": nnx.state(nnx.Linear(8, 8, rngs=rngs)), "x": [X]}
-
-    found = flm.jit(module_state, layout_map=layout_map)(nnx.Rngs(0))
-    assert_lies(found["state"]["kernel"][...], COLUMN, mesh)
-
-    params = flm.create(make_params, layout_map)
-    opt_state = flm.jit(lambda params: tx.init(params), layout_map=layout_map)(params)
-    assert_lies(opt_state[0].mu["w"], COLUMN, mesh)
-    assert_lies(opt_state[0].mu["b"], ((),), mesh)
-
-
-def test_other_results_are_left_to_the_compiler() -> None:
-    mesh = grid()
-    layout_map = rules(mesh, strict=False)
-    step = flm.jit(lambda x: {"w": x, "loss": x.sum()}, layout_map=layout_map)
-    assert not lies(step(X)["w"], COLUMN, mesh)
-    step = flm.jit(lambda x: {"params": {"w": x}}, layout_map=layout_map)
-    assert_lies(step(X)["params"]["w"], COLUMN, mesh)
-    # Without rules there is nothing to ask.
-    assert flm.jit(lambda x: {"params": x})(X)["params"].shape == (8, 8)
-
-
-def test_new_states_that_do_not_fit() -> None:
-    mesh = grid()
-    step = flm.jit(lambda x: (0, {"params": {"w": x}}), layout_map=rules(mesh))
-    with refuses(
-        flm.errors.ResolveError,
-        "the result/1/params/w (8,6): ",
-        "dim 1 of size 6 does not",
-    ):
-        step(X[:, :6])
-    layout_map = rules(mesh, strict=False)
-    layout = flm.TensorLayout(("model", None))
-    # What the caller says himself is not asked for.
-    step = flm.jit(
-        lambda x: {"params": {"w": x}}, layout_map=layout_map, out_shardings=layout
-    )
-    assert_lies(step(X[:, :6])["params"]["w"], ROW, mesh)
-
-
-def test_rules_used_by_the_result_alone_are_used() -> None:
-    layout_map = rules(grid(), strict=True)
-    make = flm.jit(
-        lambda rngs: nnx.state(nnx.Linear(8, 8, rngs=rngs)), layout_map=layout_map
-    )
-    assert_lies(make(nnx.Rngs(0))["kernel"][...], COLUMN, grid())
-    layout_map["nowhere"] = None
-    with refuses(flm.errors.ResolveError, "strict: 1 finding", "nowhere"):
-        make(nnx.Rngs(0))
-
-
 # ---------------------------------------------------- layouts given by hand
 
 
@@ -226,6 +139,7 @@ def test_axes_are_a_layout_of_in_and_out_shardings() -> None:
             lambda x, tree: (x, tree, x),
             layout_map=layout_map,
             in_shardings={"x": axes, "tree": {"a": axes, "b": None}},
+            donate_argnames="tree",  # state is overridden, too
             out_shardings=(None, None, axes),
         )
         x, tree, last = step(X, {"a": [X, X], "b": X})

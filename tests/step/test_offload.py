@@ -127,18 +127,14 @@ def on_either(kind: str | None) -> Any:
     "call",
     [
         lambda params, loss_fn, step, x: jax.jit(step)(params, x),
-        lambda params, loss_fn, step, x: jax.jit(lambda p: step(step(p, x), x))(params),
-        lambda params, loss_fn, step, x: jax.jit(
-            lambda p: jax.lax.scan(lambda p, x: (step(p, x), None), p, x[None])[0]
-        )(params),
         lambda params, loss_fn, step, x: jax.grad(loss_fn)(params, x),
         lambda params, loss_fn, step, x: jax.jit(jax.grad(loss_fn))(params, x),
         lambda params, loss_fn, step, x: jax.vmap(loss_fn, (None, 0))(params, x[None]),
     ],
-    ids=["jit", "twice", "scan", "grad", "jit of grad", "vmap"],
+    ids=["jit", "grad", "jit of grad", "vmap"],
 )
 def test_inside_transformations_of_jax(call: Any) -> None:
-    """New state, and gradients, are in the memory of the state, as by JAX."""
+    """Gradients are in the memory of the state, as by JAX."""
     x, expected = np.ones((8, 16), np.float32), None
     for kind in (None, "device", "pinned_host"):
         found = call(*on_either(kind), x)
@@ -147,4 +143,3 @@ def test_inside_transformations_of_jax(call: Any) -> None:
             lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected
         )
         assert kinds(found) <= {kind or "device", "device"}
-    assert kinds(found) == ({"pinned_host"} if isinstance(found, dict) else {"device"})

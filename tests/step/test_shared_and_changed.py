@@ -190,6 +190,7 @@ def test_ctrl_c_at_any_line(is_known: bool) -> None:
 
     for _ in range(4):
         jitted(part, 1.0)
+    number = 0
     for number in range(1, 1000, 1 if is_known else 5):
         if not is_known:
             part.off = {"negative": True}
