@@ -149,9 +149,8 @@ class TensorLayout:
     def on(self, device_mesh: Any) -> Self:
         """Return the same axes on another mesh."""
         mesh = as_mesh(device_mesh)
-        if mesh == self.device_mesh:
-            return self
-        return self._exactly(self.axes, mesh, self.memory_kind)
+        same = mesh == self.device_mesh
+        return self if same else self._exactly(self.axes, mesh, self.memory_kind)
 
     def on_host(self) -> Self:
         """Return the same layout in host memory, `memory_kind="pinned_host"`."""
@@ -202,7 +201,7 @@ class TensorLayout:
         return (*axes[:start], *(None,) * (ndim - count), *axes[start + 1 :])
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
-        """Return the `PartitionSpec` of an array of this rank, without trailing None.
+        """Return the `PartitionSpec`, without trailing None.
 
         The rank is needed where a `...` stands before a sharded dim.
         """

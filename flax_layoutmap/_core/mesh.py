@@ -120,14 +120,13 @@ class DeviceMesh:
         """Make a mesh over several slices, which a slower network connects.
 
         The axes of `dcn` come first; an axis in both is split over the slices, then
-        within each slice. For CPUs and GPUs, each process counts as a slice.
+        within each slice. For CPUs and GPUs, each process counts as a slice. The other
+        arguments are those of `DeviceMesh`.
 
         Args:
             ici: axis → size within a slice (inter-chip interconnect), or one line,
                 `"fsdp=16,tensor=4"`; one size may be -1.
             dcn: the same over the slices (data-centre network).
-            devices: the devices; None takes all devices of all processes.
-            axis_types: as for `DeviceMesh`, as is `allow_split_physical_axes`.
 
         Example:
             >>> import flax_layoutmap as flm
@@ -154,11 +153,9 @@ class DeviceMesh:
                 some do not exist here, the mesh is abstract, with a LayoutWarning.
             dims: name and size of each axis; one size may be -1.
 
-        Example:
-            >>> import flax_layoutmap as flm
-            >>> devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3", "CPU:4", "CPU:5"]
-            >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
-            DeviceMesh('x=3,y=2')
+        >>> import flax_layoutmap as flm
+        >>> flm.DeviceMesh.from_dtensor(["CPU:0", "CPU:1"], [("x", 2), ("y", 1)])
+        DeviceMesh('x=2,y=1')
         """
         mesh = _of_devices(devices, dims)
         if mesh.is_abstract:
@@ -214,7 +211,7 @@ class DeviceMesh:
     @property
     def _flat(self) -> list[Any]:
         """The devices in row-major order; none for an abstract mesh."""
-        return list(self._mesh.devices.flat) if isinstance(self._mesh, Mesh) else []
+        return [] if self.is_abstract else list(self.devices.flat)
 
     @property
     def devices(self) -> np.ndarray:
@@ -246,8 +243,7 @@ class DeviceMesh:
         """Return whether the mesh has an axis of this name, as `name in mesh`."""
         return name in self.axis_names
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.axis_names
+    __contains__ = contains_dim
 
     @property
     def strides(self) -> list[int]:
@@ -255,7 +251,7 @@ class DeviceMesh:
         return [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
     def coords(self, device_id: int) -> tuple[int, ...]:
-        """Return the coordinates of the device with this place in the mesh, from 0."""
+        """Return the coordinates of a device, by its place in the mesh."""
         try:
             return tuple(map(int, np.unravel_index(device_id, self.shape)))
         except (TypeError, ValueError) as error:
@@ -341,9 +337,6 @@ class DeviceMesh:
             notes.append(f"axis_types={'/'.join(kinds)}")
         return f"DeviceMesh({', '.join([repr(str(self)), *notes])})"
 
-    def __copy__(self) -> "DeviceMesh":
-        return self
-
     def __deepcopy__(self, memo: Any) -> "DeviceMesh":
         return self
 
@@ -385,10 +378,7 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """A sharding for an array without a layout: over all axes that divide it.
-
-    Its axes are Auto, so that any computation may use the array.
-    """
+    """A sharding on Auto axes for an array without a layout, over all that divide."""
     auto = retyped(mesh, AxisType.Auto)
     left = list(shape)
     spec: list[tuple[str, ...]] = [()] * len(left)

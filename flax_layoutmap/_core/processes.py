@@ -77,12 +77,11 @@ class Agreement:
 
     def _tell(self, error: Exception) -> None:
         """Send an error, which is raised afterwards, to the other processes."""
-        here, text = (
-            f"process {jax.process_index()}",
-            f"{type(error).__name__}: {error}",
+        text = f"{type(error).__name__}: {error}"
+        warn(
+            f"process {jax.process_index()} failed before {self._step} and waits to "
+            f"tell the others: {text}"
         )
-        waits = f"failed before {self._step} and waits to tell the others"
-        warn(f"{here} {waits}: {text}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _exchange(self._step, {}, text)
 

@@ -213,20 +213,17 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
     """
     if rules.strict is False or not remarks:
         return
+    texts = (
+        [remark.text for remark in remarks] if rules.strict else news(rules, remarks)
+    )
+    count = "1 finding" if len(texts) == 1 else f"{len(texts)} findings"
     if rules.strict:
-        texts = [remark.text for remark in remarks]
-        raise ResolveError(f"strict: {_listed(texts)}", texts)
-    texts = news(rules, remarks)
+        raise ResolveError(f"strict: {count}\n{bullet_list(texts)}", texts)
     if texts and _is_first(rules.mesh):
         warn(
-            f"{_listed(texts, limit=10)}\n  (a rule None says that a leaf is "
-            "to be replicated; strict=False is quiet, strict=True raises)"
+            f"{count}\n{bullet_list(texts, limit=10)}\n  (a rule None says that a leaf "
+            "is to be replicated; strict=False is quiet, strict=True raises)"
         )
-
-
-def _listed(texts: Sequence[str], limit: int = 50) -> str:
-    count = "1 finding" if len(texts) == 1 else f"{len(texts)} findings"
-    return f"{count}\n{bullet_list(texts, limit=limit)}"
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:

@@ -92,8 +92,7 @@ class RuleSet:
     def matching(self, path: str) -> tuple[int, ...]:
         """Return the positions (from 0) of the parameter rules that match a path.
 
-        An exact key wins alone, unless it may be skipped (`rank="skip"`); otherwise
-        every pattern that matches is listed.
+        An exact key wins alone, unless it may be skipped (`rank="skip"`).
         """
         return self.matcher.matching(path)
 
