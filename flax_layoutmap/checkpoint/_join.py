@@ -273,7 +273,10 @@ def planned(
             lambda: {
                 "checkpoint": source.lines(),
                 "broadcast or verify": f"{options.broadcast} {options.verify}",
-                "leaves": [f"{path}: {read}" for path, read in plan.reads.items()],
+                "leaves": [
+                    f"{path}: {x.stored} {x.result} {getattr(x.sharding, 'spec', '')}"
+                    for path, x in plan.reads.items()
+                ],
             }
         )
     return source, target, plan
