@@ -53,6 +53,13 @@ class Leaf:
     def numpy_dtype(self) -> Any:
         return np.dtype(TYPES[self.kind]) if self.dtype is None else self.dtype
 
+    @property
+    def data(self) -> tuple[Shape, Any]:
+        """Shape and dtype of the array that is stored; of PRNG keys, of their data."""
+        if self.kind == "key":
+            return (*self.shape, *key_data(self.dtype)[1]), np.dtype(np.uint32)
+        return self.shape, self.numpy_dtype
+
     def bytes(self, shape: Shape | None = None) -> int:
         """Bytes of a part of this shape; of a PRNG key, of the numbers behind it."""
         shape = self.shape if shape is None else shape

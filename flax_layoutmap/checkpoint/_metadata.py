@@ -131,10 +131,11 @@ class CheckpointInfo:
             "role": [leaf.role or "" for leaf in leaves],
             "rule": [leaf.rule for leaf in leaves],
             "bytes": [human_bytes(leaf.bytes) for leaf in leaves],
+            "bytes/device": [
+                human_bytes(x.bytes_per_device) if self.bytes_per_device else ""
+                for x in leaves
+            ],
         }
-        if self.bytes_per_device:
-            size = [human_bytes(leaf.bytes_per_device) for leaf in leaves]
-            columns["bytes/device"] = size
         columns = {name: cells for name, cells in columns.items() if any(cells)}
         text = grid_of(columns).text()
         return "\n".join([text, "", *map(visible, lines)])
@@ -167,7 +168,12 @@ def to_json(
         "rules": None if rules is None else rules_to_json(rules),
         "sections": sections,
         "leaves": {path: entry for path, entry in special.items() if entry},
-        "stored": {x.path: _stored_json(x) for x in leaves if not x.is_empty},
+        # Shape and dtype of what Orbax stores; None for a Python value.
+        "stored": {
+            x.path: None if x.is_text else [list(x.data[0]), x.data[1].name]
+            for x in leaves
+            if not x.is_empty
+        },
         "random": [paths[at] for at in sorted(flat.fixed)],
         "layouts": {path: entry for path, entry in layouts.items() if entry},
     }
@@ -192,15 +198,6 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
         "dtype": leaf.dtype.name if leaf.is_empty and is_array else None,
     }
     return {key: value for key, value in entry.items() if value}
-
-
-def _stored_json(leaf: Leaf) -> list[Any] | None:
-    """Shape and dtype of the array that Orbax stores; None for a Python value."""
-    if leaf.kind == "key":
-        return [[*leaf.shape, *key_data(leaf.dtype)[1]], "uint32"]
-    if leaf.is_text:
-        return None
-    return [list(leaf.shape), leaf.numpy_dtype.name]
 
 
 def _mark_json(box: Any) -> dict[str, Any]:

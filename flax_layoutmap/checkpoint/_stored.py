@@ -127,7 +127,8 @@ class Stored:
         result = {}
         for path, read in reads.items():
             source = read.stored
-            value = _empty(source) if source.is_empty else values.pop(source.path)
+            empty = source.is_empty
+            value = np.zeros(*source.data) if empty else values.pop(source.path)
             try:
                 result[path] = _as_wanted(read, value)
             except CheckpointError as error:
@@ -262,7 +263,7 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
     """The uint32 data of PRNG keys as keys, if the target has keys."""
     target = leaf_of(stored.path, value)
     if target is not None and target.kind == "key" and stored.dtype == np.uint32:
-        if stored.shape == (*target.shape, *key_data(target.dtype)[1]):
+        if stored.shape == target.data[0]:
             return target
     return stored
 
@@ -295,12 +296,6 @@ def _orbax_target(read: Read, held: Any) -> Any:
     if read.sharding is None or not fits_jax(read.stored.numpy_dtype):
         return np.ndarray
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=read.sharding)
-
-
-def _empty(leaf: Leaf) -> Any:
-    if leaf.kind != "key":
-        return np.zeros(leaf.shape, leaf.dtype)
-    return np.zeros((*leaf.shape, *key_data(leaf.dtype)[1]), np.uint32)
 
 
 def _as_wanted(read: Read, value: Any) -> Any:
