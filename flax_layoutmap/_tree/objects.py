@@ -3,10 +3,6 @@
 What comes out of a trace is a copy. But an `__init__` may have kept `self`, in a
 registry or a method that is bound to it, or a Variable in a plain object. So the
 objects themselves get what the copies hold, and are the result.
-
-A value of the trace in a static attribute cannot leave it. Flax decides what is data
-when an attribute is set, and a traced array is not a `jax.Array` for some versions of
-it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)` becomes static.
 """
 
 from collections.abc import Sequence
@@ -108,35 +104,29 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
 # ------------------------------------------------ objects that depend on a trace
 
 
-def arrays_as_data(node: Any) -> None:
-    """Make static attributes that are traced arrays data of their NNX objects."""
-    for owner in filter(is_nnx_object, objects_of(node)):
-        for name, value in constants_of(owner).items():
-            if isinstance(value, Tracer):
-                # Bypass the class's own __setattr__, which may have effects.
-                nnx.Pytree.__setattr__(owner, name, nnx.data(value))
+def settle_constants(node: Any) -> None:
+    """Make static attributes that are traced arrays data of their NNX objects.
 
-
-def refuse_traced(node: Any) -> None:
-    """Raise where an NNX object holds a value of the trace that no array replaces."""
+    Flax decides what is data when an attribute is set, and a traced array is not a
+    `jax.Array` for 0.12.8 with jax 0.10.2. Others that hold one raise StructureError.
+    """
     refuse_references(node)
     # Those that were made here become the result themselves.
     objects = objects_of(node)
     made = {id(part) for part in objects if was_made_here(part)}
     for owner in filter(is_nnx_object, objects):
         for name, value in constants_of(owner).items():
-            held = [part for part in _flat(value) if id(part) not in made]
-            if not any(isinstance(leaf, Tracer) for leaf in leaves_in(held)):
+            if isinstance(value, Tracer):
+                # Bypass the class's own __setattr__, which may have effects.
+                nnx.Pytree.__setattr__(owner, name, nnx.data(value))
                 continue
-            fix = (
-                "set it as nnx.data(...), or keep the array in an nnx.Variable"
-                if isinstance(value, dict | list | tuple)
-                else "keep the array in an nnx.Variable or an nnx.Pytree"
-            )
-            raise StructureError(
-                f"{type(owner).__name__}.{name} is a static {type(value).__name__} "
-                f"with an array in it: {fix} of the module"
-            )
+            held = [part for part in _flat(value) if id(part) not in made]
+            if any(isinstance(leaf, Tracer) for leaf in leaves_in(held)):
+                raise StructureError(
+                    f"{type(owner).__name__}.{name} is a static {type(value).__name__} "
+                    "with an array in it: set it as nnx.data(...), or keep the array "
+                    "in an nnx.Variable of the module"
+                )
 
 
 def refuse_references(node: Any) -> None:

@@ -34,12 +34,11 @@ from flax_layoutmap._tree.flax_internals import (
 from flax_layoutmap._tree.graph import Names, names_of_shared
 from flax_layoutmap._tree.objects import (
     adopt,
-    arrays_as_data,
     has_mixed_keys,
     originals_of,
     reference_error,
     refuse_references,
-    refuse_traced,
+    settle_constants,
     unfit,
 )
 
@@ -144,8 +143,7 @@ def trace(
         result = make(*new_args, **new_kwargs)
         made = [x for x in jax.tree.leaves(result, is_leaf=is_object) if is_object(x)]
         for node in made:
-            arrays_as_data(node)
-            refuse_traced(node)
+            settle_constants(node)
         states, after = jax.tree.flatten(_states_after(kept, before))
         if own_objects:
             _refuse_others(made)
