@@ -1,8 +1,8 @@
 """create and create_optimizer: models and optimizers initialized in their shards.
 
-The constructor is traced once, without values; then every leaf is computed in its
-shards. No device holds a full copy of a parameter that a rule shards, except during
-operations that XLA does not partition (QR, a sort).
+The constructor is traced once; then every leaf is computed in its shards. No device
+holds a full copy of a parameter that a rule shards, except during operations that XLA
+does not partition (QR, a sort).
 """
 
 import inspect
@@ -68,10 +68,9 @@ def create(
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
         MeshError: the rules have no mesh, or one without devices.
         RuleError: `layout_map` is not a map of rules.
-        StructureError: `make` is not a plain function, reads values of arrays, or
-            returns None or something that JAX cannot hold in an array.
-        ProcessError: the processes have different rules, meshes, models, seeds or
-            constants. (What a callback on the host returns is not compared.)
+        StructureError: `make` is not a function, reads values of arrays, or returns
+            something that JAX cannot hold in an array.
+        ProcessError: the processes have different rules, models, seeds or constants.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -141,8 +140,7 @@ def create_optimizer(
         ResolveError: the state does not fit the optimizer rules.
         RuleError: there is no layout map; or an optimizer rule names an axis that the
             model's mesh lacks.
-        StructureError: `tx` is not an optax transformation, `model` holds something
-            that is not an array, or `wrt` selects nothing.
+        StructureError: `tx` is not an optax transformation, or `wrt` selects nothing.
         ProcessError: the processes were given different models or transformations.
 
     Example:

