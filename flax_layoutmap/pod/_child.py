@@ -1,19 +1,17 @@
-"""The child process of `flm.pod.plan` and `compile`, which runs XLA on one program.
+"""The child process of `flm.pod.plan`, which runs XLA on one program.
 
-It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
-only jaxlib or, for libtpu, JAX. libtpu may end the process at any moment. The folder
-has `request.json` and `module.mlirbc`; the answer is in `program.txt`, `given.txt` and,
-last and atomically, `result.json`.
+It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package, as
+libtpu may end the process at any moment. The folder has `request.json` and
+`module.mlirbc`; the answer is in `program.txt`, `given.txt` and, last and atomically,
+`result.json`.
 
 The module goes to the compiler by the client's own interface, the one place where the
 package uses `jaxlib`: `jax.export` would lose what is donated, and needs `flatbuffers`.
 
 Nearly all of a compile is code generation. XLA writes its programs to files before
-that, so the process ends when the one that is wanted is there: the partitioned program,
-or the final program of libtpu and its buffers.
+that, so the process ends when the one that is wanted is there.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -61,8 +59,8 @@ def _partition(folder: Path, request: dict[str, Any]) -> None:
     build.device_assignment = made.device_assignment
     code = (folder / "module.mlirbc").read_bytes()
     partitioned = functools.partial(_partitioned, devices=len(devices))
-    with _answering_early(folder, {}, partitioned):
-        client.compile_and_load(code, xla_client.DeviceList(tuple(devices)), made)
+    given = code, xla_client.DeviceList(tuple(devices)), made
+    _answer_early(folder, {}, partitioned, lambda: client.compile_and_load(*given))
 
 
 def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
@@ -95,8 +93,8 @@ def _compile(folder: Path, request: dict[str, Any]) -> None:
     ids = np.array([[device.id for device in devices]])
     options = request["compiler_options"] | _dump_to(folder)
     made, where = _options(ids, options, request), xla_client.DeviceList(devices)
-    with _answering_early(folder, answer, _assigned):
-        devices[0].client.compile(module, where, made)
+    given = devices[0].client.compile, module, where, made
+    _answer_early(folder, answer, _assigned, functools.partial(*given))
 
 
 def _dump_to(folder: Path) -> dict[str, Any]:
@@ -106,11 +104,13 @@ def _dump_to(folder: Path) -> dict[str, Any]:
     return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
 
 
-@contextlib.contextmanager
-def _answering_early(
-    folder: Path, answer: dict[str, Any], written: Callable[[Path], Any]
-) -> Any:
-    """Answer and end the process as soon as `written` finds the program in the dump.
+def _answer_early(
+    folder: Path,
+    answer: dict[str, Any],
+    written: Callable[[Path], Any],
+    compile_all: Callable[[], Any],
+) -> None:
+    """Compile, and answer as soon as `written` finds the program in the dump.
 
     It returns the texts by name, with what else to answer, or None while they are not
     there.
@@ -130,7 +130,7 @@ def _answering_early(
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
-        yield
+        compile_all()
     finally:
         is_compiled.set()
         thread.join()

@@ -12,7 +12,7 @@ from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap.pod._ask import Answer, ask, check_libtpu, has_libtpu
+from flax_layoutmap.pod._ask import Answer, ask, has_libtpu
 from flax_layoutmap.pod._flops import flops_of
 from flax_layoutmap.pod._hlo import Program, read_program
 from flax_layoutmap.pod._hlo_text import Array, Module, split
@@ -111,8 +111,6 @@ def plan(
             'engine="libtpu" needs the slice that it compiles for: pass '
             'topology="v5p:4x4x4"'
         )
-    if engine == "libtpu":
-        check_libtpu()
     rules, on = rules_and_mesh(step, mesh, layout_map, where)
     if rules is None:
         raise LayoutError("plan needs rules: pass layout_map=, or a step of flm.jit")
@@ -134,15 +132,6 @@ def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
         *args: as for `flm.pod.plan`.
         topology: the slice to compile for.
         **options: the other arguments of `flm.pod.plan`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
-        >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
-        >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
-        Traceback (most recent call last):
-        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3; the nearest are
-        v5e:2x4, v5e:4x4, v5e:2x2. A shape is in chips, short dims first, a number in
-        chips; larger ones have slices=
 
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.

@@ -299,12 +299,3 @@ def test_refused_before_anything_starts(
     child(f"open({str(tmp_path / 'started')!r}, 'w')")
     assert refused(**options).startswith(said)
     assert not (tmp_path / "started").exists()
-
-
-def test_engines_that_there_are_not() -> None:
-    assert refused(planned, engine="libtup").startswith(
-        "there is no engine 'libtup'; did you mean 'libtpu'?; they are libtpu, parti"
-    )
-    assert refused(planned, engine="libtpu").startswith(
-        'engine="libtpu" needs the slice that it compiles for: pass topology="v5p'
-    )

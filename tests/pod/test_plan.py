@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from pods import (
     FULLY,
@@ -41,30 +39,6 @@ def descends(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 # ------------------------------------------------------------------ steps of many kinds
-
-
-def linen_step() -> Made:
-    class Mlp(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.relu(nn.Dense(32, use_bias=False, name="up")(x))
-            return nn.Dense(16, use_bias=False, name="down")(x)
-
-    def make() -> Any:
-        model: Any = Mlp()
-        params = model.init(jax.random.key(0), jnp.ones((8, 16)))["params"]
-        return TrainState.create(
-            apply_fn=model.apply, params=params, tx=optax.adamw(1e-3)
-        )
-
-    def step(state: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return (state.apply_fn({"params": params}, x) ** 2).mean()
-
-        value, gradients = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=gradients), value
-
-    return step, (jax.eval_shape(make), X), FULLY
 
 
 def accumulating_step() -> Made:
@@ -112,12 +86,6 @@ def scanned(params: Any, x: Any) -> Any:
     return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean()
 
 
-def unrolled(params: Any, x: Any) -> Any:
-    for at in range(6):
-        x, _ = jax.checkpoint(layer)(x, jax.tree.map(lambda p, at=at: p[at], params))
-    return (x**2).mean()
-
-
 def layers(loss: Callable[[Any, Any], Any]) -> Callable[[], Made]:
     return lambda: (descends(loss), (STACK, X), STACKED)
 
@@ -125,12 +93,10 @@ def layers(loss: Callable[[Any, Any], Any]) -> Callable[[], Made]:
 STEPS: dict[str, Callable[[], Made]] = {
     "tensor parallel": lambda: (descends(loss_of), (PARAMS, X), MEGATRON),
     "fully sharded": lambda: (descends(loss_of), (PARAMS, X), FULLY),
-    "a Linen TrainState": linen_step,
     "optax.MultiSteps": accumulating_step,
     "shard_map": shard_map_step,
     "while_loop": lambda: (while_loop, (SQUARE, X), ROWS),
     "layers in a scan": layers(scanned),
-    "layers one by one": layers(unrolled),
 }
 
 

@@ -321,6 +321,12 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "plan needs rules: pass layout_map=, or a step of flm.jit",
     ),
     (
+        planned(engine="libtup"),
+        flm.LayoutError,
+        "there is no engine 'libtup'; did you mean 'libtpu'?; they are libtpu, "
+        "partitioner",
+    ),
+    (
         planned(slices=2),
         flm.errors.MeshError,
         'not a topology: None; write "v5p:4x4x4" (chips along each dim) or an '
