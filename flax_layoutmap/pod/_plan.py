@@ -133,6 +133,14 @@ def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
         topology: the slice to compile for.
         **options: the other arguments of `flm.pod.plan`.
 
+    Example:
+        >>> import jax.numpy as jnp, flax_layoutmap as flm
+        >>> flm.pod.compile(jnp.sin, 1.0, topology="v5e:3x3", mesh="data=9")
+        Traceback (most recent call last):
+        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3; the nearest are
+        v5e:2x4, v5e:4x4, v5e:2x2. A shape is in chips, short dims first, a number in
+        chips; larger ones have slices=
+
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.
     """
