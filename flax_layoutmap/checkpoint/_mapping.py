@@ -106,11 +106,7 @@ class Made:
 
 
 class Draft:
-    """Undoes the steps of leaves.
-
-    A split leaf is a part of what the steps before it make; once all parts are there,
-    they are assembled, and these steps are undone.
-    """
+    """Undoes the steps of leaves, those before a split once all parts are there."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Made] = {}
@@ -142,20 +138,17 @@ class Draft:
             (shape, axis, _), first, before = parts[0]
             paths = ", ".join(dict.fromkeys(part.paths for _, part, _ in parts))
             covered = [n for place, _, _ in parts for n in range(shape[axis])[place[2]]]
-            if len({(*place[:2], part.dtype) for place, part, _ in parts}) > 1:
-                problem = "have other shapes or dtypes"
-            elif len(covered) > len(set(covered)):
-                problem = "would write some elements twice"
-            elif len(covered) < shape[axis]:
-                problem = "make only a part; the mapping lacks leaves for the rest"
-            else:
-                chosen = [(place[2], part.values) for place, part, _ in parts]
-                values = assembled(shape, axis, chosen, first.dtype)
-                self.add(dataclasses.replace(first, values=values, paths=paths), before)
+            kinds = {(*place[:2], part.dtype) for place, part, _ in parts}
+            if len(kinds) > 1 or sorted(covered) != [*range(shape[axis])]:
+                self.problems.append(
+                    f"{paths}: do not make the tensor {first.name!r} "
+                    f"{show_shape(shape)}, each element once and in one dtype; the "
+                    "mapping lacks a leaf, or has a part twice"
+                )
                 continue
-            self.problems.append(
-                f"{paths}: {problem}, of the tensor {first.name!r} {show_shape(shape)}"
-            )
+            chosen = [(place[2], part.values) for place, part, _ in parts]
+            values = assembled(shape, axis, chosen, first.dtype)
+            self.add(dataclasses.replace(first, values=values, paths=paths), before)
 
 
 class NameMapping:
@@ -223,9 +216,9 @@ def _parsed(where: str, entry: Any) -> tuple[Any, Recipe]:
             raise CheckpointError(
                 f"{where}: {names} have no {{{step.field}}} to fill in"
             )
-    return pattern, Recipe(
-        tuple(names), tuple(sorted(steps, key=lambda s: not is_scaled(s)))
-    )
+    # Products with scales come before the other steps.
+    steps = sorted(steps, key=lambda step: not is_scaled(step))
+    return pattern, Recipe(tuple(names), tuple(steps))
 
 
 # ------------------------------------------------------------------ tables of families

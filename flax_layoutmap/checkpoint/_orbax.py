@@ -142,15 +142,9 @@ def saving_context() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The metadata of a checkpoint.
-
-    `tree` holds Orbax's metadata of the leaves in dicts and lists; `item` is the folder
-    of the tree, None if that is the checkpoint itself.
-    """
-
-    tree: Any
+    tree: Any  # Orbax's metadata of the leaves in dicts and lists
     custom: dict[str, Any]
-    item: str | None
+    item: str | None  # the folder of the tree; None if that is the checkpoint itself
 
 
 def read_metadata(

@@ -158,9 +158,6 @@ def _made(
         raise ValueError("the tree is a single leaf; save it under a key: {'w': …}")
     if missing := no_value(value, "save_safetensors"):
         raise ValueError(missing)
-    is_sharded = isinstance(getattr(value, "sharding", None), NamedSharding)
-    if isinstance(value, jax.Array) and jax.process_count() > 1 and not is_sharded:
-        raise ValueError("it has no NamedSharding; place it with layout_map.place")
     recipe = names.recipe_of(record)
     if recipe is None:
         raise ValueError(UNMATCHED)
@@ -243,11 +240,7 @@ _HIDDEN = re.compile(r"\..+\.safetensors\.[0-9a-f]{8}\.unfinished")
 
 
 class Writer:
-    """Writes a model to a place; `files` are its tensors by the names of the files.
-
-    Call `start`, `add` for each tensor in their order, `finish`, and `clean_up`
-    whatever happens.
-    """
+    """Writes a model to a place; `files` are its tensors by the names of the files."""
 
     def __init__(self, place: str, tensors: Sequence[Made], max_file_bytes: float):
         self._is_file = place.endswith(".safetensors")

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from flax_layoutmap._core.checksums import checksums as checksums_of
@@ -131,8 +130,6 @@ def _described(
 def _problem(leaf: Leaf, value: Any) -> str | None:
     if missing := no_value(value, "save"):
         return missing
-    if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
-        return "its PRNG implementation has no name to restore it by"
     if leaf.kind == "array" and not is_storable(leaf.dtype):
         return f"Orbax cannot store {leaf.dtype}; convert it first"
     if leaf.kind == "int" and not -(2**63) <= value < 2**63:

@@ -123,8 +123,7 @@ def _join(
 ) -> Step:
     """Put tensors one after another along a dim, which may be one that they lack.
 
-    `parts_of` gives, for the size of the dim, what to fill in for each tensor, and its
-    place.
+    `parts_of` gives for the size of the dim what to fill in for each, and its place.
     """
 
     def back(leaf: Array) -> Inputs:
@@ -163,10 +162,8 @@ def stack(
     def parts_of(size: int) -> Parts:
         names = range(start, start + size) if over is None else over
         if len(names) != size:
-            raise ValueError(
-                f"it has {size} entries in dim {axis}, and {len(names)} tensors are "
-                "stacked"
-            )
+            text = f"{size} entries in dim {axis}, and {len(names)} tensors are stacked"
+            raise ValueError(f"it has {text}")
         return [*zip(names, _slices([1] * size), strict=True)]
 
     names = None if over is None else tuple(over)
@@ -210,10 +207,8 @@ def split(
     """
     count = of if isinstance(of, int) else len(of)
     if not 0 <= index < count or (alternating and not isinstance(of, int)):
-        raise CheckpointError(
-            f"split({axis}, {index}, {of}): there is no part {index} of {count}, or "
-            "alternating parts are not equal"
-        )
+        text = f"there is no part {index}, or alternating parts are not equal"
+        raise CheckpointError(f"split({axis}, {index}, {of}): {text}")
 
     def place(shape: Shape) -> tuple[Shape, int, slice]:
         dim = _dim(axis, shape)

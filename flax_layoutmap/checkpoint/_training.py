@@ -36,13 +36,12 @@ class Checkpointer:
     errors are raised by the next `save` that is due, by `wait`, or at the end of the
     `with` block. Without a `with` block each save is complete when it returns.
 
-    In a job that called `jax.distributed.initialize`, SIGTERM (preemption) makes the
-    next `save` one that is due in all processes, and `reached_preemption` then says
-    that the loop should end. For that, call `save` in every step.
+    Every process calls the methods with the same arguments, and `save` in every step.
+    After `jax.distributed.initialize`, SIGTERM (preemption) makes the next one due in
+    all processes, and `reached_preemption` then says that the loop should end.
 
-    Every process calls the methods with the same arguments. Each step is a checkpoint
-    of its own (`directory/1000`). An unfinished one is ignored, and removed by the next
-    save; only one program at a time may save.
+    Each step is a checkpoint of its own (`directory/1000`). An unfinished one is
+    ignored, and removed by the next save; only one program at a time may save.
 
     Args:
         directory: where the steps are; it is made by the first save.
@@ -244,13 +243,11 @@ class Checkpointer:
             latest one is damaged that is an error; an earlier one is not taken.
         """
         self.wait()
-        latest = self.latest
-        if latest is not None:
-            make = create_fn if self._rules is not None else create_fn()
-            return self.restore(make, latest, data=data, **options), latest + 1
-        if self._rules is None:
-            return create_fn(), 0
-        return create(create_fn, self._rules), 0
+        rules, latest = self._rules, self.latest
+        if latest is None:
+            return create_fn() if rules is None else create(create_fn, rules), 0
+        make = create_fn() if rules is None else create_fn
+        return self.restore(make, latest, data=data, **options), latest + 1
 
     def restore(
         self,
@@ -426,16 +423,16 @@ def _encode(value: Any, where: str) -> Any:
     )
 
 
-def _decode(value: Any) -> Any:
+def _decode(state: Any) -> Any:
+    return json.loads(json.dumps(state), object_hook=_untagged)
+
+
+def _untagged(value: dict[str, Any]) -> Any:
     match value:
-        case list():
-            return [_decode(part) for part in value]
         case {"__bytes__": text}:
             return base64.b64decode(text)
         case {"__tuple__": parts}:
-            return tuple(_decode(part) for part in parts)
+            return tuple(parts)
         case {"__array__": [dtype, shape, text]}:
             return np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
-        case dict():
-            return {key: _decode(part) for key, part in value.items()}
     return value

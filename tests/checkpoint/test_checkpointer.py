@@ -300,8 +300,9 @@ def test_a_failed_save_is_raised_at_the_end_of_the_block(
 ) -> None:
     """With the exception that the user's loop raised in its chain."""
     failing(monkeypatch)
+    checkpointer = open_at(tmp_path)
     with pytest.raises(flm.errors.CheckpointError, match="no space left") as caught:
-        with open_at(tmp_path) as checkpointer:
+        with checkpointer:
             checkpointer.save(1, weights(0))
             raise ZeroDivisionError
     assert "ZeroDivisionError" in "".join(traceback.format_exception(caught.value))

@@ -127,8 +127,12 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"w": A}, ("w", "w_blocks", m.dequantize("mxfp4")), "cannot be saved in MXFP4"),
     ({"w": A}, ("v", "v"), "w (8,16): no entry of the mapping"),
     ({"v": A, "w": A}, ("[vw]", "t"), "v, w: would both write the tensor 't'"),
-    ({"v": A, "w": A}, ("[vw]", "t", SPLIT), "v, w: would write some elements twice"),
-    ({"w": A}, ("w", "t", SPLIT), "w: make only a part; the mapping lacks leaves"),
+    (
+        {"v": A, "w": A},
+        ("[vw]", "t", SPLIT),
+        "v, w: do not make the tensor 't' (8,32), each",
+    ),
+    ({"w": A}, ("w", "t", SPLIT), "w: do not make the tensor 't' (8,32), each"),
 ]
 
 
