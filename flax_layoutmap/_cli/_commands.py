@@ -19,13 +19,7 @@ from flax_layoutmap._core.errors import visible
 
 def report(args: Namespace) -> None:
     """Shows every leaf with its layout, the rule that chose it, and the totals."""
-    if args.markdown and args.json:
-        raise UsageError("give one of --markdown and --json")
-    resolution = _sources.resolution_of(args)
-    if args.markdown:
-        print(resolution.report("markdown"))
-    else:
-        _show(resolution, args)
+    _show(_sources.resolution_of(args), args)
 
 
 def lint(args: Namespace) -> bool:

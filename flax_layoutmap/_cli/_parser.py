@@ -140,7 +140,6 @@ _OPTIONS = {
     "--hbm": ("GIB", "memory of a device; default: that of the topology"),
     "--ignore": ("CODE|REGEX", "leave out a code, or a pattern of paths; repeatable"),
     "--json": ("", "write JSON to stdout"),
-    "--markdown": ("", "write a table of Markdown"),
     "--max-replicated": ("SHARE", "of the bytes, 0 to 1; more is an error"),
     "--mesh": ("MESH", "such as data=16,model=16; default: that of the rules"),
     "--model": ("MODULE:FACTORY", "a function or class that makes it"),
@@ -172,7 +171,7 @@ _AFTER = "--model-after --checkpoint-after --rules-after --mesh-after"
 
 # Command → the arguments of an example, and its options.
 _COMMANDS = {
-    _commands.report: (_MODEL, "model rules --json --markdown"),
+    _commands.report: (_MODEL, "model rules --json"),
     _commands.lint: (_MODEL, "model rules --json --max-replicated --ignore --strict"),
     _commands.explain: (f"up/kernel {_MODEL}", "path model rules"),
     _commands.diff: (

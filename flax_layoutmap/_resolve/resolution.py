@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import html
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -56,7 +56,6 @@ class Resolution(ResolvedTable, Shown):
     """
 
     __module__ = "flax_layoutmap"
-    _formats = '"text", "markdown" or "json"'
     _leaves: Leaves
     _announced: bool
 
@@ -209,25 +208,6 @@ class Resolution(ResolvedTable, Shown):
         return _report.explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
-
-    def report(
-        self,
-        format: Literal["text", "markdown", "json"] = "text",
-        *,
-        width: int | None = None,
-    ) -> str:
-        """Return the table: path, array, spec, rule, bytes, and totals.
-
-        Leaves whose paths differ only in indices share a row,
-        `layers/{0..79}/mlp/up/kernel ×80`; JSON has each.
-
-        Args:
-            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
-            width: most characters in a line of text; None for any number.
-        """
-        if format == "markdown":
-            return _report.markdown(self)
-        return super().report(format, width=width)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
         """Compare with another Resolution: the changes, and their cost.

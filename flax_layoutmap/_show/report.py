@@ -32,7 +32,6 @@ from flax_layoutmap._show.table import (
     fitted,
     human_bytes,
     human_share,
-    markdown_table,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.paths import Role
@@ -75,12 +74,6 @@ def report_lines(table: ResolvedTable, width: int | None = None) -> "Iterator[Te
     axes = () if table.mesh is None else table.mesh.axis_names
     yield from coloured_grid(grid, axes)
     yield from coloured_lines(["", *wrapped(below, width)], axes)
-
-
-def markdown(table: ResolvedTable) -> str:
-    grid, below = _grid_and_lines(table, None)
-    lines = (f"    {line}" for line in wrapped(below, None))
-    return "\n".join([markdown_table(grid), "", *lines])
 
 
 def to_json(table: ResolvedTable) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fold the leaves of a report into rows; tables of plain values as text or Markdown."""
+"""Fold the leaves of a report into rows; tables of plain values as text."""
 
 import dataclasses
 import functools
@@ -113,7 +113,6 @@ def natural_key(path: str) -> list[str | int]:
 
 # ---------------------------------------------------------------------------- tables
 
-_TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _OF_BYTES = ("bytes", "bytes/device", "per device", "to send")
 _LEAST = 16  # characters of a path
@@ -192,22 +191,6 @@ def fitted(
         room = max(grid.widths()[grid.names.index("path")] - over, _LEAST)
         columns["path"] = [cut_path(path, room) for path in columns["path"]]
     return grid_of(columns, marks)
-
-
-def markdown_table(grid: Grid) -> str:
-    rows = [grid.names, tuple("--:" if right else ":--" for right in grid.right)]
-    for line in grid.lines:
-        cells = zip(line.cells, grid.right, strict=True)
-        rows.append(tuple(text if right else _code(text) for text, right in cells))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _code(cell: str) -> str:
-    """A cell as code, with more marks around it than it holds in a row."""
-    marks = "`" * (1 + max(map(len, _TICKS.findall(cell)), default=0))
-    space = " " if "`" in cell else ""
-    text = cell.replace("|", "\\|")
-    return f"{marks}{space}{text}{space}{marks}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -116,8 +116,6 @@ def show(lines: "Callable[[int | None], Iterable[Text]]", file: IO[str] | None) 
 class Shown:
     """Prints a report, whose lines in colour a subclass makes for a width."""
 
-    _formats = '"text" or "json"'
-
     def _lines(self, width: int | None) -> "Iterable[Text]":
         raise NotImplementedError
 
@@ -133,7 +131,7 @@ class Shown:
             return plain(self._lines(width))
         if format == "json":
             return json.dumps(self.to_json(), indent=1)
-        raise LayoutError(f"format must be {self._formats}, got {format!r}")
+        raise LayoutError(f'format must be "text" or "json", got {format!r}')
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the report, with a colour per mesh axis on a terminal or in a notebook.

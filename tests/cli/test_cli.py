@@ -134,7 +134,6 @@ def test_report(run: Any) -> None:
     assert code == 0 and leaves_in(out)["2/up/kernel"]["shape"] == [16, 64]
     out = run(f"report {SOURCES} --arg layers=3")[1]
     assert "{0..2}/up/kernel" in out and "\x1b" not in out
-    assert run(f"report {SOURCES} --markdown")[1].startswith("| path |")
     code, out, _ = run(
         "report --model my_model:Block --arg width=8 --rules my_model:layout_map"
     )
@@ -285,7 +284,6 @@ WRONG = {
     f"{MAKE} none.toml": '"-" for a dim that is not sharded',
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
     "preset llama --mesh fsdp=2 --checkpoint runs/7": "give a family, or the --model",
-    f"{MAKE} rules.toml --json --markdown": "give one of --markdown and --json",
     "preset llama": "a preset needs a mesh: --mesh",
 }
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from markdown_it import MarkdownIt
 from orbax.checkpoint import v1
 from rich.console import Console
 
@@ -175,24 +174,6 @@ def test_texts_show_every_character(exit: str) -> None:
 @pytest.mark.parametrize("exit", ["rich", "drawing in colours", "plan in colours"])
 def test_markup_of_rich_is_text(exit: str) -> None:
     assert "[red]x[/red]" in TEXTS[exit]("[red]x[/red]")
-
-
-@pytest.mark.parametrize("name", [CONTROLS, MARKUP], ids=["controls", "markup"])
-def test_markdown_has_the_markup_of_ours_alone(name: str) -> None:
-    reader = MarkdownIt("commonmark", {"html": True}).enable("table")
-
-    def outline(text: str) -> list[str]:
-        """Everything but words, and how many cells each row has."""
-        return [
-            kind.type
-            for block in reader.parse(text)
-            for kind in (block, *(block.children or ()))
-            if kind.type not in ("text", "text_special", "softbreak")
-        ]
-
-    text = resolved(name).report("markdown")
-    assert_seen(text)
-    assert outline(text) == outline(resolved("plain").report("markdown"))
 
 
 HTML: dict[str, Callable[[str], str]] = {

@@ -1,6 +1,5 @@
-"""The report of a Resolution: folded, in any width, in colour, as Markdown, JSON."""
+"""The report of a Resolution: folded, in any width, in colour."""
 
-import html
 import io
 import re
 from typing import Any
@@ -11,7 +10,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -151,22 +149,6 @@ def test_a_mesh_of_its_own_is_shown() -> None:
     assert " P(x) on x=2 " in resolution.report()
     (leaf,) = resolution.to_json()["leaves"]
     assert leaf["mesh"] == {"axis_names": ["x"], "shape": [2], "axis_types": ["auto"]}
-
-
-def test_markdown_shows_names_as_they_are() -> None:
-    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), strict=False)
-    layout_map["c`_|z"] = (None, "model")
-    tree = {"_a_ <b>": struct(8, 8), "*c`_": struct(8, 8)}
-    page = layout_map.resolve(tree).report("markdown")
-    shown = MarkdownIt("commonmark").enable("table").render(page)
-    text = html.unescape(re.sub(r"<[^>]*>", " ", shown))
-    cells = re.findall(r"<td[^>]*><code>(.*?)</code>", shown)
-    assert list(map(html.unescape, cells)) == [
-        *("*c`_", "f32[8,8]", "P(-, model)", "1"),
-        *("_a_ <b>", "f32[8,8]", "replicated", "none"),
-    ]
-    assert "rule 1: c`_|z" in text
-    assert "unmatched: _a_ <b> (8,8) is matched by no rule" in text
 
 
 NAMES = st.sampled_from(["a", "layers_0", "layers_1", "0", "1", "a\n", "模型"])
