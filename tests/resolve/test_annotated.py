@@ -16,7 +16,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import assert_lies, bare
 
@@ -409,23 +408,6 @@ def test_linen_spellings(how: str, name: str, rule: Any, mesh: flm.DeviceMesh) -
     with nn.logical_axis_rules(LOGICAL):
         variables = born(how, lambda: net.init(jax.random.key(0), X), layout_map)
         check_linen(net, variables, dims, mesh)
-
-
-def test_a_train_state_of_boxes(mesh: flm.DeviceMesh) -> None:
-    net = Net(boxed(INIT))
-
-    def make(key: Any) -> TrainState:
-        params = net.init(key, X)["params"]
-        return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
-
-    state = flm.create(make, mapped(mesh, (None, "data")), jax.random.key(0))
-    with jax.set_mesh(bare(mesh)):
-        gradients = jax.tree.map(jnp.ones_like, state.params)
-        state = state.apply_gradients(grads=gradients)
-    kernels = [leaf for leaf in jax.tree.leaves(state) if jnp.ndim(leaf) == 2]
-    assert len(kernels) == 3
-    for kernel in kernels:
-        assert_lies(kernel, RULED, mesh)
 
 
 def test_logical_names_without_any_rule_are_told(mesh: flm.DeviceMesh) -> None:

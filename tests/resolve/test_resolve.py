@@ -291,14 +291,6 @@ def test_unmatched_leaves() -> None:
 # ------------------------------------------------------ rank, divisibility
 
 
-def test_a_named_sharding_as_value(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap()
-    layout_map["w"] = NamedSharding(mesh.jax_mesh, P("data"))
-    leaf = layout_map.resolve({"w": struct(8, 3)})["w"]
-    assert leaf.layout == flm.TensorLayout(("data", None), mesh)
-    assert leaf.shard_shape == (4, 3)
-
-
 @pytest.mark.parametrize(
     ("layout", "shape", "text"),
     [
@@ -368,12 +360,6 @@ def test_a_rule_without_a_mesh_keeps_its_axes_unchecked() -> None:
     )
     with pytest.raises(flm.errors.RuleError, match="has no such axis"):
         resolution.on(ABSTRACT)
-
-
-def test_a_rule_set_whose_rules_name_no_axis_of_its_mesh() -> None:
-    rules = flm.RuleSet((flm.Rule("w", ("tensor",)),), ABSTRACT)
-    with pytest.raises(flm.errors.ResolveError, match="has no axis 'tensor'"):
-        flm.resolve({"w": struct(8)}, rules)
 
 
 def test_a_mesh_of_one_device() -> None:
@@ -575,15 +561,11 @@ def test_leaves_by_path_and_in_order() -> None:
     assert [leaf.path for leaf in resolution] == list(resolution.paths)
     assert "model/up/kernel" in resolution and "up/kernel" not in resolution
     assert resolution["up/kernel"] == resolution["model/up/kernel"]
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match="the closest are model/up/kernel"):
         resolution["model/up/kernal"]
-    assert "the closest are model/up/kernel" in str(caught.value)
-
-
-def test_a_path_within_two_modules_is_ambiguous() -> None:
-    resolution = mapped({".*": None}).resolve({"a": make_mlp(), "b": make_mlp()})
+    twice = mapped({".*": None}).resolve({"a": make_mlp(), "b": make_mlp()})
     with pytest.raises(KeyError, match="no leaf has the path 'up/kernel'"):
-        resolution["up/kernel"]
+        twice["up/kernel"]
 
 
 def test_totals_by_role() -> None:
@@ -605,22 +587,14 @@ def test_totals_by_role() -> None:
 
 def test_bytes_per_device_are_those_of_real_arrays(mesh: flm.DeviceMesh) -> None:
     layout_map = mapped(MLP_RULES, mesh=mesh, strict=False)
-    model = make_mlp()
-    resolution = layout_map.resolve(model)
-    placed = layout_map.place(model)
-    device = jax.devices()[3]
-    found = 0
-    for leaf in jax.tree.leaves(nnx.state(placed)):
-        data = (
-            jax.random.key_data(leaf)
-            if leaf.dtype != jnp.uint32
-            and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
-        found += sum(
-            s.data.nbytes for s in data.addressable_shards if s.device == device
-        )
-    assert found == resolution.bytes_per_device
+    resolution = layout_map.resolve(make_mlp())
+    held = 0
+    for leaf in jax.tree.leaves(nnx.state(layout_map.place(make_mlp()))):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(leaf) if is_key else leaf
+        (shard,) = [s for s in data.addressable_shards if s.device.id == 3]
+        held += shard.data.nbytes
+    assert held == resolution.bytes_per_device
 
 
 def test_fingerprints_tell_what_differs(mesh: flm.DeviceMesh) -> None:
@@ -641,14 +615,42 @@ def test_fingerprints_tell_what_differs(mesh: flm.DeviceMesh) -> None:
 # --------------------------------------------------- caches keep nothing alive
 
 
-def test_the_same_tree_is_resolved_once() -> None:
-    layout_map = mapped({"w": ("data", None)})
-    first = layout_map.resolve({"w": struct(8, 8)})
-    assert layout_map.resolve({"w": struct(8, 8)}) is first
-    assert layout_map.resolve({"w": struct(4, 8)}) is not first
-    assert layout_map.resolve({"w": struct(8, 8, dtype=jnp.int32)}) is not first
+def test_an_equal_tree_is_resolved_once() -> None:
+    layout_map = mapped({"w": ("data", None)}, strict=False)
+    tree = {"w": struct(8, 8), "n": [struct(2), struct(3)], "step": 1}
+    first = layout_map.resolve(tree)
+    assert layout_map.resolve({**tree, "w": struct(8, 8), "step": 2}) is first
+    assert layout_map.resolve(nnx.State({"w": struct(8, 8)})) is not first
+
+    @jax.tree_util.register_pytree_node_class
+    class Wide:
+        shape, dtype = (8, 8), jnp.dtype("float32")
+
+        def tree_flatten(self) -> Any:
+            return (struct(8, 8),), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, __: Any) -> Any:
+            return cls()
+
+    for change in (
+        {"w": struct(4, 8)},
+        {"w": struct(8, 8, dtype=jnp.int32)},
+        {"w": [struct(8, 8)]},
+        {"w": Wide()},
+        {"n": (struct(2), struct(3))},
+        {"n": [struct(2)]},
+        {"step": 1.0},
+        {"step": "1"},
+        {"step": None},
+        {"more": 1},
+    ):
+        other = layout_map.resolve({**tree, **change})
+        assert other is not first
+        fresh = layout_map.copy().resolve({**tree, **change})
+        assert jax.tree.structure(other.specs) == jax.tree.structure(fresh.specs)
     layout_map["never"] = None
-    assert layout_map.resolve({"w": struct(8, 8)}) is not first
+    assert layout_map.resolve(tree) is not first
 
 
 def test_a_state_with_other_metadata_is_another_tree() -> None:
@@ -727,20 +729,6 @@ def test_explain_a_near_miss() -> None:
         "  'layers/0/attn/q_proj/kernel' is matched by no rule; rule 3 "
         "'attn/query/kernel' is closest"
     )
-
-
-def test_explain_optimizer_state_and_metadata() -> None:
-    tree = {
-        "params": {"w": struct(8, 8)},
-        "opt_state": jax.eval_shape(optax.adam(1.0).init, {"w": struct(8, 8)}),
-    }
-    resolution = mapped({"w": ("data", None)}).resolve(tree)
-    assert "  because: follows w" in resolution.explain("opt_state/0/mu/w")
-    explicit = mapped({"w": ("data", None)}).resolve(annotated({"layout": EXPLICIT}))
-    assert explicit.explain("w").splitlines()[1:3] == [
-        "  because: explicit layout",
-        "  rule 1 'w' → ('data', None) matches its path, but does not apply",
-    ]
 
 
 def test_the_report_as_json() -> None:
