@@ -200,10 +200,13 @@ class _Flattening:
     def below(self, node: Any, start: str) -> None:
         """Add the leaves below a node; the hot loop."""
         kinds, parts, is_bare = self.kinds, self.parts, _LAYOUT_METADATA.isdisjoint
-        is_single = type(node) is dict and len(node) == 1
-        for key, child in node.items() if is_single else self.children(node, start):
+        for key, child in self.children(node, start):
             path = start + (parts.get(key) or self.part(key))
             kind = kinds.get(type(child)) or self.kind(child)
+            while kind == "dict" and len(child) == 1 and key != "opt_state":
+                [(key, child)] = child.items()
+                path += "/" + (parts.get(key) or self.part(key))
+                kind = kinds.get(type(child)) or self.kind(child)
             if kind == "leaf":
                 self.paths.append(path)
                 self.leaves.append(child)
