@@ -77,8 +77,13 @@ def initialize(
             for one that does not come, before JAX ends them.
 
     Example:
-        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere, in process 1:
-        `flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=1)`.
+        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
+
+        >>> import flax_layoutmap as flm
+        >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        Traceback (most recent call last):
+        ...
+        flax_layoutmap.errors.ProcessError: ...
 
     Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
     """
