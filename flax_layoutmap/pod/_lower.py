@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,7 +116,9 @@ def lower_step(
 ) -> Lowered:
     """Lower a step without devices, by rules on an abstract mesh."""
     while not isinstance(step, Jitted) and hasattr(step, "lower"):
+        owner = getattr(step, "__self__", None)  # of a method
         step = step.__wrapped__  # of jax.jit or nnx.jit
+        step = step if owner is None else types.MethodType(step, owner)
     if not isinstance(step, Jitted):
         step = jit(step, layout_map=rules)
     name = getattr(step, "__name__", "the step")

@@ -1,5 +1,6 @@
 """Steps, arguments and meshes that flm.pod.plan accepts, and errors for others."""
 
+import functools
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ from pods import (
     SQUARE,
     X,
     kinds,
+    loss_of,
     plan,
     rules,
     sgd,
@@ -89,6 +91,18 @@ def test_every_kind_of_function_gives_the_same_plan(jit: Any) -> None:
         for step in (jit(net_step), net_step)
     )
     assert kinds(jitted) == kinds(plain) and jitted.memory == plain.memory
+
+
+def test_methods_of_jit() -> None:
+    class Trainer:
+        rate = 0.1
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(self, params: Any, x: Any) -> Any:
+            gradients = jax.grad(loss_of)(params, x)
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, gradients)
+
+    assert plan(Trainer().step, PARAMS, X, **BY_RULES).collectives
 
 
 def test_a_step_of_flm_jit_brings_its_rules_and_donation() -> None:
