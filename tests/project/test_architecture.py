@@ -94,6 +94,16 @@ def test_contributing_has_the_same_table() -> None:
     assert layers == [sorted(names.split(" | ")) for names in contract["layers"]]
 
 
+def test_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w.]+/)+\w+\.(?:py|toml|md))`", text))
+    named.discard("presets/NAME.toml")
+    assert len(named) > 40
+    folders = (ROOT, ROOT / "flax_layoutmap")
+    missing = [n for n in named if not any((f / n).exists() for f in folders)]
+    assert missing == []
+
+
 def sources(folder: str) -> dict[str, str]:
     """The Python files below a folder: path → text."""
     return {
