@@ -90,12 +90,8 @@ def written(path: Path, tree: Any) -> Path:
 # ---------------------------------------------------------------------- grafting
 
 
-def pure_state(state: Any) -> Any:
-    return nnx.to_pure_dict(state)
-
-
 def pure(node: Any) -> Any:
-    return pure_state(nnx.state(node))
+    return nnx.to_pure_dict(nnx.state(node))
 
 
 def states() -> dict[str, Any]:
@@ -104,9 +100,16 @@ def states() -> dict[str, Any]:
     return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
 
 
+def pure_states() -> dict[str, Any]:
+    return {name: nnx.to_pure_dict(state) for name, state in states().items()}
+
+
 # What a script saves with Orbax → a function that makes it, and other targets for it.
 TREES: dict[str, tuple[Callable[[], Any], Sequence[Callable[[], Any]]]] = {
-    "NNX states": (states, [lambda: {k: pure_state(v) for k, v in states().items()}]),
+    "NNX states": (
+        states,
+        [lambda: {k: nnx.to_pure_dict(v) for k, v in states().items()}],
+    ),
     "TrainState": (train_state, [lambda: nn.meta.unbox(train_state())]),
     "unboxed": (lambda: nn.meta.unbox(train_state()), [train_state]),
     "params": (lambda: {"params": nn.meta.unbox(train_state()).params}, []),
