@@ -94,18 +94,14 @@ def distribute_batch(
         placed = jax.device_put(arrays, shardings)
     else:
         placed = [
-            _from_local_rows(leaf, sharding, share)
+            jax.make_array_from_process_local_data(
+                sharding, np.asarray(leaf), (share.total(leaf), *leaf.shape[1:])
+            )
             if share.own < share.parts and has_rows(leaf) and not _is_global(leaf)
             else put(leaf, sharding)
             for leaf, sharding in zip(arrays, shardings, strict=True)
         ]
     return jax.tree.unflatten(structure, placed)
-
-
-def _from_local_rows(leaf: Any, sharding: NamedSharding, share: _Share) -> jax.Array:
-    host = np.asarray(leaf)
-    shape = (share.total(host), *host.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
 def pad_batch(

@@ -12,7 +12,6 @@ import numpy as np
 
 from flax_layoutmap._core.axes import Placement, dim_axes, normal_spec, received
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.layout import is_offloaded
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.files import mesh_from_json, readable_json, rules_from_json
 from flax_layoutmap._rules.records import show_spec
@@ -183,6 +182,7 @@ class Snapshot(NamedTuple):
     rules: RuleSet
     mesh: DeviceMesh | None  # of the rules or, where they have none, of a leaf
     records: Mapping[str, Record]  # by path
+    totals: Mapping[str, Mapping[str, int]]  # sums of bytes by role
 
 
 def snapshot_of(data: Any) -> Snapshot:
@@ -200,10 +200,11 @@ def snapshot_of(data: Any) -> Snapshot:
             leaf["path"]: _record(leaf, mesh or rules.mesh)
             for leaf, mesh in zip(data["leaves"], meshes, strict=True)
         }
+        totals = {role: data["totals"][role] for role in ROLES}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LayoutError(f"the layouts are damaged: {error!r}") from error
     mesh = next((mesh for mesh in (rules.mesh, *meshes) if mesh is not None), None)
-    return Snapshot(rules, mesh, records)
+    return Snapshot(rules, mesh, records, totals)
 
 
 def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
@@ -290,8 +291,8 @@ def difference(
         rules=tuple(_rule_changes(before.rules, after.rules)),
         changes=tuple(changes),
         unchanged=len(paths) - len(changes),
-        bytes_per_device=_held(before, after, on_host=False),
-        host_bytes_per_device=_held(before, after, on_host=True),
+        bytes_per_device=_held(before, after, "bytes_per_device"),
+        host_bytes_per_device=_held(before, after, "host_bytes_per_device"),
         received_bytes=tuple(total.tolist()),
         axes=tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names)),
     )
@@ -343,16 +344,9 @@ def _text(change: Change, *pair: Record | None) -> str:
     return arrays if change == "reshaped" else f"{arrays} {specs}"
 
 
-def _held(
-    before: Snapshot, after: Snapshot, *, on_host: bool
-) -> dict[str, tuple[int, int]]:
-    sums = {role: [0, 0] for role in ROLES}
-    for at, snapshot in enumerate((before, after)):
-        for leaf, *_ in snapshot.records.values():
-            if is_offloaded(leaf.get("memory_kind")) is on_host:
-                pair = sums.setdefault(leaf["role"], [0, 0])
-                pair[at] += leaf["bytes_per_device"]
-    return {role: (first, last) for role, (first, last) in sums.items()}
+def _held(before: Snapshot, after: Snapshot, sums: str) -> dict[str, tuple[int, int]]:
+    pairs = {role: (before.totals[role], after.totals[role]) for role in ROLES}
+    return {role: (first[sums], last[sums]) for role, (first, last) in pairs.items()}
 
 
 def _mesh(mesh: DeviceMesh | None, other: DeviceMesh | None) -> str:
