@@ -41,7 +41,7 @@ class Decisions:
     _shared: dict[Any, Decision] = dataclasses.field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
-        """The decision with this key, made on first use; reports count on few."""
+        """The decision with this key; leaves that are decided alike share it."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
