@@ -185,18 +185,10 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def error_of(case: Callable[[], Any]) -> str:
-    try:
-        case()
-    except flm.LayoutError as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
 def main(folder: Path) -> dict[str, Any]:
     """All of it with two processes; with more, what only they can show."""
     checks, cases = {**placed(), **moved()}, {}
     if PROCESSES == 2:
-        cases = {name: error_of(case) for name, case in CASES.items()}
+        cases = {name: launch.said(case) for name, case in CASES.items()}
         checks |= stepped()  # after all that, the processes still work together
     return {"checks": {name: bool(so) for name, so in checks.items()}, "cases": cases}

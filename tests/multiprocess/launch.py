@@ -163,7 +163,7 @@ class Part:
     def _run(self, folder: Path) -> str:
         """Runs all parts, up to one that fails; why it did."""
         for name in self.wanted:
-            (folder / name).mkdir()
+            (folder / name).mkdir(exist_ok=True)
             module = importlib.import_module(f"multiprocess.{name}")
             if hasattr(module, "prepare"):
                 module.prepare(folder / name)
@@ -231,6 +231,15 @@ def answer(value: Any) -> None:
     """Gives a JSON value to the test that started this process."""
     # Not printed: the transport writes to standard output as it likes.
     Path(os.environ["FLM_ANSWER"]).write_text(json.dumps(value))
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error of a call: its type and message; or "fine"."""
+    try:
+        call()
+    except (ValueError, OSError) as error:  # ours are ValueErrors
+        return f"{type(error).__name__}: {error}"
+    return "fine"
 
 
 def holds(array: Any, host: Any, layout: Any) -> bool:

@@ -105,11 +105,8 @@ def flipped(path: Path) -> str:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     multihost_utils.sync_global_devices("flipped")
-    try:
-        flm.checkpoint.restore(copy, layout_map=flm.LayoutMap("x=8", strict=False))
-    except flm.errors.CheckpointError as error:
-        return str(error)
-    return ""
+    rules = flm.LayoutMap("x=8", strict=False)
+    return launch.said(lambda: flm.checkpoint.restore(copy, layout_map=rules))
 
 
 def main(folder: Path) -> dict[str, Any]:

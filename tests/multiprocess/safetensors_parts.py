@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import mappings
+from multiprocess.launch import said
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -43,13 +44,13 @@ def main(folder: Path) -> dict[str, Any]:
     product = (arrays["w"].astype(np.float32) * each).astype(jnp.bfloat16)
     turned, stacked = mappings.linear(), mappings.stack(0)
     cases: dict[str, tuple[Any, tuple[Any, ...], np.ndarray]] = {
-        "rows": (("h.1.w",), ("data", "model"), both[1]),
-        "columns": (("h.{layer}.w", (turned, stacked)), (None, "data", "model"),
-                    both.transpose(0, 2, 1)),
-        "layers": (("h.{layer}.w", stacked), ("data", "model", None), both),
-        "replicated": (("h.1.w",), (None, None), both[1]),
+        "columns": (
+            ("h.{layer}.w", (turned, stacked)),
+            *((None, "data", "model"), both.transpose(0, 2, 1)),
+        ),
         "float8": (("w", (mappings.dequantize(), turned)), (None, "data"), product.T),
-    }  # fmt: skip
+        "layers": (("h.{layer}.w", stacked), ("data", "model", None), both),
+    }
     restored: Any = None
     for name, (entry, axes, wanted) in cases.items():
         layout_map = flm.LayoutMap(mesh)
@@ -72,26 +73,15 @@ def main(folder: Path) -> dict[str, Any]:
 
 def problems(folder: Path, mesh: flm.DeviceMesh, tree: Any) -> dict[str, str]:
     """What goes wrong in one process only: 1, and at last 0."""
-    process, said = jax.process_index(), {}
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["h"] = ("data", None) if process == 1 else (None, "data")
-    try:
-        flm.checkpoint.restore_safetensors(folder / "in", layout_map=layout_map)
-    except flm.LayoutError as error:
-        said["other rules"] = f"{type(error).__name__}: {error}"
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    try:
-        place = folder / ("nowhere" if process == 1 else "in")
-        flm.checkpoint.restore_safetensors(place, layout_map=layout_map)
-    except flm.LayoutError as error:
-        said["another place"] = f"{type(error).__name__}: {error}"
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    try:
-        with mock.patch.object(os, "fsync", os.fsync if process else full):
-            flm.checkpoint.save_safetensors(folder / "full", tree)
-    except flm.LayoutError as error:
-        said["full"] = f"{type(error).__name__}: {error}"
-    return said
+    process, restore = jax.process_index(), flm.checkpoint.restore_safetensors
+    plain, other = (flm.LayoutMap(mesh, strict=False) for _ in range(2))
+    other["h"] = ("data", None) if process == 1 else (None, "data")
+    place = folder / ("nowhere" if process == 1 else "in")
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with mock.patch.object(os, "fsync", os.fsync if process else full):
+        saved = said(lambda: flm.checkpoint.save_safetensors(folder / "full", tree))
+    return {
+        "other rules": said(lambda: restore(folder / "in", layout_map=other)),
+        "another place": said(lambda: restore(place, layout_map=plain)),
+        "full": saved,
+    }

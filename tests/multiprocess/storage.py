@@ -7,7 +7,6 @@ A part (see `launch`). Each process has a directory of its own below the one pat
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import orbax.checkpoint
 
 import flax_layoutmap as flm
+from multiprocess.launch import said
 
 PROCESS = jax.process_index()
 PROCESSES = jax.process_count()
@@ -38,14 +38,6 @@ def prepare(folder: Path) -> None:
     v1.save(folder / "plain", {"w": np.ones(8, np.float32)})
     random = np.random.default_rng(0).random(8192, np.float32)
     v1.save(folder / "large", {"w": random})
-
-
-def said(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except flm.LayoutError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def fill(folder: Path) -> None:
@@ -76,14 +68,14 @@ def cases(same: Path) -> dict[str, str]:
     layout_map = flm.LayoutMap("x=-1", strict=False)
     layout_map["w"] = ("x",)
     tree = layout_map.place({"w": jnp.arange(8.0)})
-    plain = {"layout_map": layout_map, "progress": False}
+    plain: Any = {"layout_map": layout_map, "progress": False}
     half = flm.DeviceMesh("x=4", devices=jax.devices()[:4])
     restore, save = flm.checkpoint.restore, flm.checkpoint.save
     return {
-        "other steps": said(restore, f"{HERE}/steps", step="latest", **plain),
-        "only one verifies": said(restore, same, verify=DIFFERS, **plain),
-        "without devices": said(restore, same, layout_map=layout_map.on(half)),
-        "damaged for process 1": said(restore, f"{HERE}/damaged", **plain),
-        "save": said(save, f"{HERE}/runs/a", tree),
-        "restore": said(restore, f"{HERE}/saved", **plain),
+        "other steps": said(lambda: restore(f"{HERE}/steps", step="latest", **plain)),
+        "only one verifies": said(lambda: restore(same, verify=DIFFERS, **plain)),
+        "without devices": said(lambda: restore(same, layout_map=layout_map.on(half))),
+        "damaged for process 1": said(lambda: restore(f"{HERE}/damaged", **plain)),
+        "save": said(lambda: save(f"{HERE}/runs/a", tree)),
+        "restore": said(lambda: restore(f"{HERE}/saved", **plain)),
     }

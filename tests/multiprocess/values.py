@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 import flax_layoutmap as flm
-from multiprocess.launch import holds
+from multiprocess.launch import holds, said
 
 MESH = flm.DeviceMesh("data=2,model=4")
 EXPLICIT = flm.DeviceMesh("data=2,model=4", axis_types="explicit")
@@ -43,14 +43,6 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
     layout_map["kernel"] = ("data", "model")
     layout_map["bias"] = ("model",)
     return layout_map
-
-
-def says(call: Any) -> str:
-    try:
-        call()
-    except flm.LayoutError as error:
-        return str(error)
-    return ""
 
 
 def distributed() -> dict[str, bool]:
@@ -83,8 +75,8 @@ def distributed() -> dict[str, bool]:
     checks["a Python number"] = int(number) == 3 and not number.is_fully_addressable
     array = flm.distribute_tensor(HOST, flm.TensorLayout(("data", "model"), MESH))
     own = flm.TensorLayout(("data", None), OWN)
-    said = says(lambda: flm.distribute_tensor(array, own))
-    checks["to the devices of one process"] = "other processes" in said
+    text = said(lambda: flm.distribute_tensor(array, own))
+    checks["to the devices of one process"] = "other processes" in text
     return checks
 
 
@@ -128,8 +120,8 @@ def resharded() -> dict[str, bool]:
     moved = flm.reshard(alone, before, max_bytes=100, donate=True)
     checks["reshard from one device"] = holds(moved["kernel"], host, kernel)
     tree = before.place({"kernel": host, "bias": host[0]})
-    said = says(lambda: flm.reshard(tree, rules(OWN), donate=True))
-    checks["reshard to other devices"] = "other processes" in said
+    text = said(lambda: flm.reshard(tree, rules(OWN), donate=True))
+    checks["reshard to other devices"] = "other processes" in text
     checks["nothing lost"] = holds(tree["kernel"], host, kernel)
     return checks
 
