@@ -85,8 +85,8 @@ def names_of(
     """The arguments that an option of jit names, by name and by position."""
     parameters = signature.parameters
     kinds = {p.kind: name for name, p in parameters.items()}
-    keyword = _KWARGS, inspect.Parameter.KEYWORD_ONLY
-    positional = [x for x, p in parameters.items() if p.kind not in (_ARGS, *keyword)]
+    keyword = _ARGS, _KWARGS, inspect.Parameter.KEYWORD_ONLY
+    positional = [name for name, p in parameters.items() if p.kind not in keyword]
     listed = [names] if isinstance(names, str) else list(names)
     for number in [numbers] if isinstance(numbers, int) else numbers:
         beyond = number - len(positional)
@@ -292,14 +292,13 @@ def write(graph: Graph, leaves: Sequence[Any], besides: Container[int] = ()) -> 
 
 def take_apart(
     slots: Iterable[tuple[Slot, Any]],
-    state: frozenset[str] = frozenset(),
     donated: frozenset[str] = frozenset(),
     in_shardings: Mapping[str, Any] = _EMPTY,
 ) -> tuple[list[Argument], Graph]:
     """Take arguments apart; the options are names of arguments.
 
-    An argument is state if an option says so, or if it holds an NNX object, an
-    `nnx.State`, a TrainState or an optax state.
+    An argument is state if it is donated, or holds an NNX object, an `nnx.State`, a
+    TrainState or an optax state.
     """
     flat = [(slot, value, *_nodes_of(slot, value)) for slot, value in slots]
     graph = Graph([node for *_, nodes in flat for node in nodes if is_object(node)])
@@ -314,9 +313,8 @@ def take_apart(
                 nodes[at] = Taken([*itertools.islice(values, defs[-1].num_leaves)])
         raw, outer = jax.tree.flatten(outer.unflatten(nodes) if objects else value)
         is_donated = slot.is_among(donated)
-        is_state = is_state or is_donated or slot.is_among(state)
         given = in_shardings.get(slot.name, in_shardings.get(slot.parameter))
-        options = slot, outer, defs, is_state, is_donated, given
+        options = slot, outer, defs, is_state or is_donated, is_donated, given
         arguments.append(_checked(Argument(*options, value, objects, raw, raw)))
     return arguments, graph
 

@@ -14,11 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layoutmap._core.errors import (
-    LayoutError,
-    StructureError,
-    bullet_list,
-)
+from flax_layoutmap._core.errors import LayoutError, StructureError, bullet_list
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
 from flax_layoutmap._core.layout import own_memory_kind
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid

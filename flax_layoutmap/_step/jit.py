@@ -27,12 +27,7 @@ from flax_layoutmap._step.arguments import (
     names_of,
     slots_of,
 )
-from flax_layoutmap._step.inputs import (
-    Placer,
-    bind,
-    fit,
-    is_for,
-)
+from flax_layoutmap._step.inputs import Placer, bind, fit, is_for
 from flax_layoutmap._step.program import (
     Program,
     abstract_result,

@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from flax_layoutmap._core.errors import LayoutError, warn
 from flax_layoutmap._place.place import distribute_tensor, explicit_axes
+from flax_layoutmap._step import refusals, shardings, trace
 from flax_layoutmap._step.arguments import (
     Call,
     is_array,
@@ -32,30 +33,7 @@ from flax_layoutmap._step.arguments import (
     strong,
     write,
 )
-from flax_layoutmap._step.refusals import (
-    check_parts,
-    note_apart,
-    refuse_captured,
-    refuse_closures,
-)
-from flax_layoutmap._step.shardings import (
-    abstract,
-    avals_of,
-    is_on_host,
-    known_of,
-    layouts_after,
-    layouts_of,
-    places_of_result,
-)
-from flax_layoutmap._step.trace import (
-    Job,
-    call_job,
-    mesh_context,
-    mesh_needed,
-    on_auto_axes,
-    roots_of,
-    typed,
-)
+from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flax_internals import was_made_here, write_value
 from flax_layoutmap._tree.graph import TAG, Graph, with_objects, without_objects
 
@@ -142,31 +120,32 @@ class Program:
         return new, result
 
     def _typed(self, *leaves: Any) -> Any:
-        return typed(self.jitted(*leaves), self.places, self.mesh)
+        return trace.typed(self.jitted(*leaves), self.places, self.mesh)
 
 
 def make_program(job: Job, call: Call) -> Program:
     """Choose the layouts, trace the function, and make its program."""
     named, rules = named_objects(call.arguments), call.rules
-    check_parts(named)
+    refusals.check_parts(named)
     if job.runs:
-        refuse_closures(job.fun, job.name, {slot.name for slot, _ in call.slots})
-    before = layouts_of(call.arguments, rules)
+        given = {slot.name for slot, _ in call.slots}
+        refusals.refuse_closures(job.fun, job.name, given)
+    before = shardings.layouts_of(call.arguments, rules)
     outcomes, remarks = list[Outcome](), list[str]()
     flat = _flat_function(job, call, before.resolution, outcomes, remarks)
     mesh = call.mesh if call.mesh and explicit_axes(call.mesh) else None
     if mesh := None if job.explicit else mesh:
-        flat = on_auto_axes(flat, mesh)
+        flat = trace.on_auto_axes(flat, mesh)
     options: Any = {"in_shardings": tuple(before.wanted)}
-    avals = avals_of(call.leaves, before.wanted)
-    with mesh_context(rules, avals):
+    avals = shardings.avals_of(call.leaves, before.wanted)
+    with trace.mesh_context(rules, avals):
         traced = jax.jit(flat, **options).trace(*avals)
     if job.runs:
-        refuse_captured(traced.jaxpr.consts, named, job.name)
+        refusals.refuse_captured(traced.jaxpr.consts, named, job.name)
     outcome, (*new, result) = outcomes[-1], traced.out_info
-    after, layouts = layouts_after(call, before, outcome, new)
-    known, made = known_of(call.arguments, before.wanted), layouts.resolution
-    results = places_of_result(result, job, known, rules)
+    after, layouts = shardings.layouts_after(call, before, outcome, new)
+    known, made = shardings.known_of(call.arguments, before.wanted), layouts.resolution
+    results = shardings.places_of_result(result, job, known, rules)
     structure = outcome.structure
     sources = [None] * len(after) if structure is None else structure.sources
     pairs = list(zip(sources, after, strict=True))
@@ -177,7 +156,7 @@ def make_program(job: Job, call: Call) -> Program:
     if made is not None:
         made.announce()
         fingerprints = made.fingerprint_lines() if jax.process_count() > 1 else {}
-    if mesh_needed(rules) is not None and not any(places):
+    if trace.mesh_needed(rules) is not None and not any(places):
         options["keep_unused"] = True  # JAX knows the devices by its inputs alone
     options["out_shardings"] = jax.tree.structure([*new, result]).unflatten(places)
     table = list(enumerate(call.table))
@@ -236,14 +215,17 @@ def _flat_function(
     positions = [n for n, (a, at) in enumerate(call.table) if a.in_objects[at]]
 
     def flat(*leaves: Any) -> Any:
-        inputs = list(map(_on_device, leaves))
+        space = jax.memory.Space.Device
+        hosted = [isinstance(x, Tracer) and shardings.is_on_host(x) for x in leaves]
+        pairs = zip(leaves, hosted, strict=True)
+        inputs = [jax.device_put(x, space) if moves else x for x, moves in pairs]
         values, objects = put_together(structures, inputs)
         graph, rest = Graph(objects), iter(values)
         given = [(x, static[x] if x in static else next(rest)) for x in slots]
-        result = call_job(job, given, rules, parameters, remarks)
+        result = trace.call_job(job, given, rules, parameters, remarks)
         outcome, new, result = _outcome(graph, objects, result, inputs, positions)
         if outcome.structure is not None:
-            check_parts(zip(names, objects, strict=True))
+            refusals.check_parts(zip(names, objects, strict=True))
         outcomes.append(outcome)
         if outcome != outcomes[0]:
             raise LayoutError(
@@ -260,12 +242,6 @@ def _flat_function(
     return flat
 
 
-def _on_device(leaf: Any) -> Any:
-    if not isinstance(leaf, Tracer) or not is_on_host(leaf):
-        return leaf
-    return jax.device_put(leaf, jax.memory.Space.Device)
-
-
 def _outcome(
     before: Graph,
     objects: Sequence[Any],
@@ -275,8 +251,8 @@ def _outcome(
 ) -> tuple[Outcome, Any, Any]:
     """What a function has done to these objects, new values, result without objects."""
     after = Graph(objects)
-    known = set(map(id, after.nodes))
-    made = {path: node for path, node in roots_of(result) if id(node) not in known}
+    known, roots = set(map(id, after.nodes)), trace.roots_of(result)
+    made = {path: node for path, node in roots if id(node) not in known}
     structure, changed, leaves = None, (), ()
     # An array in no Variable is an attribute.
     same = not made and all(map(operator.is_, before.parts, after.parts))
@@ -311,7 +287,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     objects = [node for _, node in named_objects(call.arguments)]
     changed = [graph.parts[at] for at in outcome.changed]
     check_level(changed)
-    with mesh_context(call.rules, leaves):
+    with trace.mesh_context(call.rules, leaves):
         new, result = program.run(leaves, changed)
     if outcome.structure is not None:
         after = outcome.structure.leaves(leaves, jax.tree.leaves(new))
@@ -321,7 +297,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     write(graph, [leaves[at] for at in program.inside], {*outcome.changed})
     kept = [leaves[at] for at in program.state] if program.donated else []
     arrays = [*jax.tree.leaves(new), *filter(is_array, kept)]
-    note_apart(program, [*map(weakref.ref, arrays)], leaves, result)
+    refusals.note_apart(program, [*map(weakref.ref, arrays)], leaves, result)
     if not outcome.returns_objects:
         return result
     return with_objects(result, Graph(objects).nodes)
@@ -335,7 +311,7 @@ def check_level(parts: Sequence[Any]) -> None:
 
 def abstract_result(program: Program, call: Call) -> Any:
     structure, (new, result) = program.outcome.structure, program.shapes
-    given = abstract(call.leaves)
+    given = shardings.abstract(call.leaves)
     if structure is None:
         structures = [
             (argument.outer, argument.graphdefs) for argument in call.arguments

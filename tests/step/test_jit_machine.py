@@ -99,6 +99,9 @@ STEPS: dict[str, Callable[..., Any]] = {
 }
 
 
+TRAIN = nnx.jit(train)
+
+
 def fail(model: Any, optimizer: Any, x: Any) -> None:
     for step in (train, cache, swap, edit):
         step(model, optimizer, x)
@@ -214,6 +217,13 @@ class Histories(RuleBasedStateMachine):
         now, after = described(self.nodes)
         assert now == structure
         assert [id(value) for _, value in after] == [id(value) for _, value in values]
+
+    @rule(is_eager=st.booleans())
+    def other_ways(self, is_eager: bool) -> None:
+        """A step that is not ours, on the same objects."""
+        (train if is_eager else TRAIN)(*self.nodes, X)
+        train(*self.twins, X)
+        self.place()
 
     @rule(on_host=st.booleans())
     def mutate(self, on_host: bool) -> None:

@@ -127,13 +127,16 @@ def test_old_style_keys_are_replicated() -> None:
 # ---------------------------------------------------- layouts given by hand
 
 
-def test_axes_are_a_layout_of_in_and_out_shardings() -> None:
+def test_layouts_of_in_and_out_shardings() -> None:
     mesh = grid()
     layout_map = flm.LayoutMap(mesh, strict=False)
     for axes, dims in (
         (("data", None), BATCH),
         ((("data", "model"), None), ((("data", "model")), ())),
         ((("data",), ("model",)), (("data",), ("model",))),
+        (P(None, "model"), COLUMN),
+        (flm.TensorLayout((None, "model")), COLUMN),
+        (NamedSharding(bare(mesh), P(None, "model")), COLUMN),
     ):
         step = flm.jit(
             lambda x, tree: (x, tree, x),
@@ -152,7 +155,7 @@ def test_axes_are_a_layout_of_in_and_out_shardings() -> None:
     assert_lies(step(X)[0], ROW, mesh, X)
 
 
-def test_bad_axes_name_the_argument() -> None:
+def test_bad_layouts_name_the_argument() -> None:
     layout_map = flm.LayoutMap(grid(), strict=False)
     for given, error, text in (
         (("dta", None), flm.errors.RuleError, "names the axis 'dta'"),
@@ -160,13 +163,21 @@ def test_bad_axes_name_the_argument() -> None:
         (("data", "data"), flm.errors.RuleError, "'data' twice"),
         ((None, None, "data"), flm.LayoutError, "has 3 dims, the array has 2"),
         (3, flm.errors.RuleError, "not a layout: 3"),
+        ((None, "model"), flm.LayoutError, "dim 1 of size 6 does not divide"),
     ):
         step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
         with refuses(error, "in_shardings['x']: ", text):
-            step(X)
+            step(X[:, :6])
         step = flm.jit(lambda x: x, layout_map=layout_map, out_shardings=given)
         with refuses(error, "out_shardings: ", text):
-            step(X)
+            step(X[:, :6])
+    with refuses(flm.LayoutError, "in_shardings['x'] must be one sharding"):
+        flm.jit(lambda x: x, in_shardings={"x": [None]})({"a": X})
+    step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": P("data")})
+    with refuses(flm.LayoutError, "x (8,8): wanted P(data) on mesh"):
+        step(put(grid(), P(None, "data")))
+    with refuses(flm.LayoutError, "in_shardings is a mapping from the name of an"):
+        flm.jit(lambda x: x, in_shardings=(None,))  # type: ignore[arg-type]
     step = flm.jit(lambda x: x, in_shardings={"x": ("data", None)})
     with refuses(flm.errors.MeshError, "in_shardings['x']: no mesh for the layout"):
-        step(X)
+        step(X[:, :6])
