@@ -125,14 +125,9 @@ def test_rules_with_options(layout_map: flm.LayoutMap) -> None:
     layout_map["scale"] = flm.Rule("scale", None, rank="skip")
     ranks = [rule.rank for rule in layout_map.freeze().rules]
     assert ranks == ["error", "error", "skip", "skip"]
-    with pytest.raises(
-        flm.errors.RuleError, match="given a rule for another pattern, 'y'"
-    ):
-        layout_map["x"] = flm.Rule("y", None)
-    with pytest.raises(
-        flm.errors.RuleError, match="given a rule for another pattern, 'y'"
-    ):
-        layout_map.replace("scale", flm.Rule("y", None))
+    for change in (layout_map.__setitem__, layout_map.replace):
+        with pytest.raises(flm.errors.RuleError, match="for another pattern, 'y'"):
+            change("scale", flm.Rule("y", None))
     other = flm.LayoutMap()
     other.update(layout_map)
     assert [rule.rank for rule in other.freeze().rules] == ranks

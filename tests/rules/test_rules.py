@@ -22,15 +22,11 @@ def rules(*patterns: str) -> tuple[flm.Rule, ...]:
 
 def test_a_rule_is_a_pattern_and_a_layout(mesh: flm.DeviceMesh) -> None:
     rule = flm.Rule("up/kernel", (None, "model"))
-    assert rule.pattern == "up/kernel"
+    assert (rule.pattern, rule.rank) == ("up/kernel", "error")
     assert rule.layout == flm.TensorLayout((None, "model"))
-    assert rule.rank == "error"
-    assert rule == flm.Rule("up/kernel", [None, ("model",)])
-    assert hash(rule) == hash(flm.Rule("up/kernel", [None, "model"]))
-    assert rule != flm.Rule("up/kernel", (None, "model"), rank="skip")
+    assert len({rule, flm.Rule("up/kernel", [None, ("model",)])}) == 1
     assert rule.on(mesh).layout == flm.TensorLayout((None, "model"), mesh)
-    assert rule.layout.device_mesh is None
-    assert rule.on(mesh).on(mesh) == rule.on(mesh)
+    assert rule.on(mesh).on(mesh) == rule.on(mesh) != rule
 
 
 def test_a_rule_is_frozen_and_pickles() -> None:
@@ -75,10 +71,8 @@ def test_a_rule_set_is_frozen_and_hashable(mesh: flm.DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "hint"),
     [
-        ("match", "searching", "did you mean 'search'?"),
-        ("overlap", "frist", "did you mean 'first'?"),
+        ("match", "searching", "; did you mean 'search'?"),
         ("unmatched", None, ""),
-        ("indivisible", "pad", ""),
         ("strict", 0, ""),
         ("strict", "yes", ""),
     ],
@@ -87,7 +81,7 @@ def test_options_are_checked(option: str, value: Any, hint: str) -> None:
     with pytest.raises(flm.errors.RuleError) as caught:
         flm.RuleSet(**{option: value})
     assert str(caught.value).startswith(f"{option} must be one of (")
-    assert f"got {value!r}{'; ' + hint if hint else ''}" in str(caught.value)
+    assert str(caught.value).endswith(f"got {value!r}{hint}")
 
 
 def test_on_another_mesh_moves_every_section(mesh: flm.DeviceMesh) -> None:
