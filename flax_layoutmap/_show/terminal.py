@@ -62,15 +62,13 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
     """The lines of the table, with the mesh axes in their colours."""
     from rich.text import Text
 
-    colours, names = _colours(axes), _words(axes, r"(?![\w./])")
     for cells, mark in grid.padded():
         line = Text("  ".join(cells).rstrip(), style=_STYLES.get(mark, ""))
         end = 0
         for name, cell in zip(grid.names, cells, strict=True):
             start, end = end, end + len(cell) + 2
             if mark != "header" and name not in _NO_AXES:
-                for word in names.finditer(line.plain, start, end):
-                    line.stylize(colours[word[0]], *word.span())
+                _colour(axes, line, r"(?![\w./])", start, end)
         yield line
 
 
@@ -78,21 +76,21 @@ def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]
     """Lines of words: mesh axes in their colours, warnings in red."""
     from rich.text import Text
 
-    colours, names = _colours(axes), _words(axes, r"(?==\d)")
     for line in lines:
         text = Text(line, style="red" if line.startswith(_WARNINGS) else "")
-        text.highlight_regex(names, colours.__getitem__)
+        _colour(axes, text, r"(?==\d)", 0, len(line))
         yield text
 
 
-def _colours(axes: Sequence[str]) -> dict[str, str]:
-    return dict(zip(axes, itertools.cycle(_AXES), strict=False))
-
-
-def _words(axes: Sequence[str], before: str) -> re.Pattern[str]:
-    """The names of axes, before something; nothing where there are none."""
-    names = "|".join(map(re.escape, axes)) or "(?!)"
-    return re.compile(rf"(?<![\w./])(?:{names}){before}")
+def _colour(
+    axes: Sequence[str], line: "Text", after: str, start: int, end: int
+) -> None:
+    """Colour the names of axes before a pattern."""
+    if axes:
+        names = re.compile(rf"(?<![\w./])(?:{'|'.join(map(re.escape, axes))}){after}")
+        colours = dict(zip(axes, itertools.cycle(_AXES), strict=False))
+        for word in names.finditer(line.plain, start, end):
+            line.stylize(colours[word[0]], *word.span())
 
 
 def plain(lines: "Iterable[Text]") -> str:
