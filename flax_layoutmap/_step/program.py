@@ -94,6 +94,7 @@ class Program:
     inside: Sequence[int]  # in NNX objects
     state: Sequence[int]
     loose: Sequence[int]  # state in no NNX object
+    kept: Sequence[int]  # of these, what is not donated
     donated: Sequence[int]
     alike: Sequence[int]  # donated leaves, and data of their shapes
     outcome: Outcome
@@ -174,7 +175,8 @@ def make_program(job: Job, call: Call) -> Program:
         free=before.free,
         inside=inside,
         state=state,
-        loose=sorted({*state} - {*inside}),
+        loose=(loose := sorted({*state} - {*inside})),
+        kept=[at for at in loose if at not in donated],
         donated=donated,
         alike=_alike(call, donated),
         outcome=outcome,

@@ -6,6 +6,7 @@ or fails while it runs (jax 0.12.0).
 """
 
 import collections
+import contextlib
 import dis
 import functools
 import inspect
@@ -240,9 +241,9 @@ def _buffers_of(leaf: Any) -> set[Any]:
     return set(map(memory_of, parts)) - {None} or {id(leaf)}
 
 
-# For the last few calls, references to arrays that share memory with no others, as a
-# program has written them, or they were compared before.
-_APART: collections.deque[Sequence[Any]] = collections.deque(maxlen=8)
+# For the last few programs, references to arrays that share memory with no others, as
+# the program has written them, or they were compared before.
+_APART: dict[int, Sequence[Any]] = {}
 
 
 def _are_apart(arrays: Iterable[Any]) -> bool:
@@ -252,7 +253,7 @@ def _are_apart(arrays: Iterable[Any]) -> bool:
         left = set(map(id, map(weakref.ref, arrays)))
     except TypeError:  # not arrays
         return False
-    for known in reversed(_APART):
+    for known in reversed([*_APART.values()]):
         if not left:
             break
         left.difference_update(map(id, known))
@@ -267,7 +268,10 @@ def note_apart(
     They are what NNX objects hold (`refs`), and in trees, state and results.
     """
     if program.donated and program.loose:
-        trees = [leaves[at] for at in program.loose], result
-        arrays = filter(is_array, jax.tree.leaves(trees))
-        refs = [*refs, *map(weakref.ref, arrays)]
-    _APART.append(refs)
+        trees = [leaves[at] for at in program.kept], result
+        with contextlib.suppress(TypeError):  # not only arrays: these are compared
+            refs = [*refs, *map(weakref.ref, jax.tree.leaves(trees))]
+    _APART.pop(id(program), None)
+    _APART[id(program)] = refs
+    for oldest in [*_APART][:-8]:
+        _APART.pop(oldest, None)
