@@ -1,4 +1,4 @@
-"""Rewrite the layout metadata of Variables and boxes to what a Resolution says."""
+"""Update the layout metadata of Variables and boxes to match a Resolution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,9 @@ from flax_layoutmap._tree.paths import parameter_keys
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     """Rewrite Flax's layout metadata where it differs from the actual layout.
 
-    A later `nnx.Optimizer` or `unbox` would follow it. Metadata that agrees is kept,
-    and so is the structure of the tree. Variables are changed in place, boxes replaced.
+    A later `nnx.Optimizer` or `unbox` would follow the old metadata. Metadata that
+    agrees and the structure of the tree are kept. Variables are changed in place, boxes
+    are replaced.
     """
     flat = flatten(tree)
     if not flat.annotations:
@@ -31,7 +32,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     for at, box in flat.annotations.items():
         leaf = decisive = resolution.leaf(at)
         if leaf.role == "optimizer" and leaf.owner in owners:
-            # Moments are mapped with parameters, so that their boxes must be equal.
+            # `jax.tree.map` over moments and parameters needs equal boxes.
             decisive = resolution.leaf(owners[leaf.owner])
             if not isinstance(box, nnx.Variable):
                 leaf = decisive
@@ -49,7 +50,6 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 
 
 def _differs(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> bool:
-    """Whether the sharding of a leaf differs from its metadata."""
     mesh, annotated = _mesh_of_devices(resolution), _mesh_of_box(box)
     if annotated is not None and mesh is not None and annotated != mesh:
         return True
@@ -72,13 +72,13 @@ def _mesh_of_box(box: Any) -> Any:
 
 
 def _is_bound(box: Any) -> bool:
-    """Whether a Variable has a NamedSharding, on which Flax fails later, not names."""
+    """Whether a Variable has a NamedSharding, not names; Flax fails on it later."""
     value = (variable_metadata(box) or {}).get("out_sharding")
     return isinstance(getattr(value, "sharding", value), NamedSharding)
 
 
 def _settled(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> Any:
-    """A Variable, changed in place, or a new box, with the names of a layout."""
+    """The Variable, changed in place, or a new box, with the axis names of a layout."""
     axes = () if resolution.mesh is None else resolution.mesh.axis_names
     names = _names(mark_of(box), leaf.layout.dims(len(leaf.shape)), axes)
     kept = {name for name in names if isinstance(name, str)} - set(axes)
@@ -89,7 +89,7 @@ def _settled(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> Any:
     if metadata is None:
         if not kept:
             return Partitioned(box.value, names=names, mesh=mesh)
-        # A logical name that is mapped to no axis.
+        # Some logical names are not mapped to a mesh axis.
         meanings = [(name, None if name in kept else name) for name in names if name]
         logical: Any = linen.LogicallyPartitioned
         return logical(box.value, names=names, mesh=mesh, rules=tuple(meanings))
@@ -111,7 +111,7 @@ def _settled(box: Any, leaf: ResolvedLeaf, resolution: Resolution) -> Any:
 def _names(
     mark: Mark, dims: Sequence[tuple[str, ...]], axes: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Axis names for a layout; `scan` looks for the name of a dim on no mesh axis."""
+    """Axis names for a layout, with the logical names that `nnx.scan` looks for."""
     try:
         before = mesh_axes(mark)[0]
     except RuleError:

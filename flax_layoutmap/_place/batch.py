@@ -1,4 +1,4 @@
-"""Pad host batches, and make global arrays of them over the batch axes."""
+"""Pad host batches, and make global arrays from them."""
 
 import functools
 import math
@@ -27,18 +27,18 @@ Rows = Literal["local", "global"]
 
 _DATA = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
-# Path and leaf: an array of NumPy or JAX, or a Python number.
+# Path and leaf: a NumPy or JAX array, or a Python number.
 _Leaves = list[tuple[str, Any]]
 
 
 class _Share(NamedTuple):
-    """How many parts of a global batch a process passes, and how many there are."""
+    """How many of the parts of a global batch a process passes."""
 
     own: int
     parts: int
 
     def total(self, leaf: Any) -> int:
-        """Rows of the global array of which the process passes a leaf."""
+        """Rows of the global array when this process passes `leaf`."""
         return len(leaf) if _is_global(leaf) else len(leaf) * self.parts // self.own
 
 
@@ -55,13 +55,13 @@ def distribute_batch(
         batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
             `__array__`; all with the same number of rows. None stays None.
         layout_map: the rules, on a mesh of devices; only their `batch` axes matter.
-        rows: which rows a process passes: `"local"`, those of its own devices
-            (processes with the same part pass the same rows, which is not checked); or
-            `"global"`, all rows, the same in every process.
-        check: with several processes, whether to compare structures, shapes and the
-            values of scalars and keys first, so that a difference is an error in every
-            process. It waits for all of them and for the devices: pass False in a loop
-            whose batches all have one shape, and in threads that prefetch.
+        rows: which rows each process passes: `"local"`, only the rows for its devices
+            (processes with the same part must pass the same rows, which is not
+            checked); or `"global"`, all rows, the same in every process.
+        check: whether several processes first compare structures, shapes and the
+            values of scalars and keys, and all raise if they differ. This waits for
+            all processes and for the devices: pass False in a loop whose batches have
+            the same shape, and in threads that prefetch.
 
     Returns:
         The same tree of global `jax.Array`s, in JAX's dtypes.
@@ -90,7 +90,7 @@ def distribute_batch(
         for leaf in arrays
     ]
     if jax.process_count() == 1:
-        # In one go: many small transfers take longer.
+        # A single call is faster than many small transfers.
         placed = jax.device_put(arrays, shardings)
     else:
         placed = [
@@ -109,20 +109,20 @@ def pad_batch(
 ) -> tuple[Any, np.ndarray]:
     """Pad a host batch until its rows divide; return the mask of real rows.
 
-    The last row is repeated (zeros, where a batch has 0 rows). Pad the last batch of an
-    epoch to the `size` of the others, so that nothing is compiled for it. What is
-    averaged over rows must use the mask; BatchNorm includes the added rows.
+    The last row is repeated (zeros are added to a batch with 0 rows). Pad the last
+    batch of an epoch to the `size` of the others to avoid another compilation. Averages
+    over rows must use the mask; BatchNorm includes the added rows.
 
     Args:
         batch: as for `flm.distribute_batch`; scalars and PRNG keys stay as they are.
-        multiple: the number of rows becomes a multiple of this: a number, or a map, for
-            the parts along its `batch` axes that this process fills.
-        size: the number of rows to reach; None: the next multiple.
-        rows: as for `flm.distribute_batch`, if `multiple` is a map.
+        multiple: the number of rows is padded to a multiple of this number; or a map:
+            of the number of parts along its `batch` axes that this process fills.
+        size: the number of rows after padding; None: the next multiple.
+        rows: as for `flm.distribute_batch`; only used if `multiple` is a map.
 
     Returns:
-        The batch, in NumPy arrays where rows were added, else as it was; and a mask,
-        a bool array of shape (rows,), True for the rows of `batch`.
+        The batch, as NumPy arrays if rows were added and unchanged otherwise; and a
+        mask, a bool array of shape (rows,) that is True for the rows of `batch`.
 
     Example:
         >>> import numpy as np, flax_layoutmap as flm
@@ -163,7 +163,6 @@ def pad_batch(
 
 
 def _multiple_of(multiple: Any, rows: Rows) -> int:
-    """What the number of rows must divide by, from a number or a map."""
     if isinstance(multiple, int | np.integer):
         if multiple < 1:
             raise LayoutError(f"multiple must be 1 or more, got {multiple}")
@@ -180,8 +179,8 @@ def _multiple_of(multiple: Any, rows: Rows) -> int:
 def has_rows(leaf: Any) -> bool:
     """Whether dim 0 of a leaf is its rows: not for numbers, scalars and PRNG keys.
 
-    A JAX array of two or four uint32 is an old-style key, of `jax.random.PRNGKey`; a
-    NumPy array never is.
+    A JAX array of two or four uint32 is taken for an old-style key, as made by
+    `jax.random.PRNGKey`; a NumPy array is not.
     """
     shape = getattr(leaf, "shape", ())
     if not shape or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -192,12 +191,12 @@ def has_rows(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh | None) -> NamedSharding:
-    """Dim 0 over some axes; replicated without any."""
+    """Shard dim 0 over the axes; replicate if there are none."""
     return TensorLayout((axes, ...), mesh).sharding()
 
 
 def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
-    """The leaves of a batch and its structure; raises for leaves that are not data."""
+    """The leaves and structure of a batch; raises for leaves that are not data."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=is_nnx_object
     )
@@ -205,7 +204,7 @@ def _flatten(batch: Any, what: str) -> tuple[_Leaves, Any]:
     for keys, leaf in pairs:
         path = join_keys(keys) or "the batch"
         if not isinstance(leaf, _DATA) and not is_nnx_object(leaf):
-            # Of another library, such as a data loader's.
+            # For example, an array of a data loader or of another library.
             leaf = np.asarray(leaf) if hasattr(type(leaf), "__array__") else leaf
         if problem := _why_not_data(leaf, what):
             problems.append(f"{path}: {problem}")
@@ -279,7 +278,7 @@ def _share(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
 
 
 def _row_count(leaves: _Leaves, share: _Share) -> int | None:
-    """Rows that this process passes; raises LayoutError where arrays differ in them."""
+    """Rows that this process passes; raises LayoutError if the arrays differ."""
     totals: dict[int, int] = {}
     shown: list[str] = []
     for path, leaf in leaves:
@@ -299,7 +298,7 @@ def _row_count(leaves: _Leaves, share: _Share) -> int | None:
 
 
 def clash_of_rows(count: int, rules: RuleSet) -> str | None:
-    """Say why `count` rows do not divide over the batch axes; None if they do."""
+    """Explain why `count` rows do not divide over the batch axes; None if they do."""
     assert rules.mesh is not None
     return divides((count,), (rules.batch,), rules.mesh.axis_sizes)
 
@@ -323,7 +322,7 @@ def _check_divides(count: int, rules: RuleSet, rows: Rows, share: _Share) -> Non
 def _compared(
     leaves: _Leaves, structure: Any, rules: RuleSet, rows: Rows, share: _Share
 ) -> Parts:
-    """What must be the same in every process; see `Agreement`."""
+    """Values that must be the same in every process; see `Agreement`."""
     shapes, same = [], []
     for path, leaf in leaves:
         shape = np.shape(leaf)

@@ -51,18 +51,18 @@ def relayout(
 ) -> Any:
     """Give an array another layout; its gradient has the original layout.
 
-    As `flm.distribute_tensor`, but the cotangent gets the layout of `x`, at every order
-    of differentiation. Under `jit` on Auto axes that is the sharding that the compiler
-    gives `x`: exact where it is fixed (an argument of `jit`, the result of another
-    relayout), and any elsewhere; `x` is kept until the backward pass, where every
-    device gathers the whole cotangent. `gradient=` is exact, and keeps and gathers
-    nothing: use it for large activations.
+    Like `flm.distribute_tensor`, but the cotangent gets the layout of `x`, at every
+    order of differentiation. Under `jit` on Auto axes, this is the sharding that the
+    compiler chooses for `x`: predictable only where it is fixed (an argument of `jit`,
+    the result of another relayout). It also keeps `x` until the backward pass, where
+    every device gathers the whole cotangent. With `gradient=` the layout is exact, and
+    nothing is kept or gathered: use it for large activations.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: as for `distribute_tensor`; or a mesh, to which the array is moved with
-            the layout that it has.
-        gradient: the layout that `x` has, which is fixed too; or `"input"`.
+            its current layout.
+        gradient: the layout of `x`, to which `x` is constrained too; or `"input"`.
         name: shown in profiles, as by `jax.named_scope`.
 
     Example:
@@ -74,7 +74,7 @@ def relayout(
         >>> tuple(x.sharding.spec)
         ('data', 'model')
 
-    Plain JAX: as of `flm.distribute_tensor`; twice, to fix the input's layout too.
+    Plain JAX: as for `flm.distribute_tensor`; twice, to fix the input's layout too.
     """
     if gradient != "input":
         if isinstance(gradient, str):
@@ -102,17 +102,18 @@ copy_to_mesh = relayout  # DTensor's older name
 
 
 def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
-    """Give an array the mesh and layout of another; gradients keep its own.
+    """Give an array the mesh and layout of another; its gradient keeps its layout.
 
-    `like` may have any shape of the same rank; if it is on no mesh, `x` is replicated
-    on its own. Under `jit` on Auto axes a traced `like` has no layout to read, so both
-    are constrained alike: they have one shape, each device gathers `x`, and both are
-    kept until the backward pass. That is exact where their layouts are fixed, as those
-    of arguments are, and an error in loops, where the layout of the carry would mix in.
+    `like` may have any shape of the same rank; if it is not on a mesh, `x` is
+    replicated on the mesh of `x`. Under `jit` on Auto axes, the layout of a traced
+    `like` cannot be read, so the compiler is told to give both the same sharding: they
+    must have the same shape, each device gathers `x`, and both are kept until the
+    backward pass. This is exact where their layouts are fixed, as for arguments of
+    `jit`, and an error in loops, where it would also constrain the carry.
 
     Args:
-        x: an array or a traced value; an `nnx.Variable` or a Linen box too.
-        like: the array to follow, or a Variable or box. It gets no gradient.
+        x: an array, a traced value, an `nnx.Variable` or a Linen box.
+        like: the array, Variable or box to follow. It gets no gradient.
         name: shown in profiles, as by `jax.named_scope`.
 
     Example:
@@ -164,10 +165,10 @@ def _relayout(
         mesh: Any = layout.device_mesh
         x = _alike.bind(x, x, is_forward=False, mesh=mesh.jax_mesh)
     elif isinstance(x, Tracer):
-        # Outside of jit, `grad` traces an array of a known layout.
+        # Outside `jit`, `grad` traces an array with a known layout.
         before = known_layout(concrete(x))
     if before is not None and isinstance(x, Tracer):
-        # The cotangent passes the two constraints in the other order.
+        # The cotangent passes the two constraints in reverse order.
         x = distribute(x, before, what)
     return distribute(x, layout, what, is_named=is_named)
 
@@ -186,14 +187,14 @@ def _can_follow(x: Any, like: Any) -> bool:
 
 # ------------------------------------------------------ one array follows another
 
-# Under `jit` on Auto axes the compiler chooses the sharding of a value later. What can
-# be said is that two values have the same one, by a sharding group of Shardy. `_alike`
-# returns `x`, in the sharding of `like` if `is_forward`; otherwise its cotangent has
-# that sharding. It is a primitive, as `jax.custom_vjp` has no forward mode, and
-# `jax.custom_derivatives.linear_call` no `vmap`.
+# Under `jit` on Auto axes the compiler chooses the sharding of a value later, but a
+# sharding group of Shardy makes it choose the same sharding for two values. `_alike`
+# returns `x`, in the sharding of `like` if `is_forward`; otherwise its cotangent gets
+# that sharding. It is a primitive because `jax.custom_vjp` has no forward mode and
+# `jax.custom_derivatives.linear_call` has no `vmap`.
 _alike = Primitive("alike")
 
-# A number for each group; JAX's own (jax.experimental.shard_alike) count from 0.
+# A number for each group; jax.experimental.shard_alike counts from 0.
 _GROUPS = itertools.count(2**32)
 
 
@@ -224,7 +225,7 @@ def _lower(context: Any, x: Any, like: Any, *, is_forward: bool, mesh: Any) -> A
         return [x]
 
     def gathered(x: Any, like: Any) -> Any:
-        # A group is symmetric, so an `x` in any sharding must come first; the barrier
+        # A group is symmetric, so `x` must first accept any sharding; the barrier
         # keeps that constraint from spreading to `like`.
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
         return jax.lax.optimization_barrier(x)
@@ -241,7 +242,7 @@ _alike.def_abstract_eval(lambda x, like, **params: x)
 ad.primitive_jvps[_alike] = _jvp
 ad.primitive_transposes[_alike] = _transpose
 batching.primitive_batchers[_alike] = _batch
-mlir.register_lowering(_alike, _lower, cacheable=False)  # a group for each
+mlir.register_lowering(_alike, _lower, cacheable=False)  # each needs its group
 
 
 # ------------------------------------------------- parts of devices, calls in a layout
@@ -252,10 +253,11 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
     Args:
         components: one array per device of this process, in the order of the mesh
-            (row-major); all of one shape and dtype. What is there is not copied.
+            (row-major), all of the same shape and dtype. Parts that are already on
+            their device are not copied.
         layout: as for `flm.distribute_tensor`.
-        check: whether to compare parts that the layout says are equal, bit by bit. That
-            copies all of them to the host, without other processes.
+        check: whether to compare, bit by bit, parts that must be equal in this layout.
+            This copies all of them to the host, and compares only this process's parts.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -315,7 +317,7 @@ def unpack(x: Any) -> list[jax.Array]:
 
 
 def _local_devices(mesh: Any) -> list[Any]:
-    """Those of this process, in the order of the mesh."""
+    """The mesh's devices of this process, in the order of the mesh."""
     here = jax.process_index()
     return [device for device in mesh.devices.flat if device.process_index == here]
 
@@ -346,14 +348,15 @@ def call_with_layout(
 ) -> Any:
     """Call a function so that its results are computed in this layout.
 
-    For what is made once, by `jnp.zeros` or an initialiser: the function is compiled at
-    every call, so that on Auto axes no device holds more of a result than its part.
+    For arrays that are made once, by `jnp.zeros` or an initialiser: the function is
+    compiled at every call. On Auto axes no device then holds more than its part.
 
     Args:
         fn: the function.
-        layout: as for `flm.distribute_tensor`, for every result; None calls `fn` alone.
-        args: for the function, as `kwargs`. Arrays are traced, all else is constant.
-        kwargs: the same.
+        layout: the layout of every result, as for `flm.distribute_tensor`; None: just
+            call `fn`.
+        args: passed to `fn`. Arrays are traced, everything else is constant.
+        kwargs: passed to `fn` in the same way.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -384,6 +387,6 @@ def call_with_layout(
     mesh = layout._some_mesh()
     bare: Any = mesh.jax_mesh
     _ = mesh.devices  # raises for an abstract mesh
-    # Constants on Explicit axes ask for a mesh in the context.
+    # On Explicit axes, constants need a mesh in the context.
     with jax.set_mesh(bare) if explicit_axes(mesh) else nullcontext():
         return jax.jit(call)(arrays)

@@ -53,19 +53,20 @@ _FREE = PartitionSpec.UNCONSTRAINED
 def distribute_tensor(x: Any, layout: Any) -> Any:
     """Give an array a layout, eagerly or inside a traced function.
 
-    Outside of `jit` the array is moved, also to other devices; inside, its layout is
-    fixed. Rank and divisibility are always checked: JAX alone silently drops an
+    Outside `jit`, the array is moved, also to other devices; inside, its layout is
+    constrained. Rank and divisibility are always checked: JAX silently drops an
     indivisible constraint under `jit`.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or the name of a layout in
             `layout_map.names` of the surrounding `flm.jit`, whose `indivisible=` then
-            holds too. Axes without a mesh take that of the surrounding `flm.jit`, else
-            that of `flm.dtensor.default_mesh`, of `jax.set_mesh`, or of `x`.
+            applies too. Axes without a mesh use the mesh of the surrounding `flm.jit`,
+            of `flm.dtensor.default_mesh`, of `jax.set_mesh`, or of `x`, in this order.
 
     Returns:
-        The array (or tree) with that layout; the same object where it has it already.
+        The array (or tree) with that layout; arrays that already have it are returned
+        as they are.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -86,7 +87,7 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         wanted = wanted_layout(layout, own_mesh(leaf))
         return distribute(leaf, wanted, what, is_named=is_named)
 
-    # The name is shown in programs and profiles.
+    # Shown in programs and profiles.
     with jax.named_scope(f"names[{layout}]") if is_named else contextlib.nullcontext():
         return jax.tree_util.tree_map_with_path(move, x, is_leaf=is_nnx_object)
 
@@ -97,7 +98,7 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
 def place(tree: Any, resolution: Resolution) -> Any:
     """Move every leaf of a tree to its layout in a Resolution of the tree.
 
-    All are moved before anything is written back, so that a failure leaves the tree
+    All leaves are moved before any is written back: a failure leaves the tree
     unchanged.
     """
     leaves = flatten(tree).leaves
@@ -113,14 +114,14 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 
 def check_movable(what: str, leaves: Sequence[Any], resolution: Resolution) -> None:
-    """Raise LayoutError where a leaf cannot be moved."""
+    """Raise LayoutError if a leaf cannot be moved."""
     for path, leaf in zip(resolution.paths, leaves, strict=True):
         if problem := _why_unmovable(leaf):
             raise _refusal(what, path, problem)
 
 
 def as_array(x: Any, keys: Any, what: str) -> Any:
-    """An array, traced or on the host; messages show its key path and the function."""
+    """Convert to an array (traced, JAX or NumPy); errors show `keys` and `what`."""
     if is_nnx_object(x):
         raise StructureError(
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
@@ -140,7 +141,7 @@ def _refusal(what: str, path: str, problem: str) -> LayoutError:
 
 
 def _why_unmovable(x: Any) -> str | None:
-    """Describe what no device can hold."""
+    """Describe a value that cannot be moved to a device; None if it can."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return (
             f"the abstract {x}: make the values, with flm.create or from a checkpoint; "
@@ -158,7 +159,7 @@ def _why_unmovable(x: Any) -> str | None:
 
 
 def with_leaves(tree: Any, leaves: list[Any]) -> Any:
-    """The tree with new leaves; NNX objects are updated in place."""
+    """Return the tree with new leaves; NNX objects are updated in place."""
     new = jax.tree.unflatten(jax.tree.structure(plain_tree(tree)), leaves)
     objects, outer = jax.tree.flatten(tree, is_leaf=is_nnx_object)
     parts = outer.flatten_up_to(new)
@@ -170,7 +171,7 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
 
 
 def need_devices(rules: RuleSet | Resolution, what: str) -> None:
-    """Raise MeshError where rules or a Resolution have no mesh of devices."""
+    """Raise MeshError if rules or a Resolution have no mesh of devices."""
     if rules.mesh is None or rules.mesh.is_abstract:
         have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
         raise MeshError(
@@ -183,7 +184,7 @@ def need_devices(rules: RuleSet | Resolution, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Move one array or number, without a copy where it lies there; else return it."""
+    """Move an array or number, unless it is already there; return others unchanged."""
     is_number = isinstance(x, bool | int | float | complex)
     if is_placed(x, sharding) or not (is_number or hasattr(x, "dtype")):
         return x
@@ -200,7 +201,7 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     """Move a value that all processes hold: each supplies its own shards."""
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # JAX moves the data of keys between processes, not keys.
+        # JAX cannot move keys between processes, only their data.
         data = _put_across_processes(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -220,9 +221,9 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
 
 
 def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
-    """The layout, or that of this name, with the ambient mesh if it has none.
+    """Look up a layout given by name, and give it a mesh if it has none.
 
-    Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
+    That is the ambient mesh or else `otherwise`; MeshError if there is neither.
     """
     layout = TensorLayout(_named(layout) if isinstance(layout, str) else layout)
     split = set(split_axes())
@@ -279,9 +280,9 @@ def _ambient_mesh() -> DeviceMesh | None:
 
 
 def _mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh; where its Explicit axes are Auto in context, with these types.
+    """The mesh, with the axis types of the context if its Explicit axes are Auto there.
 
-    So they are inside of a function of `flm.jit`, and of `jax.sharding.auto_axes`.
+    They are Auto inside `flm.jit` and `jax.sharding.auto_axes`.
     """
     context: Any = jax.sharding.get_abstract_mesh()
     if not explicit_axes(mesh) - explicit_axes(context) - manual_axes():
@@ -295,7 +296,7 @@ def _mesh_in_context(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def explicit_axes(mesh: Any) -> set[str]:
-    """The names of the Explicit axes of a mesh of ours or of JAX."""
+    """The names of the Explicit axes of a `DeviceMesh` or a JAX mesh."""
     return _axes_of_type(mesh, AxisType.Explicit)
 
 
@@ -329,7 +330,7 @@ def distribute(
 
 
 def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
-    """Whether `grad` traces, eagerly, an array that was put on another mesh."""
+    """Whether eager `grad` traces an array that was put on another mesh."""
     is_committed = getattr(concrete(x), "committed", False)
     return is_committed and not mesh.is_abstract and own_mesh(x) != mesh
 
@@ -337,14 +338,14 @@ def _is_elsewhere(x: Any, mesh: DeviceMesh) -> bool:
 def _constrain(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
     mesh, kind = layout._some_mesh(), layout.memory_kind
     spec = PartitionSpec(*dims) if _FREE in dims else normal_spec(dims)
-    # Inside shard_map only the mesh of the context has its manual axes.
+    # Inside shard_map, only the mesh of the context marks its axes as manual.
     jax_mesh = jax.sharding.get_abstract_mesh() if manual_axes() else mesh.jax_mesh
     if explicit_axes(mesh):
         x = jax.sharding.reshard(x, NamedSharding(jax_mesh, spec))
     else:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(jax_mesh, spec))
     if kind is not None:
-        # Neither of the two applies a memory kind.
+        # Neither of these functions applies a memory kind.
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
 
@@ -352,16 +353,16 @@ def _constrain(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
 def checked_dims(
     layout: TensorLayout, x: Any, what: str, *, is_named: bool = False
 ) -> _Dims:
-    """The mesh axes of each dim of this array; raises where the layout does not fit.
+    """The mesh axes of each dim of this array; raises if the layout does not fit.
 
-    JAX checks less of it, or nothing. Dims that do not divide are replicated where the
-    layout has a name, in rules of `indivisible="replicate"`.
+    JAX checks less than this, or nothing. Indivisible dims are replicated if the layout
+    is given by name and the rules have `indivisible="replicate"`.
     """
     shape, mesh = tuple(x.shape), layout._some_mesh()
     known = known_layout(x) if layout.has_match else None
     what = f"{what} of an array {shape}"
     try:
-        # What is on no mesh yet is not sharded.
+        # An array without a mesh is not sharded.
         axes = known.dims(len(shape)) if known else ((),) * len(shape)
         dims = layout.matched(axes).dims(len(shape))
     except LayoutError as error:

@@ -1,8 +1,8 @@
 """Move a tree of arrays to other layouts, in chunks.
 
-XLA moves some arrays through a full copy on every device: 95 of 582 pairs of layouts on
-eight devices, with jax 0.10.2 and 0.12.0. So the leaves move in groups of `max_bytes`,
-and a larger leaf in slices.
+For some pairs of layouts, XLA makes a full copy of the array on every device (95 of 582
+pairs on eight devices, with jax 0.10.2 and 0.12.0). So leaves are moved in groups of
+`max_bytes`, and larger leaves in slices.
 """
 
 import functools
@@ -46,21 +46,22 @@ def reshard(
     """Move a whole tree to other layouts or another mesh, in chunks.
 
     A device holds at most its shards before and after, and the temporaries of one
-    chunk. With several processes, all call it, and both meshes have the same devices.
+    chunk. With several processes, all must call it, and both meshes must have the same
+    devices.
 
     Args:
         tree: a module (updated in place and returned), or any tree of arrays.
         to: a `LayoutMap` or `RuleSet` with a mesh of devices.
-        max_bytes: the size of a chunk: of the leaves that move at the same time, and
-            of the slices of a larger leaf.
+        max_bytes: the size of a chunk: of leaves that are moved at the same time, or of
+            a slice of a larger leaf.
         donate: delete the arrays of `tree` chunk by chunk, except where a device keeps
-            its part. An interrupt loses the moved leaves of what is not a module.
-        progress: show a bar; None: once it has taken 2 seconds, on a terminal.
+            its part. If interrupted, moved leaves are lost unless `tree` is a module.
+        progress: whether to show a bar; None: on a terminal, after 2 seconds.
 
     Returns:
-        The tree with its leaves in the new layouts; those that have it already are
-        the same arrays. What stays on its device may share memory with `tree`, as in
-        `jax.device_put`: a step that donates the one deletes it from the other, too.
+        The tree with its leaves in the new layouts; leaves that already have them are
+        the same arrays. As with `jax.device_put`, shards that stay on their device may
+        share memory with `tree`: a step that donates either tree deletes both.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -105,7 +106,7 @@ def reshard(
 
 
 class _Move(NamedTuple):
-    """An array that moves: its path, its places among the leaves, and where to."""
+    """An array to move, its positions among the leaves, and its new sharding."""
 
     path: str
     places: list[int]
@@ -118,7 +119,7 @@ class _Move(NamedTuple):
 
 
 def _moves(leaves: Sequence[Any], resolution: Resolution) -> list[_Move]:
-    """One move for each array and sharding, in the order of the leaves."""
+    """A move for each array and new sharding, in the order of the leaves."""
     moves: dict[tuple[int, NamedSharding], _Move] = {}
     problems = []
     for at, sharding in enumerate(resolution.sharding_list()):
@@ -153,7 +154,7 @@ def _chunks(moves: Sequence[_Move], max_bytes: int) -> Iterator[list[_Move]]:
 def _move(move: _Move, max_bytes: int, leaves: list[Any]) -> bool:
     """Move an array in the list of leaves; return whether a device keeps its part.
 
-    JAX does not copy such a part, so that deleting the array would delete it, too.
+    JAX does not copy such a part, so deleting the old array would delete it too.
     """
     value, sharding = move.value, move.sharding
     is_array = isinstance(value, jax.Array)
@@ -177,11 +178,11 @@ def _keeps_a_part(x: Any, target: NamedSharding) -> bool:
 
 
 def _in_slices(x: jax.Array, target: NamedSharding, max_bytes: int) -> Any:
-    """Move an array in slices of about `max_bytes`; None if it had better move whole.
+    """Move an array in slices of about `max_bytes`; None if it should move whole.
 
-    One dim is seen as `parts` runs, a multiple of its shards before and after. A slice
-    takes some elements of each run, so that no device needs another's to cut or to
-    write it.
+    One dim is split into `parts` runs, a multiple of its shards before and after. A
+    slice takes some elements of each run, so devices cut and write slices without
+    communication.
     """
     source, shape = x.sharding, x.shape
     default = next(iter(target.device_set)).default_memory().kind
@@ -199,7 +200,7 @@ def _in_slices(x: jax.Array, target: NamedSharding, max_bytes: int) -> Any:
     dim = max(range(x.ndim), key=runs.__getitem__)
     slices = min(runs[dim], math.ceil(x.nbytes / max_bytes))
     step = runs[dim] // slices
-    # Of the caller, neither the mesh (`jax.set_mesh`) nor the transfer guard applies.
+    # Ignore the caller's mesh (`jax.set_mesh`) and transfer guard.
     with no_mesh(), jax.transfer_guard("allow"):
         moved = jnp.zeros(shape, x.dtype, device=target)
         for start in range(0, runs[dim], step):
@@ -212,7 +213,7 @@ def _in_slices(x: jax.Array, target: NamedSharding, max_bytes: int) -> Any:
 
 
 def _with_runs(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
-    """The sharding of a slice, in which the dim is two: parts, elements of each run."""
+    """The sharding of a slice, whose dim is split into runs and their elements."""
     entries: list[Any] = [*sharding.spec, *(None,) * ndim][:ndim]
     entries.insert(dim + 1, None)
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
@@ -222,7 +223,7 @@ def _with_runs(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
 def _programs(
     sharding: NamedSharding, ndim: int, dim: int, run: int, size: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Functions that cut a slice from an array of a sharding, and write one into it."""
+    """Functions that cut a slice from an array with this sharding, and write one."""
 
     def as_runs(shard: Any) -> Any:
         return shard.reshape(*shard.shape[:dim], -1, run, *shard.shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Compare two Resolutions: the changes, the bytes that devices receive, a report."""
+"""Compare two Resolutions: changes, the bytes that devices receive, a report."""
 
 import dataclasses
 import difflib
@@ -33,15 +33,14 @@ class LeafChange:
 
     Attributes:
         path: path of the leaf.
-        change: `"added"`; `"removed"`; `"reshaped"` (of another shape or dtype);
-            `"moved"` (of another layout).
-        before: the leaf before, as in the JSON of the report; None for one that was
-            added.
-        after: the leaf after; None for one that was removed.
-        text: what changed, in a few words: `P(-, model) → P(model)`.
-        received_bytes: of a leaf that moved, the most bytes that one device receives;
-            0 for others, None without a mesh.
-        all_received_bytes: the sum over the devices.
+        change: `"added"`, `"removed"`, `"reshaped"` (another shape or dtype) or
+            `"moved"` (another layout).
+        before: the leaf before, as in the JSON of the report; None if it was added.
+        after: the leaf after; None if it was removed.
+        text: the change as text, for example `P(-, model) → P(model)`.
+        received_bytes: the most bytes that a device receives if the leaf moved; 0 for
+            other changes, None without a mesh.
+        all_received_bytes: the same, summed over the devices.
     """
 
     path: str
@@ -55,19 +54,18 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True)
 class ResolutionDiff(Shown):
-    """What changes from one Resolution to another, and what it costs; see
-    `Resolution.diff`.
+    """The changes between two Resolutions, and their cost; see `Resolution.diff`.
 
     Attributes:
         mesh: the mesh before and after, as text.
         rules: rules and options that differ: `"- …"` before, `"+ …"` after.
         changes: the leaves that differ, sorted by path.
-        unchanged: how many leaves do not.
+        unchanged: the number of leaves that do not differ.
         bytes_per_device: role → bytes in device memory before and after, per device.
         host_bytes_per_device: the same in host memory.
-        received_bytes: per device of the mesh after, row by row, the bytes that it
-            has to be sent for the leaves that moved; empty without a mesh.
-        axes: names of the mesh axes, those of before first.
+        received_bytes: for each device of the new mesh (row-major), the bytes that it
+            receives for the leaves that moved; empty without a mesh.
+        axes: names of the mesh axes, with the axes of the old mesh first.
     """
 
     mesh: tuple[str, str]
@@ -142,7 +140,7 @@ def _growth(before: int, after: int) -> str:
 
 
 def _grid(changes: Sequence[LeafChange], width: int | None) -> Grid:
-    """A row for each leaf that changed, or for those of which the row says the same."""
+    """A row for each changed leaf, or for several with the same change."""
     keys = [(leaf.change, leaf.text, leaf.received_bytes) for leaf in changes]
     folds = fold([leaf.path for leaf in changes], keys)
     rows = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
@@ -162,11 +160,11 @@ def _to_send(leaf: LeafChange, count: int) -> str:
     return "?" if most is None else human_bytes(count * most)
 
 
-# ------------------------------------------------------- what is compared, as JSON
+# ------------------------------------------- reading and writing what is compared
 
 
 class Record(NamedTuple):
-    """A leaf of a Resolution, as the report's JSON, and as it is compared."""
+    """A leaf of a Resolution: its JSON, and the values to compare."""
 
     leaf: Mapping[str, Any]
     array: str  # shape and dtype: `f32[8,16]`
@@ -180,13 +178,13 @@ class Snapshot(NamedTuple):
     """Everything that a Resolution decided."""
 
     rules: RuleSet
-    mesh: DeviceMesh | None  # of the rules or, where they have none, of a leaf
+    mesh: DeviceMesh | None  # of the rules or, if they have none, of a leaf
     records: Mapping[str, Record]  # by path
     totals: Mapping[str, Mapping[str, int]]  # sums of bytes by role
 
 
 def snapshot_of(data: Any) -> Snapshot:
-    """Read what `Resolution.to_json` or `golden_text` wrote."""
+    """Read the output of `Resolution.to_json` or `golden_text`."""
     schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
     if schema != 1:
         raise LayoutError(
@@ -228,9 +226,9 @@ def _record(leaf: Mapping[str, Any], mesh: DeviceMesh | None) -> Record:
 
 
 def golden_text(data: Mapping[str, Any]) -> str:
-    """What `Resolution.to_json` gives as JSON for review: sorted, one line per leaf.
+    """The output of `Resolution.to_json` as text for review: sorted, a line per leaf.
 
-    The numbers of rules, which change with any rule before them, are left out.
+    Rule numbers are left out, as they change with every rule that is inserted.
     """
     leaves = [
         {k: v for k, v in leaf.items() if v is not None and k not in ("rule", "note")}
@@ -262,9 +260,9 @@ def difference(
     after: Snapshot,
     on: tuple[DeviceMesh | None, DeviceMesh | None] = (None, None),
 ) -> ResolutionDiff:
-    """Compare what two Resolutions decided; `on` has their meshes with devices."""
+    """Compare two Resolutions; `on` has their meshes with devices."""
     same = _same_devices(*on)
-    # Elements that each device receives; many leaves have equal placements.
+    # Cached, as many leaves have equal placements.
     elements = functools.cache(functools.partial(received, same=same))
     paths = sorted({**before.records, **after.records}, key=natural_key)
     meshes = [mesh for mesh in (before.mesh, after.mesh) if mesh is not None]
@@ -278,7 +276,7 @@ def difference(
             continue
         most, in_all = (None, None) if change == "moved" else (0, 0)
         if each is not None:
-            # A leaf may be on a larger mesh of its own.
+            # A leaf may be on a larger mesh than the rules.
             total = np.pad(total, (0, max(len(each) - len(total), 0)))
             total[: len(each)] += each
             most, in_all = int(each.max()), int(each.sum())
@@ -301,7 +299,7 @@ def difference(
 def _same_devices(
     before: DeviceMesh | None, after: DeviceMesh | None
 ) -> list[int] | None:
-    """Which device before each device after is, as for `received`; None: by number."""
+    """For each device after, its number before (-1: new), as for `received`."""
     if before is None or after is None or before.is_abstract or after.is_abstract:
         return None
     numbers = {device: number for number, device in enumerate(before.devices.flat)}
@@ -350,7 +348,7 @@ def _held(before: Snapshot, after: Snapshot, sums: str) -> dict[str, tuple[int, 
 
 
 def _mesh(mesh: DeviceMesh | None, other: DeviceMesh | None) -> str:
-    """The mesh, with the types of its axes where the other differs in them alone."""
+    """The mesh, with its axis types if the other differs only in them."""
     if mesh is None or other is None or str(mesh) != str(other):
         return "no mesh" if mesh is None else str(mesh)
     if mesh.axis_types == other.axis_types:
@@ -359,7 +357,7 @@ def _mesh(mesh: DeviceMesh | None, other: DeviceMesh | None) -> str:
 
 
 def rule_lines(rules: RuleSet) -> list[str]:
-    """Options and rules as lines, to compare; without the mesh of the rules."""
+    """Options and rules as lines to compare, without the mesh of the rules."""
     lines = [f"{name} = {getattr(rules, name)!r}" for name in ("batch", *OPTIONS)]
     for section in SECTIONS:
         kind = "" if section == "rules" else f"{section} "

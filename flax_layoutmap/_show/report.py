@@ -1,4 +1,4 @@
-"""The report of a Resolution: a table, totals, remarks; and why one leaf lies so."""
+"""The report of a Resolution (table, totals, remarks) and the text of `explain`."""
 
 import dataclasses
 import difflib
@@ -45,21 +45,21 @@ ROLES: dict[Role, str] = {
     "other": "other",
 }
 
-# Unmatched leaves that are alike are worth a warning when they hold this share of the
-# bytes, or that share of what each device holds: the first is small on many devices.
+# Similar unmatched leaves are worth a warning if they are this share of all bytes, or
+# the second share of the bytes per device, which matters on many devices.
 LARGE_SHARE = 0.01
 _LARGE_HELD = 0.1
 
-# Looking for similar paths is slow: it is done for so many unused rules and paths.
+# Searching for similar paths is slow: limits on unused rules and on paths.
 _HINTS, _MOST_PATHS = 10, 2000
 
-# Reasons of leaves that no rule and no metadata places.
+# Reasons of leaves that neither a rule nor metadata places.
 UNMATCHED = {
     "no rule": "is matched by no rule",
     "unknown optimizer state": "is optimizer state of an unknown kind",
 }
 
-# Reasons in a word, where the first word of the reason does not tell.
+# Short reasons, where the first word of the reason is unclear.
 _WORDS = {"no rule": "none", "not an array": "-", "flax metadata": "metadata"}
 
 _NUMBER = re.compile(r"float|uint|int|complex")
@@ -69,7 +69,7 @@ _NUMBER = re.compile(r"float|uint|int|complex")
 
 
 def report_lines(table: ResolvedTable, width: int | None = None) -> "Iterator[Text]":
-    """The lines in colour; see `Resolution.report`."""
+    """The coloured lines of `Resolution.report`."""
     grid, below = _grid_and_lines(table, width)
     axes = () if table.mesh is None else table.mesh.axis_names
     yield from coloured_grid(grid, axes)
@@ -126,7 +126,7 @@ def _grid_and_lines(table: ResolvedTable, width: int | None) -> tuple[Grid, list
 
 @functools.lru_cache(maxsize=4096)
 def array_text(shape: Shape, dtype: str) -> str:
-    """`bf16[64,256]`, as JAX writes it; `-` for the dtype of what is not an array."""
+    """`bf16[64,256]`, as JAX writes it; `-` if the leaf is not an array (dtype `-`)."""
     if dtype == "-":
         return "-"
     short = _NUMBER.sub(lambda match: match.group()[0], dtype)
@@ -134,7 +134,7 @@ def array_text(shape: Shape, dtype: str) -> str:
 
 
 def placed(row: Decision, mesh: DeviceMesh | None) -> str:
-    """Spec and kind of memory, and the mesh where it is another one."""
+    """Spec and memory kind, and the mesh if it is not `mesh`."""
     where = "" if row.mesh in (None, mesh) else f" on {row.mesh}"
     return show_spec(row.spec, row.memory_kind) + where
 
@@ -169,7 +169,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
         leaves = "1 leaf" if total.leaves == 1 else f"{total.leaves} leaves"
         in_memory = held(total.bytes_per_device, total.host_bytes_per_device)
         line = f"{name}: {leaves}, {human_bytes(total.total_bytes)}, {in_memory}"
-        # With only one role, the last line has it; counters are never sharded.
+        # With a single role, the last line shows it; counters are never sharded.
         several = len(sums) > 1 and name != ROLES["other"]
         if several and total.total_bytes and table.replicated_share:
             share = human_share(total.replicated_bytes / total.total_bytes)
@@ -186,7 +186,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
 
 
 def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
-    """Explain in a few lines why a leaf got its layout, or none."""
+    """Explain in a few lines why a leaf got its layout."""
     note = f": {row.note}" if row.note else ""
     lines = [
         f"{' = '.join((leaf.path, *leaf.others))} {show_shape(leaf.shape)} "
@@ -228,25 +228,25 @@ def _near_miss(path: str, rules: RuleSet) -> str:
 
 
 def remarks(table: ResolvedTable) -> list[str]:
-    """Unused rules, unmatched leaves and fallbacks; those alike share a line."""
+    """Unused rules, unmatched leaves and fallbacks; similar leaves share a line."""
     return [text for text, _ in (*_unused(table), *_unplaced(table))]
 
 
 def warnings(
     table: ResolvedTable, besides: Sequence[ResolvedTable] = ()
 ) -> list[Remark]:
-    """The remarks that are worth a warning; leaves that are alike share one.
+    """The remarks that are worth a warning; similar leaves share one.
 
-    Left out are fallbacks other than of annotations that name no axis of the mesh, and
-    leaves with less than 1 % of the bytes and 10 % of what a device holds. What the
-    Resolutions `besides`, of the same rules, use is not unused.
+    Left out are leaves with less than 1 % of all bytes and 10 % of the bytes per
+    device, and fallbacks, except of annotations that do not name an axis of the mesh.
+    Rules that the Resolutions `besides`, of the same rules, use are not unused.
     """
     every = (*_unused(table, besides), *_unplaced(table))
     return [warning for _, warning in every if warning is not None]
 
 
 def is_large(size: int, total: int, held: int) -> bool:
-    """Whether unmatched leaves of this size, in bytes, are worth a warning."""
+    """Whether unmatched leaves of `size` bytes are worth a warning."""
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
@@ -255,7 +255,7 @@ def _is_unplaced(row: Decision) -> bool:
 
 
 def _unplaced(table: ResolvedTable) -> Iterator[tuple[str, Remark | None]]:
-    """Leaves that no rule and no metadata places in full."""
+    """Unmatched leaves and fallbacks, each with its warning if it is worth one."""
     sums = table.totals()
     for fold in table.folds(_is_unplaced):
         at, count = fold.members[0], len(fold.members)
@@ -283,7 +283,7 @@ def _unplaced(table: ResolvedTable) -> Iterator[tuple[str, Remark | None]]:
 
 
 def _shares(size: int, sums: Totals) -> str:
-    """The share of all bytes, and of a device's where that alone is large."""
+    """The share of all bytes, and of the bytes per device if only that is large."""
     total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
     text = f"{human_share(size / total)} of the bytes"
     if size <= LARGE_SHARE * total and size > _LARGE_HELD * held:
@@ -309,9 +309,9 @@ def _unused(
 class Near(NamedTuple):
     """A path that a rule without a match may have been meant for."""
 
-    ending: str  # its last parts, as many as the pattern has
-    likeness: float  # of the path and the pattern, 0 to 1
-    is_free: bool  # whether no rule matches it, as after a renaming
+    ending: str  # as many parts of the path as the pattern has
+    likeness: float  # to the pattern, 0 to 1
+    is_free: bool  # whether no rule matches it, as after renaming
 
     @property
     def hint(self) -> str:
@@ -320,7 +320,7 @@ class Near(NamedTuple):
 
 
 def nearest(pattern: str, paths: Iterable[tuple[str, bool]]) -> Near | None:
-    """The path that is most like a pattern, preferably one that no rule matches."""
+    """The path most similar to a pattern, preferably without a matching rule."""
     parts = pattern.count("/") + 1
     endings: dict[str, bool] = {}
     for path, is_free in itertools.islice(paths, _MOST_PATHS):

@@ -24,13 +24,13 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.table import Fold, fold
 from flax_layoutmap._tree.paths import Flat, Role
 
-# Random state, strings, and whole numbers (a `step`) are not parameters.
+# Random state, strings and integer scalars (a `step`) are not parameters.
 _OTHER = ("random state", "not an array", "scalar")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ResolvedTable:
-    """The columns of a Resolution."""
+    """The leaves of a Resolution, one column per attribute."""
 
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -42,7 +42,7 @@ class ResolvedTable:
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """Path of each leaf within the whole tree, in JAX's leaf order."""
+        """Path of each leaf in the whole tree, in JAX's leaf order."""
         return tuple(self._flat.full_paths())
 
     @property
@@ -92,13 +92,13 @@ class ResolvedTable:
         return roles
 
     def positions(self, wanted: Callable[[Decision], bool]) -> Sequence[int]:
-        """Positions of the leaves with the decisions that are wanted."""
+        """Positions of the leaves whose decisions are wanted."""
         kept = {key for key, row in self._distinct.items() if wanted(row)}
         chosen = (id(row) in kept for row in self._rows)
         return list(itertools.compress(itertools.count(), chosen)) if kept else ()
 
     def folds(self, wanted: Callable[[Decision], bool] | None = None) -> list[Fold]:
-        """Leaves as rows: together where only the indices in their paths differ."""
+        """The leaves as rows; leaves whose paths differ only in indices share a row."""
         chosen = range(len(self)) if wanted is None else self.positions(wanted)
         names = [self._flat.records[at].label() for at in chosen]
         numbers: dict[Hashable, int] = {}  # a number for each kind of decision
@@ -119,7 +119,7 @@ class ResolvedTable:
     def parameter_paths(self) -> list[tuple[str, bool]]:
         """Paths that a rule may have been meant for, and whether no rule matches them.
 
-        One of those that differ in their numbers alone.
+        Of paths that differ only in indices, a single path is listed.
         """
         roles, rows = self._roles, self._rows
         wanted = "parameter" if "parameter" in roles else "optimizer"
@@ -130,7 +130,7 @@ class ResolvedTable:
         ]
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
-        """Optimizer-state path → the parameter and the dims it came from."""
+        """Optimizer-state path → its parameter, and the parameter's dims."""
         return {
             path: (row.owner, row.owner_dims)
             for path, row, role in zip(self.paths, self._rows, self._roles, strict=True)
@@ -141,10 +141,10 @@ class ResolvedTable:
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
-        """Rules that match no leaf, without optional ones and those for outputs.
+        """Rules that match no leaf, except optional rules and rules for outputs.
 
-        Rules for optimizer state are not listed for a tree without such state, nor
-        parameter rules for one without parameters.
+        Rules for optimizer state are only listed if the tree has such state, and
+        parameter rules only if it has parameters.
         """
         unused: list[Rule] = []
         rules = self.rules
@@ -162,7 +162,7 @@ class ResolvedTable:
         )
 
     def totals(self, role: Role | None = None) -> Totals:
-        """Sums in bytes, over all leaves or those of one role."""
+        """Sums in bytes over all leaves, or over the leaves of a role."""
         leaves = total = replicated = 0
         held = {False: 0, True: 0}  # on the device, and on its host
         for (of, shape, dtype, shard, kind), count in self._alike.items():
@@ -185,7 +185,7 @@ class ResolvedTable:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all global arrays."""
+        """Bytes of all arrays, as global arrays."""
         return self.totals().total_bytes
 
     @property
@@ -208,6 +208,6 @@ class ResolvedTable:
 
 
 def _shown(row: Decision) -> Hashable:
-    """What a report says of a decision."""
+    """The parts of a decision that a report shows."""
     why = (row.reason, row.rule, row.fallback, row.note)
     return row.spec, row.mesh, row.memory_kind, row.shard_shape, why

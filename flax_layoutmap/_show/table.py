@@ -11,33 +11,33 @@ from rich.cells import cell_len
 
 from flax_layoutmap._core.errors import visible
 
-# ------------------------------------------------ leaves that differ in indices alone
+# ------------------------------------------------ leaves that differ only in indices
 
-# A whole part (`layers/0`), or a part of a name between underscores (`layers_0`);
-# neither `conv2` nor more digits than the places of a list would have.
+# A whole part of a path (`layers/0`), or a part of a name between underscores
+# (`layers_0`); not `conv2`, and not numbers with more digits than a list index has.
 _INDEX = re.compile(r"(?<![^/_])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
-# Runs of indices that are written before `…`.
+# Most runs of indices that are written out.
 _RUNS = 6
 
 Indices = tuple[int, ...]
 
 
 class Fold(NamedTuple):
-    """Leaves that are shown as one."""
+    """Leaves that share a row."""
 
     text: str  # the path, with `{0..79}` for the indices 0 to 79
-    members: tuple[int, ...]  # positions, ascending
+    members: tuple[int, ...]  # positions of the leaves, ascending
 
     @property
     def cell(self) -> str:
-        """The path, and how many leaves it stands for."""
+        """The path and the number of leaves."""
         many = f" ×{len(self.members)}" if len(self.members) > 1 else ""
         return f"{self.text}{many}"
 
 
 def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
-    """Fold the paths that differ in indices alone, in the order of their first members.
+    """Fold the paths that differ only in indices, in the order of their first members.
 
     Paths with different values in `alike` are not folded together.
 
@@ -62,7 +62,7 @@ def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
 
 
 def _boxes(tuples: list[Indices]) -> list[list[list[int]]]:
-    """Cut a set of indices into products of sets, one set per slot."""
+    """Split a set of index tuples into products of sets, one set per slot."""
     if not tuples[0]:
         return [[]]
     rests: dict[int, list[Indices]] = {}
@@ -79,7 +79,7 @@ def _boxes(tuples: list[Indices]) -> list[list[list[int]]]:
 
 
 def spell_indices(indices: Sequence[int]) -> str:
-    """Ascending indices in the notation of a shell; many runs are abbreviated.
+    """Ascending indices in shell notation; many runs are abbreviated.
 
     >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
     ('7', '{0..3,5}', '{0..6..2}')
@@ -115,23 +115,23 @@ def natural_key(path: str) -> list[str | int]:
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _OF_BYTES = ("bytes", "bytes/device", "per device", "to send")
-_LEAST = 16  # characters of a path
+_LEAST = 16  # characters of a shortened path
 
 
 class Line(NamedTuple):
     """One line of a Grid."""
 
     cells: tuple[str, ...]  # one per column
-    mark: str = ""  # for its colour: "warning", or the kind of a change
+    mark: str = ""  # selects its colour: "warning", or the kind of a change
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """A table before it is written."""
+    """A table as text cells."""
 
     names: tuple[str, ...]  # the header
-    right: tuple[bool, ...]  # whether a column is aligned to the right
-    lines: tuple[Line, ...]  # control characters in them are escaped
+    right: tuple[bool, ...]  # whether each column is right-aligned
+    lines: tuple[Line, ...]  # control characters are escaped
 
     def __post_init__(self) -> None:
         lines = (Line(tuple(map(visible, row)), mark) for row, mark in self.lines)
@@ -145,7 +145,7 @@ class Grid:
         return sum(self.widths()) + 2 * (len(self.names) - 1)
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
-        """The cells of each line, filled to the width of their columns, and its mark.
+        """The cells of each line, padded to the width of their columns, and its mark.
 
         The header (mark `"header"`) and a line below it (mark `"rule"`) come first.
         """
@@ -167,7 +167,7 @@ def _filled(text: str, width: int, right: bool) -> str:
 def grid_of(
     columns: Mapping[str, Sequence[str]], marks: Sequence[str] | None = None
 ) -> Grid:
-    """The table of these columns, by name; those of bytes are aligned to the right."""
+    """A table with these columns; columns of bytes are right-aligned."""
     rows = zip(*columns.values(), strict=True)
     lines = tuple(map(Line, rows, itertools.repeat("") if marks is None else marks))
     return Grid(tuple(columns), tuple(name in _OF_BYTES for name in columns), lines)
@@ -176,10 +176,9 @@ def grid_of(
 def fitted(
     columns: Mapping[str, Sequence[str]], marks: Sequence[str], width: int | None
 ) -> Grid:
-    """The table in a width; None for any.
+    """A table at most `width` characters wide; None for any width.
 
-    Where it is too wide, the column "array" is left out; where it still is, the middle
-    of paths, whose ends stay.
+    If it is too wide, the column "array" is left out; then paths are shortened.
     """
     grid = grid_of(columns, marks)
     if width is None or grid.width() <= width:
@@ -208,7 +207,7 @@ def human_share(share: float) -> str:
 
 
 def cut_path(path: str, width: int) -> str:
-    """A path with parts left out, where it is too long; never the end of it.
+    """Shorten a path that is too long; its last characters are kept.
 
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'

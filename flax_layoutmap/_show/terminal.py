@@ -1,4 +1,4 @@
-"""Reports and the progress of long work in the colours of a terminal."""
+"""Coloured reports and progress bars for the terminal."""
 
 import contextlib
 import itertools
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-# By the position of an axis in its mesh. The first two are distinct for all readers
-# of a terminal; red is for warnings.
+# By the position of an axis in its mesh. The first two are distinct for colour-blind
+# readers too; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 # By the mark of a line of a table.
@@ -30,9 +30,9 @@ _STYLES = {
     **{"header": "bold", "rule": "dim", "warning": "red"},
     **{"added": "green", "removed": "red", "reshaped": "yellow"},
 }
-_NO_AXES = ("path", "rule", "pattern")  # columns of names that may be those of axes
+_NO_AXES = ("path", "rule", "pattern")  # their names may equal those of axes
 
-# Lines of words that are warnings begin with one of these.
+# Lines of text that begin with one of these are warnings.
 _WARNINGS = ("unused", "unmatched", "fallback")
 
 _NARROWEST = 20
@@ -41,7 +41,7 @@ _NARROWEST = 20
 def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
     """Wrap lines between words at `width`; None for any length.
 
-    Lines after the first are indented by two; a longer word is not broken.
+    Continuation lines are indented by two; longer words are not broken.
     """
     short: list[str] = []
     for line in map(visible, lines):
@@ -59,7 +59,7 @@ def wrapped(lines: Iterable[str], width: int | None) -> list[str]:
 
 
 def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
-    """The lines of the table, with the mesh axes in their colours."""
+    """The lines of a table, with the mesh axes in their colours."""
     from rich.text import Text
 
     for cells, mark in grid.padded():
@@ -73,7 +73,7 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
 
 
 def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]":
-    """Lines of words: mesh axes in their colours, warnings in red."""
+    """Lines of text, with mesh axes in their colours and warnings in red."""
     from rich.text import Text
 
     for line in lines:
@@ -85,7 +85,7 @@ def coloured_lines(lines: Iterable[str], axes: Sequence[str]) -> "Iterator[Text]
 def _colour(
     axes: Sequence[str], line: "Text", after: str, start: int, end: int
 ) -> None:
-    """Colour the names of axes before a pattern."""
+    """Colour the names of axes that the pattern `after` follows."""
     if axes:
         names = re.compile(rf"(?<![\w./])(?:{'|'.join(map(re.escape, axes))}){after}")
         colours = dict(zip(axes, itertools.cycle(_AXES), strict=False))
@@ -112,7 +112,7 @@ def show(lines: "Callable[[int | None], Iterable[Text]]", file: IO[str] | None) 
 
 
 class Shown:
-    """Prints a report, whose lines in colour a subclass makes for a width."""
+    """Base class that prints a report; subclasses make its coloured lines."""
 
     def _lines(self, width: int | None) -> "Iterable[Text]":
         raise NotImplementedError
@@ -124,7 +124,7 @@ class Shown:
     def report(
         self, format: Literal["text", "json"] = "text", *, width: int | None = None
     ) -> str:
-        """The report as plain text, of any width or at most so wide, or as JSON."""
+        """The report as plain text, at most `width` characters wide, or as JSON."""
         if format == "text":
             return plain(self._lines(width))
         if format == "json":
@@ -134,9 +134,8 @@ class Shown:
     def show(self, file: IO[str] | None = None) -> None:
         """Print the report, with a colour per mesh axis on a terminal or in a notebook.
 
-        To a pipe or a file it prints `report()`, as wide as the environment variable
-        COLUMNS says. In a job of several processes process 0 prints, unless there is a
-        `file`.
+        To a pipe or a file it prints `report()`, with the width of the environment
+        variable COLUMNS if that is set. Without a `file`, only process 0 prints.
         """
         show(self._lines, file)
 
@@ -148,7 +147,7 @@ class Shown:
 
 # -------------------------------------------------------------------------- progress
 
-# Without being asked, show work that takes longer than this.
+# With `shown=None`, work that takes longer than this is shown.
 _FROM_SECONDS = 2.0
 
 
@@ -163,9 +162,9 @@ def shown_progress(
     shown: bool | None = None,
     count: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
-    """Show on process 0 how far a block is: seconds, and `count()` of `total` bytes.
+    """Show the progress of a block: seconds, and `count()` of `total` bytes.
 
-    `shown`: whether to; None: on a terminal, once the block has taken 2 seconds.
+    Only process 0 shows it. `shown=None`: on a terminal, after 2 seconds.
     """
     is_shown = sys.stderr.isatty() if shown is None else shown
     if total == 0 or not is_shown or not _is_first_process():
@@ -192,7 +191,7 @@ def shown_progress(
     bar = Bar(
         progress.TextColumn("{task.description}", markup=False),
         *columns,
-        # In a notebook rich needs ipywidgets, or prints a warning.
+        # In a notebook, rich prints a warning without ipywidgets.
         console=console.Console(stderr=True, force_jupyter=False),
     )
     bar.add_task(visible(what), total=total)
