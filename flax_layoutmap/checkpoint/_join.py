@@ -1,12 +1,15 @@
 """A restore: path → metadata → plan → read → tree.
 
 A checkpoint of Orbax and tensors with a mapping are two sources of this one pipeline.
+`own` of a source is its tree. `offer` returns its leaves, by the paths of the target,
+or why it cannot make one (a LookupError if it lacks it); and problems. `read` returns
+path → value. `lines` differ if another process finds another checkpoint.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -74,6 +77,8 @@ class Options:
     host_memory: Any = None
     broadcast: str | None = None
     verify: bool | None = None
+    progress: bool | None = None
+    mapping: Any = None
 
     def __post_init__(self) -> None:
         for option, kind in (("missing", Missing), ("unexpected", Unexpected)):
@@ -107,8 +112,7 @@ class Options:
 
     def dtype_of(self, path: str) -> Any:
         """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
-        wanted = (dtype for pattern, dtype in self.dtypes if pattern.search(path))
-        return next(wanted, None)
+        return next((dtype for p, dtype in self.dtypes if p.search(path)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +145,7 @@ class Target:
     def resolve(self, rules: RuleSet, saved: Mapping[str, Origin]) -> Resolution:
         """Resolve its leaves.
 
-        `saved` has the origins of the checkpoint's optimizer state. Where it knows all
-        of the target's, they are taken, which needs no trace of the optimizer.
+        If `saved` has the origins of all optimizer state, the optimizer is not traced.
         """
         leaves = leaves_of(self.flat, self.tree)
         paths, roles = enumerate(self.leaves), enumerate(self.flat.roles())
@@ -168,8 +171,11 @@ class Target:
                 tree = _with_new_objects(tree)
             result = with_leaves(tree, [*new.values()])
         else:
-            if plan.made:
-                new |= _made(self.traced, list(new), plan.made)
+            if made := plan.made:
+                paths = self.traced.values_of(list(new))
+                values, _ = arrays_of(self.traced, [*map(made.get, paths)])
+                paths = [path for path in paths if path in made]
+                new |= zip(paths, values, strict=True)
             result = self.traced.rebuild([*new.values()])
         if plan.resolution is None or not self.flat.annotations:
             return result
@@ -186,9 +192,8 @@ def opened(target: Any, *, is_own: bool = False) -> Target:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """One leaf to restore.
+    """One leaf to restore: in the checkpoint, and in the restored tree.
 
-    `stored` describes it in the checkpoint and `result` in the restored tree.
     `sharding` is None for a Python value or a NumPy array.
     """
 
@@ -199,50 +204,30 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which leaves to read.
-
-    `made` leaves are initialized by the target's function in the sharding given here.
-    `resolution` is None without rules.
-    """
+    """Which leaves to read, and which (`made`) the target's function initializes."""
 
     reads: Mapping[str, Read]
     made: Mapping[str, Any]
     resolution: Resolution | None
 
 
-class Source(Protocol):
-    """A checkpoint whose metadata has been read.
-
-    `own` is its tree, and `origins` those of its optimizer state. `offer` returns the
-    leaves that it has for a target, by the paths of the target, or why it cannot make
-    one (a LookupError if it lacks it); and problems. `read` returns path → value.
-    `lines` differ if another process finds another checkpoint.
-    """
-
-    where: str
-    own: Target
-    origins: Mapping[str, Origin]
-
-    def rule_set(self, mesh: Any) -> RuleSet | None: ...
-    def offer(
-        self, target: Target, options: Options
-    ) -> tuple[Mapping[str, Leaf | Exception], Sequence[str]]: ...
-    def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]: ...
-    def lines(self) -> Sequence[str]: ...
-
-
 def restored(
-    function: str,
-    open_source: Callable[[Options], Any],
-    options: Options,
-    progress: bool | None,
+    function: str, open_source: Callable[[Options], Any], options: Options
 ) -> Any:
     """Go through all stages; `function` names the caller in messages."""
-    _check_processes(options.job_mesh)
+    mesh = options.job_mesh
+    if mesh is not None and not mesh.is_abstract and jax.process_count() > 1:
+        there = {device.process_index for device in mesh.devices.flat}
+        if absent := set(range(jax.process_count())) - there:
+            raise MeshError(
+                f"{mesh!r} has no device of the processes {sorted(absent)}, and all "
+                f"{jax.process_count()} processes of a job restore together; use a "
+                "mesh of all of them, and relayout the result"
+            )
     source, target, plan = planned("restoring", open_source, options, function)
     if plan.resolution is not None:
         plan.resolution.announce()
-    with shown_progress(f"restoring {source.where}", None, progress):
+    with shown_progress(f"restoring {source.where}", None, options.progress):
         values = source.read(plan.reads, options)
     return target.filled(plan, values)
 
@@ -255,7 +240,7 @@ def planned(
 ) -> tuple[Any, Target, Plan]:
     """Path → metadata → plan: all of a restore that reads no array."""
     with Agreement(f"{doing} {options.path}", options.job_mesh) as agreement:
-        source: Source = open_source(options)
+        source = open_source(options)
         rules, given = options.rules, options.target
         if rules is None and options.mesh is not None:
             rules = source.rule_set(options.mesh)
@@ -282,33 +267,11 @@ def planned(
     return source, target, plan
 
 
-def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError if a mesh lacks devices of some processes."""
-    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
-        return
-    there = {device.process_index for device in mesh.devices.flat}
-    if absent := set(range(jax.process_count())) - there:
-        raise MeshError(
-            f"{mesh!r} has no device of the processes {sorted(absent)}, and all "
-            f"{jax.process_count()} processes of a job restore together; use a mesh of "
-            "all of them, and relayout the result"
-        )
-
-
-# ---------------------------------------------------------------------------- plan
-
-
 _LACKING = LookupError("is in the target, not in the checkpoint")
 
 
-def _join(
-    source: Source, target: Target, options: Options, rules: RuleSet | None
-) -> Plan:
-    """Plan which leaves to restore; raise one error with every problem.
-
-    Without rules, the target's own shardings are used. Rules need to fit only the
-    leaves that are restored.
-    """
+def _join(source: Any, target: Target, options: Options, rules: RuleSet | None) -> Plan:
+    """Plan which leaves to restore; rules need to fit only these."""
     leaves, unfit = source.offer(target, options)
     selection = options.selection
     every = {**leaves, **target.leaves}
@@ -323,8 +286,8 @@ def _join(
                 if path in selection or path not in every:
                     problems.append(text)
     if resolution is not None and not problems:
-        pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)
-        shardings = dict(pairs)
+        held = resolution.sharding_list()
+        shardings = dict(zip(resolution.paths, held, strict=True))
     problems += [*selection.useless(every), *unfit]
     reads, made = dict[str, Read](), dict[str, Any]()
     for path, value in target.leaves.items():
@@ -388,18 +351,6 @@ def _check_kept(value: Any, why: object) -> None:
             f"{why}, and the target is abstract, so there is no value to keep; give a "
             "concrete target"
         )
-
-
-# ------------------------------------------------------------------- the target
-
-
-def _made(
-    traced: Traced, names: Sequence[str], shardings: Mapping[str, Any]
-) -> dict[str, Any]:
-    paths = traced.values_of(names)
-    values, _ = arrays_of(traced, [shardings.get(path) for path in paths])
-    made = [path for path in paths if path in shardings]
-    return dict(zip(made, values, strict=True))
 
 
 def _with_new_objects(tree: Any) -> Any:

@@ -149,17 +149,14 @@ def key_data(dtype: Any) -> tuple[str, Shape]:
 
 
 class Selection:
-    """Which leaves to take: those that `include` finds and `exclude` does not.
-
-    `include=None` includes every path.
-    """
+    """Which leaves to take: those that `include` finds and `exclude` does not."""
 
     def __init__(self, include: Any, exclude: Any) -> None:
-        self._include = None if include is None else _patterns("include", include)
+        self._include = _patterns("include", "" if include is None else include)
         self._exclude = _patterns("exclude", () if exclude is None else exclude)
 
     def __contains__(self, path: str) -> bool:
-        included = self._include is None or any(p.search(path) for p in self._include)
+        included = any(pattern.search(path) for pattern in self._include)
         return included and not any(p.search(path) for p in self._exclude)
 
     def useless(self, paths: Iterable[str]) -> list[str]:
@@ -167,8 +164,8 @@ class Selection:
         paths = list(paths)
         return [
             f"include={without_leaf(pattern, paths)}"
-            for pattern in self._include or ()
-            if not any(map(pattern.search, paths))
+            for pattern in self._include
+            if pattern.pattern and not any(map(pattern.search, paths))
         ]
 
 
@@ -247,14 +244,17 @@ def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
 
     `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
-    both = f"it is {stored} in the checkpoint, {target} in the target"
     is_key = "key" in (stored.kind, target.kind)
-    if is_key and stored.dtype != target.dtype:
-        advice = "convert with jax.random.key_data or jax.random.wrap_key_data"
-        raise CheckpointError(f"{both}; {advice}")
-    if stored.is_python or target.is_python:
-        if _number(stored) is not _number(target):
-            raise CheckpointError(both)
+    is_python = stored.is_python or target.is_python
+    if (is_key and stored.dtype != target.dtype) or (
+        is_python and _number(stored) is not _number(target)
+    ):
+        advice = "; convert with jax.random.key_data or jax.random.wrap_key_data"
+        raise CheckpointError(
+            f"it is {stored} in the checkpoint, {target} in the target"
+            f"{advice if is_key else ''}"
+        )
+    if is_python:
         return target if target.is_python else _held(target)
     if stored.shape != target.shape:
         raise CheckpointError(
@@ -265,12 +265,9 @@ def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
         return stored
     floating = is_floating(stored.dtype) and is_floating(target.dtype)
     if stored.dtype != target.dtype and not (floating and dtype is not None):
-        fix = "restore it as it is and convert it after"
-        if floating:
-            fix = 'pass dtype="target", or the dtype wanted'
         raise CheckpointError(
             f"another dtype: the checkpoint has {stored.dtype}, the target "
-            f"{target.dtype}; {fix}"
+            f'{target.dtype}; dtype="target" converts floating-point arrays only'
         )
     if floating and dtype is not None and dtype != "target":
         target = dataclasses.replace(target, dtype=dtype)
@@ -299,7 +296,6 @@ def _held(result: Leaf) -> Leaf:
 
 
 def rules_of(layout_map: Any) -> RuleSet | None:
-    """The frozen rules of a `LayoutMap`; a `RuleSet` or None is returned unchanged."""
     return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 

@@ -22,22 +22,12 @@ from flax_layoutmap._core.errors import CheckpointError, LayoutError, visible
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.leaves import Mark, Origin, mark_of
-from flax_layoutmap._rules.files import (
-    mesh_from_json,
-    mesh_to_json,
-    rules_to_json,
-)
+from flax_layoutmap._rules.files import mesh_from_json, mesh_to_json, rules_to_json
 from flax_layoutmap._rules.records import Shape, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.table import grid_of, human_bytes
 from flax_layoutmap._tree.paths import Flat, Role, Section
-from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
-    Leaf,
-    key_data,
-    key_dtype,
-    nested,
-)
+from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, key_data, key_dtype, nested
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"

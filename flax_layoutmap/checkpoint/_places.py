@@ -35,14 +35,12 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-# The directory; of a step its number, and all steps there; the folder of one tree.
-Place = tuple[str, int | None, tuple[int, ...], str | None]
-
-
-def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
+def find(
+    path: str, step: int | str | None
+) -> tuple[str, int | None, tuple[int, ...], str | None]:
     """Find a checkpoint, one tree of a checkpoint, or one step of a directory of steps.
 
-    With `newest`, `step=None` also finds the latest step of a directory.
+    Returns its directory; of a step its number, and all steps; the folder of one tree.
     """
     if is_url(path):
         if step == "latest":
@@ -55,7 +53,7 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
     if step is None and name in items_in(above):
         return above, None, (), name
     steps = _steps_in(path)
-    if not steps or (step is None and not newest):
+    if not steps:
         check_place(path)
         raise CheckpointError(
             f"{path} is a checkpoint, not a directory of steps; leave step={step!r} out"
@@ -128,8 +126,6 @@ def check_place(path: str) -> None:
     hint = f"it has no file {METADATA_FILE}" if is_finished else "its save did not end"
     if is_safetensors(path):
         hint = "it holds safetensors; use flm.checkpoint.restore_safetensors"
-    elif steps := _steps_in(path):
-        hint = f'it holds steps; name one: step={max(steps)} or step="latest"'
     raise CheckpointError(f"{path} is not a checkpoint: {hint}")
 
 

@@ -17,14 +17,8 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import because
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.terminal import shown_progress
-from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._join import (
-    Missing,
-    Options,
-    Unexpected,
-    planned,
-    restored,
-)
+from flax_layoutmap.checkpoint import _join, _orbax
+from flax_layoutmap.checkpoint._join import Missing, Options, Unexpected
 from flax_layoutmap.checkpoint._leaves import Leaf, grouped, problem_list
 from flax_layoutmap.checkpoint._metadata import CheckpointInfo, LeafInfo
 from flax_layoutmap.checkpoint._places import is_safetensors, is_url
@@ -65,7 +59,7 @@ def restore(
             only traced. None restores every leaf as a nested dict.
         layout_map: the rules. None keeps the shardings of the target's leaves.
         mesh: a mesh for these rules, or for those that the checkpoint was saved with.
-        step: a number or `"latest"`, if `path` is a directory of steps.
+        step: a number, or `"latest"` as None, if `path` is a directory of steps.
         include: regular expressions; only leaves in whose full path (`model/decoder/…`)
             one of them is found are restored. The others keep the target's values.
         exclude: the opposite.
@@ -97,23 +91,7 @@ def restore(
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
-    options = Options(
-        path,
-        target,
-        layout_map=layout_map,
-        mesh=mesh,
-        step=step,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        missing=missing,
-        unexpected=unexpected,
-        host_memory=host_memory,
-        broadcast=broadcast,
-        verify=verify,
-    )
-    return restored("restore", open_checkpoint, options, progress)
+    return _join.restored("restore", open_checkpoint, Options(**locals()))
 
 
 def plan(
@@ -138,7 +116,7 @@ def plan(
         ('1 w', 128)
     """
     checked = Options(path, target, **options)
-    stored, _, joined = planned("planning to restore", open_checkpoint, checked)
+    stored, _, joined = _join.planned("planning to restore", open_checkpoint, checked)
     rules, resolution = dict[str, str](), joined.resolution
     if resolution is not None:
         rows = zip(resolution.paths, resolution._rows, strict=True)
@@ -148,9 +126,9 @@ def plan(
         leaf, sharding, size = read.result, read.sharding, 0
         if sharding is not None and not is_offloaded(own_memory_kind(sharding)):
             size = leaf.bytes(sharding.shard_shape(leaf.shape))
-        known = {"source": read.stored.path, "spec": getattr(sharding, "spec", None)}
-        more = {"rule": rules.get(name, ""), "bytes_per_device": size}
-        leaves.append(_info(name, leaf, **known, **more))
+        known = {"rule": rules.get(name, ""), "bytes_per_device": size}
+        spec = getattr(sharding, "spec", None)
+        leaves.append(_info(name, leaf, read.stored.path, spec, **known))
     return dataclasses.replace(stored.info, leaves=tuple(leaves))
 
 
@@ -162,7 +140,7 @@ def inspect(
     Args:
         path: a checkpoint of `save` or of Orbax, one of several trees in it, a
             directory of steps, or safetensors (a file, their folder, or index).
-        step: a number or `"latest"`; None in a directory of steps is the latest.
+        step: as in `restore`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -177,12 +155,11 @@ def inspect(
     options = Options(path, step=step)
     where = options.path
     if not is_url(where) and is_safetensors(where):
-        leaves = tuple(
-            _info(t.name, Leaf(t.name, "array", t.shape, t.dtype), role="parameter")
-            for t in read_headers(where).values()
-        )
-        return CheckpointInfo(path=where, kind="safetensors", leaves=leaves)
-    stored = open_checkpoint(options, newest=True)
+        tensors = read_headers(where).values()
+        held = [Leaf(x.name, "array", x.shape, x.dtype) for x in tensors]
+        leaves = [_info(x.path, x, x.path, None, role="parameter") for x in held]
+        return CheckpointInfo(path=where, kind="safetensors", leaves=tuple(leaves))
+    stored = open_checkpoint(options)
     rules = None if stored.info.mesh is None else stored.rule_set(None)
     resolution = stored.own.resolve(rules or RuleSet(strict=False), stored.origins)
     specs = resolution.specs if rules else [None] * len(resolution.paths)
@@ -192,12 +169,12 @@ def inspect(
     ):
         role = "other" if leaf.is_python else resolved.role
         spec = _orbax.spec_of(stored.held.get(leaf.path)) or spec
-        leaves.append(_info(resolved.path, leaf, role=role, spec=spec))
+        leaves.append(_info(resolved.path, leaf, leaf.path, spec, role=role))
     return dataclasses.replace(stored.info, leaves=tuple(leaves))
 
 
-def _info(path: str, leaf: Leaf, **known: Any) -> LeafInfo:
-    known = {"source": leaf.path, "spec": None, "bytes": leaf.bytes(), **known}
+def _info(path: str, leaf: Leaf, source: str, spec: Any, **known: Any) -> LeafInfo:
+    known |= {"source": source, "spec": spec, "bytes": leaf.bytes()}
     dtype = leaf.kind if leaf.is_python else str(leaf.dtype)
     return LeafInfo(path=path, shape=leaf.shape, dtype=dtype, **known)
 
@@ -215,7 +192,7 @@ def resolve(
     Reads no array, and needs no devices: the mesh may be abstract.
 
     Args:
-        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        path: a checkpoint, or a directory of steps.
         layout_map: the rules; None: those that the checkpoint was saved with.
         mesh: the mesh for them; None: their own, or that of the save, abstract.
         step: as in `restore`.
@@ -232,7 +209,7 @@ def resolve(
         (4, 8)
     """
     options = Options(path, layout_map=layout_map, mesh=mesh, step=step, rename=rename)
-    stored = open_checkpoint(options, newest=True)
+    stored = open_checkpoint(options)
     rules = options.rules or stored.rule_set(options.mesh)
     if rules is not None and rules.mesh is None and stored.info.mesh is not None:
         rules = rules.on(stored.info.mesh)
@@ -255,7 +232,7 @@ def verify(
 
     Args:
         path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
-        step: as in `inspect`.
+        step: as in `restore`.
         progress: as in `restore`.
 
     Returns:
@@ -271,7 +248,7 @@ def verify(
     options = Options(path, step=step)
     every = DeviceMesh((jax.device_count(),), ("all",))
     with Agreement(f"verifying {options.path}", every):
-        stored = open_checkpoint(options, newest=True)
+        stored = open_checkpoint(options)
         if stored.record.checksums is None:
             raise CheckpointError(stored.no_checksums())
         leaves = [leaf for leaf in stored.record.leaves.values() if not leaf.is_empty]

@@ -1,7 +1,6 @@
 """flm.checkpoint.restore_safetensors: tensors and a mapping as a source of leaves."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,32 +97,19 @@ def restore_safetensors(
             "a mapping says what the leaves of a target are made of; without a target, "
             "the tensors come back under their own names"
         )
-    options = Options(
-        local(path),
-        target,
-        layout_map=layout_map,
-        mesh=mesh,
-        include=include,
-        exclude=exclude,
-        dtype=dtype,
-        missing=missing,
-        unexpected=unexpected,
-    )
-    open_source = functools.partial(_Tensors, NameMapping(mapping))
-    return restored("restore_safetensors", open_source, options, progress)
+    return restored("restore_safetensors", _Tensors, Options(**locals()))
 
 
 class _Tensors:
     """Tensors and a mapping as a source of a restore."""
 
-    def __init__(self, names: NameMapping, options: Options) -> None:
-        self.where, self.origins, self._names = options.path, {}, names
+    def __init__(self, options: Options) -> None:
+        self.where, self.origins = local(options.path), {}
+        self._names = NameMapping(options.mapping)
         self._tensors = read_headers(self.where)
         self._makers: dict[str, _Maker] = {}
-        own = {
-            name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-            for name, tensor in self._tensors.items()
-        }
+        abstract = jax.ShapeDtypeStruct
+        own = {n: abstract(t.shape, t.dtype) for n, t in self._tensors.items()}
         self.own = opened(own, is_own=True)
 
     def rule_set(self, mesh: Any) -> None:

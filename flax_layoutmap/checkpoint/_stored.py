@@ -6,7 +6,6 @@ the `value` that NNX Variables and Linen boxes add.
 
 import dataclasses
 import functools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,14 +50,11 @@ from flax_layoutmap.checkpoint._places import find
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A checkpoint of Orbax whose metadata has been read.
+    """A checkpoint of Orbax whose metadata has been read."""
 
-    `held` maps paths in the checkpoint to Orbax's metadata. `info` has no leaves.
-    """
-
-    info: CheckpointInfo
+    info: CheckpointInfo  # without leaves
     metadata: _orbax.Metadata
-    held: dict[str, Any]
+    held: dict[str, Any]  # path in the checkpoint → Orbax's metadata
     record: Record
 
     @property
@@ -78,10 +74,8 @@ class Stored:
         return opened(nested(abstract, unescape), is_own=True)
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
-        if self.info.rules is None:
-            return None
-        rules = _rules(json.dumps(self.info.rules))
-        return rules if mesh is None else rules.on(mesh)
+        rules = self.info.rules
+        return None if rules is None else rules_from_json(rules, mesh=mesh)
 
     def lines(self) -> Sequence[str]:
         return [f"{self.info!r} {self.metadata.custom}", *self.record.leaves]
@@ -168,12 +162,9 @@ class Stored:
         )
 
 
-def open_checkpoint(options: Options, *, newest: bool = False) -> Stored:
-    """Read the metadata of a checkpoint; compare them with their digest.
-
-    `newest`: of a directory of steps, without `step=`, take the latest one.
-    """
-    path, step, steps, item = find(options.path, options.step, newest=newest)
+def open_checkpoint(options: Options) -> Stored:
+    """Read the metadata of a checkpoint; compare them with their digest."""
+    path, step, steps, item = find(options.path, options.step)
     read = _orbax.read_metadata(path, item, recorded_tree)
     if options.verify is not False:
         check_intact(read.custom, path)
@@ -225,12 +216,6 @@ def _renamed(
                 f"rename maps {path} to {name!r}, which is not a path of its own"
             )
     return {new[path]: leaf for path, leaf in leaves.items()}
-
-
-@functools.lru_cache(maxsize=4)
-def _rules(text: str) -> RuleSet:
-    """The rules of a record, cached by its text, so that warnings are emitted once."""
-    return rules_from_json(json.loads(text))
 
 
 # -------------------------------------------- checkpoints that Orbax wrote without us

@@ -203,13 +203,11 @@ def test_any_damage_of_the_record_is_an_error(intact: Path, tmp_path: Path) -> N
 
 
 def test_missing(intact: Path, tmp_path: Path) -> None:
-    shutil.copytree(intact, tmp_path / "step_100")
     (tmp_path / "file").write_text("x")
     none = "there is no checkpoint at"
     for place, text in (
         (tmp_path / "step_10", f"{none} {tmp_path / 'step_10'}"),
         (tmp_path / "no" / "a", none),
-        (tmp_path, 'it holds steps; name one: step=100 or step="latest"'),
         (tmp_path / "file", "has no file _CHECKPOINT_METADATA"),
         (intact / "state" / "d", "has no file _CHECKPOINT_METADATA"),
     ):
