@@ -173,9 +173,9 @@ class Target:
         else:
             if made := plan.made:
                 paths = self.traced.values_of(list(new))
-                values, _ = arrays_of(self.traced, [*map(made.get, paths)])
+                arrays, _ = arrays_of(self.traced, [*map(made.get, paths)])
                 paths = [path for path in paths if path in made]
-                new |= zip(paths, values, strict=True)
+                new |= zip(paths, arrays, strict=True)
             result = self.traced.rebuild([*new.values()])
         if plan.resolution is None or not self.flat.annotations:
             return result
