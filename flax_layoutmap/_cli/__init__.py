@@ -1,6 +1,6 @@
 """The command line, `flax-layoutmap` or `python -m flax_layoutmap`.
 
-`flm` loads its names when they are used, so `--help` imports neither JAX nor Flax.
+`flm` imports its names when they are used, so `--help` loads neither JAX nor Flax.
 """
 
 import io
@@ -19,11 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 1 if the check failed (an error of `lint`, a difference), 2 if
-        the command did, 141 if the output was closed (`| head`).
+        The exit code: 0; 1 if the check failed (an error of `lint`, a difference); 2 if
+        the command failed; 141 if the output was closed (`| head`).
     """
     args = make_parser().parse(sys.argv[1:] if argv is None else argv)
-    # Nothing here computes on an accelerator, which a training run may hold.
+    # No command needs an accelerator, which a training run may be using.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, os.getcwd())  # as `python -m` does, for --model and --rules
     if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII has no arrows
@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a program that SIGPIPE ends
+        return 141  # the code of a program that SIGPIPE ends
     except KeyboardInterrupt:
         return 130
-    except (Exception, SystemExit) as error:  # broad: a step is the user's code
+    except (Exception, SystemExit) as error:  # broad: the user's code runs here
         if args.traceback:
             raise
         text = f"flax-layoutmap {args.run.__name__}: {_text_of(error)}"
@@ -50,13 +50,13 @@ def _text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error} (--traceback shows where)"
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     needs = re.search(r'"jax_num_cpu_devices", (\d+)', text)
-    if needs is not None:  # a module of the user makes a mesh
+    if needs is not None:  # the user's module makes a mesh
         text += f"\nfix: JAX_NUM_CPU_DEVICES={needs[1]} flax-layoutmap …"
     return text
 
 
 def run() -> None:
     """The command `flax-layoutmap`."""
-    # A place in the code says nothing here.
+    # The default also prints a place in our code, which does not help.
     warnings.formatwarning = lambda text, *_, **__: f"warning: {text}\n"
     sys.exit(main())

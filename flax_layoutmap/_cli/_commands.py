@@ -1,6 +1,6 @@
 """The commands: each prints, and returns whether its check failed.
 
-`--help` shows their docstrings. What loads JAX is imported in the functions.
+`--help` shows their docstrings. Modules that load JAX are imported in the functions.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def lint(args: Namespace) -> bool:
     except flm.errors.ResolveError as error:
         if error.resolution is None:
             raise
-        # The share of the leaves that fit says little.
+        # The replicated share of only the leaves that fit would mislead.
         resolution, most = error.resolution, None
     issues = flm.lint(resolution, max_replicated=most, ignore=args.ignore)
     if args.json:
@@ -42,23 +42,23 @@ def lint(args: Namespace) -> bool:
 
 
 def explain(args: Namespace) -> None:
-    """Explains why a leaf got its layout, or none."""
+    """Explains why a leaf got its layout."""
     from flax_layoutmap._show.table import fold
 
     resolution = _sources.resolution_of(args)
     paths = _paths(resolution, args.path)
-    # Leaves that differ in the numbers of their paths alone are explained once.
+    # Leaves whose paths differ only in numbers are explained once.
     texts = [resolution.explain(path).replace(visible(path), "\0") for path in paths]
     for row in fold(paths, texts):
         print(texts[row.members[0]].replace("\0", visible(row.cell)))
 
 
 def _paths(resolution: "flm.Resolution", text: str) -> list[str]:
-    """The paths that a path, the end of one, or a pattern stands for."""
+    """The paths for a path, the end of a path, or a pattern."""
     try:
         return [resolution[text].path]
     except KeyError as error:
-        unknown = error.args[0]  # it lists the closest
+        unknown = error.args[0]  # its message lists similar paths
     try:
         pattern = re.compile(text)
     except re.error as error:
@@ -133,7 +133,7 @@ def preset(args: Namespace) -> None:
     options: Any = {"variant": args.variant, "axes": dict(args.axis)}
     if args.family is not None:
         if args.model or args.checkpoint or args.arg:
-            raise UsageError("give a family, or the --model or --checkpoint of one")
+            raise UsageError("give a family, or --model or --checkpoint to detect it")
         if mesh is None:
             raise UsageError("a preset needs a mesh: --mesh fsdp=16,tensor=8")
         rules = flm.presets.load(args.family, mesh, **options)
@@ -150,7 +150,7 @@ def preset(args: Namespace) -> None:
 
 
 def _show(thing: Any, args: Namespace) -> None:
-    """Print a report: in colours on a terminal, else as plain text."""
+    """Print a report as JSON or as text."""
     if args.json:
         print(json.dumps(thing.to_json(), indent=1))
     else:

@@ -23,19 +23,19 @@ ENDS = """exit codes:
      that does not fit
   2  it failed; the reason is on stderr"""
 
-# Parameters in Python that have another name here.
+# Python parameters that have another name here.
 _SPELLINGS = {"--layout-map": "--rules", "--device-mesh": "--mesh"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Short errors, escaped: arguments may be untrusted file names (`inspect *`)."""
+    """A parser with short errors; arguments may be untrusted file names, so escaped."""
 
     def error(self, message: str) -> NoReturn:
         text = f"{self.prog}: {message}\nsee: {self.prog} --help"
         self.exit(2, visible(text, "\n") + "\n")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The arguments; an option that is spelled as in Python is an error."""
+        """Parse the arguments; an option that is spelled as in Python is an error."""
         for word in words:
             name = word.partition("=")[0]
             dashed = name.replace("_", "-")
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Look the version up only when needed, as that takes a while."""
+    """Look up the version only when needed, as this takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"flax-layoutmap {flm.__version__}")
@@ -54,7 +54,7 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> Parser:
-    """The parser of all commands; the function of the one chosen is in `run`."""
+    """The parser of all commands; its result has the command's function as `run`."""
     raw = argparse.RawDescriptionHelpFormatter
     top = Parser("flax-layoutmap", description=ABOUT, epilog=ENDS, formatter_class=raw)
     top.add_argument("--version", action=_Version, nargs=0, help="show the version")
@@ -97,7 +97,7 @@ def _add(parser: Any, name: str) -> None:
 
 
 def _mesh(text: str) -> str:
-    """A mesh, as text; one that is written as in Python is an error."""
+    """A mesh as text; Python syntax is an error."""
     if re.match(r"\w", text):
         return text
     axes = re.findall(r"(\w+)\W+(\d+)", text)
@@ -106,7 +106,7 @@ def _mesh(text: str) -> str:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """`layers=4` → `("layers", 4)`; what is not a Python literal is a string."""
+    """`layers=4` → `("layers", 4)`; a value may be a Python literal or any string."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"{text!r}: write it as NAME=VALUE")
@@ -119,7 +119,7 @@ def _pair(text: str) -> tuple[str, Any]:
 # ----------------------------------------------------------------------- options
 
 _REPEATED = {"action": "append", "default": []}
-# What an option takes, as --help says it → how argparse reads it.
+# Placeholder in --help → how argparse reads the value.
 _KINDS: dict[str, dict[str, Any]] = {
     "FAMILY": {"nargs": "?"},
     "MESH": {"type": _mesh},
@@ -130,7 +130,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "GIB": {"type": float},
     "{libtpu,partitioner}": {"choices": ("libtpu", "partitioner")},
 }
-# Name → what it takes, and its help. Without dashes: an argument by position.
+# Name → placeholder and help. Names without dashes are positional.
 _OPTIONS = {
     "--arg": ("K=V", "an argument of the factory, such as layers=4; repeatable"),
     "--args": ("MODULE:FACTORY", "returns the tuple of its arguments; only traced"),
@@ -159,7 +159,7 @@ _OPTIONS |= {
     f"--{name}-after": (_OPTIONS[f"--{name}"][0], f"instead of --{name}")
     for name in ("model", "checkpoint", "rules", "mesh")
 }
-# Those that several commands share: the title above them → their names.
+# Options that several commands share: their title → their names.
 _SHARED = {
     "model": "--model --checkpoint --arg",
     "rules": "--rules --mesh",

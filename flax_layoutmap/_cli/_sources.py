@@ -41,7 +41,7 @@ def model_of(args: Namespace) -> Any:
 
 
 def after(args: Namespace) -> Namespace:
-    """The arguments of the second model: those with `_after`, else the same."""
+    """The arguments of the second model: with `_after` if given, else the same."""
     given = {
         name.removesuffix("_after"): value
         for name, value in vars(args).items()
@@ -55,7 +55,7 @@ def after(args: Namespace) -> Namespace:
 
 
 def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A step, its abstract arguments, and where it is to run."""
+    """A step, its abstract arguments, and the options of where it runs."""
     from flax import nnx
 
     if args.args is None:
@@ -72,7 +72,7 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def rules_of(
     args: Namespace, mesh: "flm.DeviceMesh | None" = None
 ) -> "flm.LayoutMap | None":
-    """The rules of a file or a module, on a mesh; None without --rules."""
+    """The rules from a file or a module, on a mesh; None without --rules."""
     if args.rules is not None and args.rules.endswith((".toml", ".json")):
         return flm.LayoutMap.from_file(args.rules, mesh=mesh)
     if args.rules is None:
@@ -91,9 +91,9 @@ def rules_of(
 def factory(
     text: str, arguments: list[tuple[str, Any]], flag: str
 ) -> Callable[[], Any]:
-    """A function without arguments, of `module:name` and its arguments.
+    """Bind arguments to the function or class `module:name`.
 
-    A class or function that needs `rngs` gets `nnx.Rngs(0)`.
+    If it has a parameter `rngs`, it gets `nnx.Rngs(0)`.
     """
     value = named(text, flag)
     if not callable(value):
@@ -104,7 +104,7 @@ def factory(
         from flax import nnx
 
         given = dict(arguments)
-        # The signature of an NNX class itself is generic.
+        # The signature of an NNX class is generic.
         function = value.__init__ if isinstance(value, type) else value
         if "rngs" in inspect.signature(function).parameters:
             given.setdefault("rngs", nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""The findings of lint, and what they are about: a rule, or leaves that are alike."""
+"""The issues of lint, and their subjects: a rule, or a group of similar leaves."""
 
 import dataclasses
 import re
@@ -19,14 +19,14 @@ _KINDS = {"rules": "rule", "optimizer": "optimizer rule", "names": "name"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LintIssue:
-    """One finding of `flm.lint`.
+    """An issue that `flm.lint` reports.
 
     Attributes:
-        code: `"LM101"`; the documentation has a section for each.
-        severity: `"error"` (it cannot work), `"warning"` (it is most likely not what is
-            wanted), `"info"` (good to know).
-        message: which leaf, which rule, what clashes.
-        fix: what to do, as code where there is code for it.
+        code: for example `"LM101"`; the documentation has a section for each.
+        severity: `"error"` (cannot work), `"warning"` (most likely a mistake) or
+            `"info"` (good to know).
+        message: the leaf, the rule and the problem.
+        fix: how to fix it, as code where possible.
         path: path of the first leaf concerned, or None.
         pattern: the pattern of the rule, or None.
         rule_number: the rule's number within its section, from 1, or None.
@@ -52,7 +52,7 @@ class LintIssue:
 
 
 class Numbered(NamedTuple):
-    """A rule with its number; as text `rule 3 'up/kernel' → (None, 'model')`."""
+    """A rule with its number; `str` gives `rule 3 'up/kernel' → (None, 'model')`."""
 
     section: str
     number: int
@@ -81,7 +81,7 @@ class Numbered(NamedTuple):
 
 
 def numbered(rules: RuleSet, *sections: str) -> list[Numbered]:
-    """The rules of some sections; of all where none is named."""
+    """The rules of these sections, or of all sections."""
     return [
         Numbered(section, number, rule)
         for section in sections or SECTIONS
@@ -96,18 +96,18 @@ def nth(rules: RuleSet, position: int, section: str = "rules") -> Numbered:
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """Leaves of one decision that are alike, with path and shape of the first of them.
+    """Similar leaves with the same decision; path and shape are those of the first.
 
-    As text `layers/0/up/kernel (64,256) and 79 more alike`.
+    `str` gives `layers/0/up/kernel (64,256) and 79 more alike`.
     """
 
     row: Decision
     path: str
     shape: tuple[int, ...]
-    rule: Numbered | None = None  # that decided
+    rule: Numbered | None = None  # the rule that decided
     leaves: int = 0
-    bytes: int = 0  # of the global arrays of all
-    share: float = 0.0  # of the bytes of the tree
+    bytes: int = 0  # of all their global arrays
+    share: float = 0.0  # of the tree's bytes
 
     def __str__(self) -> str:
         more = f" and {self.leaves - 1} more alike" if self.leaves > 1 else ""
@@ -121,7 +121,7 @@ class Group:
 
 
 def key_for(path: str) -> str:
-    """The key of a rule for leaves like one, as code: `layout_map["up/kernel"]`."""
+    """The key of a rule for leaves like this, as code: `layout_map["up/kernel"]`."""
     ending = "/".join(NUMBER.sub(r"\\d+", path).split("/")[-2:])
     quote = "r" if "\\" in ending else ""
     return f'layout_map[{quote}"{ending or ".*"}"]'
@@ -147,7 +147,7 @@ def issue(
     fix: str,
     about: Group | Numbered | None = None,
 ) -> LintIssue:
-    """The issue about leaves and the rule that decided them, or about a rule."""
+    """An issue about leaves and the rule that decided them, or about a rule."""
     where: dict[str, Any] = {}
     if isinstance(about, Group):
         where = {"path": about.path, "leaves": about.leaves, "bytes": about.bytes}

@@ -1,4 +1,4 @@
-"""Checks of the leaves of a model, unfit or replicated, and of the axes of its mesh."""
+"""Checks of leaves that do not fit or are replicated, and of unused mesh axes."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from flax_layoutmap._show.report import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
 
-# A rule None for less than this share of the bytes is taken to be on purpose.
+# A rule None for less than this share of the bytes is considered intentional.
 _LARGE_ON_PURPOSE = 0.1
 # No model has this path: a rule that matches it is a catch-all.
 _ANY_PATH = "~/~"
@@ -36,7 +36,7 @@ _HEADS = re.compile(r"(?:^|[/_.])(?:k|v|kv|key|value|key_value|wk|wv)(?:[/_.]|$)
 
 
 def unfit(model: Model) -> Iterator[LintIssue]:
-    """LM114: leaves for which resolving raised; see `ResolveError.resolution`."""
+    """LM114: leaves that do not fit their rules; see `ResolveError.resolution`."""
     for leaf in model.groups(lambda row: row.problem is not None):
         clash, _, fix = (leaf.row.problem or "").rpartition("; ")
         if not clash:
@@ -48,7 +48,7 @@ def indivisible(model: Model) -> Iterator[LintIssue]:
     """LM103, LM104, LM108: dims that do not divide by their axes."""
     for leaf in model.groups(lambda row: bool(row.fallback) and row.rule is not None):
         if leaf.row.reason == "optimizer rule":
-            continue  # about the dims of its parameter; the fallback covers it
+            continue  # its dims are those of the parameter
         rule = leaf.rule
         assert rule is not None
         severity: Severity = "info" if leaf.share < LARGE_SHARE else "warning"
@@ -96,7 +96,7 @@ def unmatched(model: Model) -> Iterator[LintIssue]:
             continue
         text, near = f"{leaf}: matched by no rule", closest_rule(leaf.path, rules)
         text += f", so that {leaf.in_full}"
-        if leaf.share <= LARGE_SHARE:  # but much on each of many devices
+        if leaf.share <= LARGE_SHARE:  # small in total, but large on each device
             text += f", {leaf.bytes / held:.1%} of what each device holds"
         if near:
             text += f"; the closest is rule {near[0]} {near[1].pattern!r}"
@@ -115,7 +115,7 @@ def replicated(model: Model) -> Iterator[LintIssue]:
     ):
         rule, why, severity = leaf.rule, leaf.row.fallback, "warning"
         if leaf.share < LARGE_SHARE or (rule is None) != bool(why):
-            continue  # a rule that does not divide is LM103; its absence, LM102
+            continue  # LM103 if the rule does not divide, LM102 without a rule
         if rule is None:
             by = f"its annotation shards nothing: {why}"
         elif not rule.rule.layout.is_replicated or not shards:
@@ -132,7 +132,7 @@ def replicated(model: Model) -> Iterator[LintIssue]:
 
 
 def replicated_state(model: Model) -> Iterator[LintIssue]:
-    """LM106: optimizer state that is replicated, of sharded parameters."""
+    """LM106: replicated optimizer state of sharded parameters."""
     resolution = model.resolution
     leaves = model.groups(
         lambda row: (
@@ -162,7 +162,7 @@ def replicated_state(model: Model) -> Iterator[LintIssue]:
 
 
 def too_much_replicated(model: Model) -> Iterator[LintIssue]:
-    """LM115: more bytes in full on every device than are allowed."""
+    """LM115: a larger share of replicated bytes than is allowed."""
     resolution, most = model.resolution, model.max_replicated
     if most is None:
         return
@@ -185,7 +185,7 @@ def too_much_replicated(model: Model) -> Iterator[LintIssue]:
 
 
 def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
-    """A rule for a leaf, as code: its largest dim that divides, on an axis."""
+    """A rule that shards the largest divisible dim of a leaf, as code."""
     sizes = {} if resolution.mesh is None else resolution.mesh.axis_sizes
     names = [n for n in sizes if sizes[n] > 1 and n not in resolution.rules.batch]
     for axis in names or [n for n in sizes if sizes[n] > 1]:
@@ -215,11 +215,11 @@ def idle_axes(model: Model) -> Iterator[LintIssue]:
         yield issue("LM112", "warning", text, fix)
 
 
-# LM110: `query`, `gate`, `up` turn the model dim into features, which `out`, `down`
-# turn back: (d, heads, head_dim) and (heads, head_dim, d). An axis for tensors belongs
-# on the features of both; on the model dim of one of them, the features are gathered.
+# LM110: `query`, `gate`, `up` map the model dim to features, and `out`, `down` map them
+# back: (d, heads, head_dim) and (heads, head_dim, d). A tensor axis belongs on the
+# features of both; on the model dim of either, the features are gathered.
 
-# What a module calls its one matrix, (in, out). A `weight` may be (out, in).
+# Names of a module's matrix, (in, out). A `weight` may be (out, in).
 _KERNELS = {"kernel", "w", "value", "w_kernel"}
 # Words in the names of layers that produce features, and of those that consume them.
 _PRODUCERS = set(
@@ -233,7 +233,7 @@ class _Kernel(NamedTuple):
     leaf: Group
     parent: str
     model_dim: int
-    features: Sequence[int]  # the other dims, without those of stacked layers, experts
+    features: Sequence[int]  # the other dims, except of stacked layers and experts
 
     def shards(self, axis: str) -> tuple[bool, bool]:
         """Whether an axis shards the model dim, and features."""
@@ -242,7 +242,7 @@ class _Kernel(NamedTuple):
 
     @property
     def exchanged(self) -> list[tuple[str, ...]]:
-        """The dims, with those of the model dim on the first feature dim."""
+        """The axes of each dim, with model dim and first feature dim exchanged."""
         dims, feature = [*self.leaf.row.dims], self.features[0]
         dims[self.model_dim], dims[feature] = dims[feature], dims[self.model_dim]
         return dims
@@ -284,10 +284,10 @@ def swapped(model: Model) -> Iterator[LintIssue]:
 
 
 def _is_odd(kernel: _Kernel, axis: str, kernels: list[_Kernel], model: Model) -> bool:
-    """Whether the axis is wrong here and not in siblings, and divides features.
+    """Whether the axis is wrong here, rather than in siblings, and divides features.
 
-    An axis of the batch belongs on the model dim. Else most bytes are right, and of
-    `up` and `down` alone, `up`.
+    A batch axis belongs on the model dim. Otherwise the majority of bytes is right; in
+    a tie between `up` and `down`, `up` is right.
     """
     sizes, dims, batch = model.sizes, kernel.exchanged, model.resolution.rules.batch
     ways = [math.prod(sizes.get(name, 1) for name in names) for names in dims]
@@ -301,7 +301,7 @@ def _is_odd(kernel: _Kernel, axis: str, kernels: list[_Kernel], model: Model) ->
 
 
 def _kernels(model: Model) -> list[_Kernel]:
-    """The kernels whose names tell what they do, by the rules that decided them."""
+    """The kernels whose names say what they compute and that a rule decided."""
     blocks: dict[str, tuple[list[Group], list[Group]]] = {}
     for leaf in model.groups(lambda row: row.reason in DECIDED, "parameter"):
         *parents, name = leaf.path.split("/")

@@ -1,4 +1,4 @@
-"""`lint`: find mistakes in a layout before it runs; the list of all checks."""
+"""`lint`, which finds mistakes in a layout before it runs, and its list of checks."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from flax_layoutmap._show.terminal import Shown, coloured_lines, wrapped
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Code → what it is about. `docs/lint.md` has a section for each.
+# Code → its subject. `docs/lint.md` has a section for each.
 CODES = {
     "LM001": "a pattern is not a regular expression",
     "LM002": "an invalid layout, or a pattern given twice",
@@ -43,14 +43,14 @@ CODES = {
     "LM114": "a leaf that does not fit the rules",
     "LM115": "more is replicated than is allowed",
 }
-# Of any Resolution; without one, `matches.refused` and `matches.unknown_axes`.
+# For every Resolution; other inputs: `matches.refused`, `matches.unknown_axes`.
 _CHECKS: list[Callable[[Model], Iterator[LintIssue]]] = [
     matches.unused,
     matches.never_decides,
     matches.inside_names,
     leaves.unfit,
 ]
-# Of one on more than one device.
+# Only for a Resolution on more than one device.
 _CHECKS_OF_SEVERAL_DEVICES: list[Callable[[Model], Iterator[LintIssue]]] = [
     leaves.unmatched,
     leaves.indivisible,
@@ -65,7 +65,7 @@ _CHECKS_OF_SEVERAL_DEVICES: list[Callable[[Model], Iterator[LintIssue]]] = [
 class LintReport(Shown, tuple[LintIssue, ...]):
     """The issues that `flm.lint` found, a tuple that prints as a report.
 
-    Errors come first; within a severity by code, and the largest first.
+    Sorted by severity (errors first), then by code, then by size (largest first).
     """
 
     def __new__(cls, issues: Iterable[LintIssue] = ()) -> "LintReport":
@@ -85,7 +85,7 @@ class LintReport(Shown, tuple[LintIssue, ...]):
         return self.report()
 
     def problems(self, level: Severity = "error") -> list[str]:
-        """The text of each issue of a severity, or of a higher one."""
+        """The text of each issue of this severity or higher."""
         if level not in SEVERITIES:
             hint = did_you_mean(str(level), SEVERITIES)
             raise RuleError(f"level must be one of {SEVERITIES}, got {level!r}{hint}")
@@ -104,23 +104,23 @@ class LintReport(Shown, tuple[LintIssue, ...]):
 def lint(
     x: Any, *, max_replicated: float | None = None, ignore: str | Iterable[str] = ()
 ) -> LintReport:
-    """Find mistakes in rules, and in what they do to a model.
+    """Find mistakes in rules, and in the layouts that they give a model.
 
     `docs/lint.md` describes each code. Nothing is compiled and no device is used.
 
     Args:
-        x: a `Resolution` (`layout_map.resolve(model)`) for all checks, also one that
-            does not fit (`ResolveError.resolution`); a `LayoutMap` or `RuleSet`, for
-            its axes alone; or `(pattern, layout)` pairs or a mapping, some of which may
-            be invalid.
-        max_replicated: share (0 to 1) of the bytes that every device may hold in full,
-            with a Resolution; 1 for data parallelism. None: any.
-        ignore: codes (`"LM104"`), and patterns of paths (searched): findings about
-            these leaves do not count, nor do their bytes.
+        x: a `Resolution` (`layout_map.resolve(model)`) for all checks, including one
+            that does not fit (`ResolveError.resolution`); a `LayoutMap` or `RuleSet` to
+            check only its axes; or `(pattern, layout)` pairs or a mapping, whose
+            entries may be invalid.
+        max_replicated: share (0 to 1) of the bytes that every device may hold in full;
+            1 for data parallelism; None for no limit. Needs a Resolution.
+        ignore: codes (`"LM104"`), and patterns that are searched in paths: issues about
+            these leaves, and their bytes, are not counted.
 
     Returns:
-        The findings, errors first. `print` shows them, and
-        `.raise_if_any(level="error")` stops a program.
+        The issues, errors first. `print` shows them, and `.raise_if_any(level="error")`
+        raises an error for them.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -159,7 +159,7 @@ def _check_share(share: float, x: Any) -> None:
 
 
 class Ignored:
-    """The codes and the patterns of paths in `ignore=`."""
+    """The codes and the path patterns in `ignore=`."""
 
     def __init__(self, ignore: str | Iterable[str]) -> None:
         given = [ignore] if isinstance(ignore, str) else list(ignore)
@@ -174,7 +174,7 @@ class Ignored:
         self._matcher = Matcher(patterns, "search")
 
     def is_about(self, resolution: Resolution, path: str) -> bool:
-        """Whether a pattern matches a leaf, as rules do: in any form of its paths."""
+        """Whether a pattern matches a leaf by any form of its path, as rules do."""
         position = resolution._positions.get(path)
         names = [(path,)]
         if position is not None:

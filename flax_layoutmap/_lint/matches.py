@@ -1,4 +1,4 @@
-"""Checks of rules: invalid, without a leaf, never deciding, or matching too much."""
+"""Checks of rules: invalid, unused, never in effect, or matching too much."""
 
 import dataclasses
 import itertools
@@ -26,15 +26,14 @@ from flax_layoutmap._show.report import nearest
 
 DECIDED = ("rule", "exact key")  # the reasons of leaves that a rule decides
 
-# Looking for another spelling is slow: it is done for so many unused rules, among so
-# many paths.
+# Searching for similar spellings is slow: limits on unused rules and on paths.
 _HINTS, _MOST_PATHS = 5, 2000
-# Above this likeness a path is what the pattern was meant for.
+# The pattern was surely meant for a path that is at least this similar.
 _SURELY_MEANT = 0.8
 # With more than this share replicated, a rule that matches nothing is an error.
 _MOSTLY = 0.5
 
-# Why a pattern may match nothing, and what to replace in it, beside its slashes.
+# Why a pattern may match nothing, and the replacement that corrects it.
 _MISTAKES = (
     ("paths neither begin nor end with '/', nor have two in a row", "(?!)", ""),
     ("paths have no 'params/'", r"(?:\^|\\A)?params/", ""),
@@ -44,7 +43,7 @@ _MISTAKES = (
 )
 _SLASHES = re.compile(r"^(?:\^|\\A)?/+|\$?/+(?:\$|\\Z)?$")
 _EXAMPLE = '("up/kernel", (None, "model")): one entry per dim'
-# Two neighbours within one name, or within one number.
+# Two adjacent letters of a name, or digits of a number.
 _NEIGHBOURS = re.compile("[A-Za-z][a-z]|[0-9][0-9]")
 
 
@@ -66,7 +65,7 @@ class Model:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def groups(self, wanted: Wanted, role: str | None = None) -> list[Group]:
-        """The leaves of some decisions; those that differ in numbers alone together."""
+        """The leaves with wanted decisions, grouped if they differ only in numbers."""
         alike: dict[Any, Group] = {}
         resolution = self.resolution
         total = resolution.total_bytes or 1
@@ -91,7 +90,7 @@ class Model:
 
 
 def refused(given: Iterable[Any]) -> Iterator[LintIssue]:
-    """LM001, LM002: entries of pairs or of a mapping that are not rules."""
+    """LM001, LM002: pairs or entries of a mapping that are not valid rules."""
     known = set[str]()
     entries = given.items() if isinstance(given, Mapping) else given
     for number, entry in enumerate(entries, start=1):
@@ -137,7 +136,7 @@ def unknown_axes(rules: RuleSet) -> Iterator[LintIssue]:
 
 
 def unused(model: Model) -> Iterator[LintIssue]:
-    """LM101: rules that match nothing, the first of them with what was meant."""
+    """LM101: rules that match nothing, the first few with a suggestion."""
     resolution = model.resolution
     rules, known = resolution.rules, set(map(id, resolution.unused_rules))
     every = [r for r in numbered(rules, "rules", "optimizer") if id(r.rule) in known]
@@ -158,7 +157,7 @@ def unused(model: Model) -> Iterator[LintIssue]:
 
 
 def _paths(resolution: Resolution) -> list[str]:
-    """The paths of parameters, in all their forms; of equal layers, the first."""
+    """The paths of parameters, in all their forms; only the first of equal layers."""
     flat, roles = resolution._flat, resolution._roles
     parameters = (at for at in flat.representatives() if roles[at] == "parameter")
     every = itertools.chain.from_iterable(map(flat.forms, parameters))
@@ -167,7 +166,7 @@ def _paths(resolution: Resolution) -> list[str]:
 
 
 def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[str, str]:
-    """What the rule may have meant: the end of a message, and a fix."""
+    """Guess what the rule was meant for: the end of a message, and a fix."""
     match, pattern = resolution.rules.match, rule.pattern
     path = _first_match(pattern, match, paths)
     if path is not None:
@@ -192,7 +191,7 @@ def _meant(rule: Numbered, resolution: Resolution, paths: list[str]) -> tuple[st
 
 
 def _first_match(pattern: str, match: MatchMode, paths: Iterable[str]) -> str | None:
-    """The first of the paths that a pattern matches; None for an invalid pattern."""
+    """The first path that a pattern matches; None also for an invalid pattern."""
     try:
         matcher = Matcher((Rule(pattern, None),), match)
     except RuleError:
@@ -201,12 +200,12 @@ def _first_match(pattern: str, match: MatchMode, paths: Iterable[str]) -> str | 
 
 
 def never_decides(model: Model) -> Iterator[LintIssue]:
-    """LM111: rules that match leaves, all of which others decide."""
+    """LM111: rules whose matches are all decided by other rules."""
     rules = model.resolution.rules
     decided, winners = set[int](), dict[int, int]()
     for row in model.resolution._distinct.values():
         if row.reason not in DECIDED or row.rule is None:
-            decided.update(row.matched)  # what came first was not a rule
+            decided.update(row.matched)  # something other than a rule decided
             continue
         for position in row.matched:
             if rules.rules[position].layout == rules.rules[row.rule].layout:
@@ -228,7 +227,7 @@ def never_decides(model: Model) -> Iterator[LintIssue]:
 
 
 def inside_names(model: Model) -> Iterator[LintIssue]:
-    """LM113: rules that match some names as a whole and others in their middle."""
+    """LM113: rules that match some names as a whole and others in the middle."""
     rules, flat = model.resolution.rules, model.resolution._flat
     decided: dict[int, list[str]] = {}
     for path, row in zip(flat.paths, model.resolution._rows, strict=True):

@@ -1,7 +1,7 @@
-"""Rules from those of other libraries.
+"""Convert the rules of other libraries.
 
-Each function gives the answers of its source, leaf by leaf, or raises a `RuleError`
-that names the entry which rules by paths cannot express.
+Each function gives every leaf the layout that its source gives it, or raises a
+`RuleError` with the entry that cannot be expressed as rules over paths.
 """
 
 from flax_layoutmap.convert._shardings import from_logical, from_shardings

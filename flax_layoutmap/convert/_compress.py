@@ -1,18 +1,18 @@
-"""Few regular expressions that give each of many paths its layout."""
+"""Find a few regular expressions that give each of many paths its layout."""
 
 import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-# An index in a path: `layers/0`, `layers.0` of Hugging Face, `block_0`.
+# An index in a path: `layers/0`, `layers.0` (Hugging Face), `block_0`.
 INDEX = re.compile(r"(?<=[/_.])\d+(?=[/.]|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=[/.])")
 
 Value = TypeVar("Value", bound=Hashable)
 
 
 class _Kind(NamedTuple):
-    """Paths that differ in indices alone and have one value."""
+    """Paths that differ only in indices and have the same value."""
 
     parts: tuple[str, ...]  # as regular expressions
     paths: tuple[str, ...]
@@ -20,7 +20,7 @@ class _Kind(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """The last parts of a path, each with its alternatives, and the anchors needed."""
+    """The last parts of a path, each with alternatives, and the anchors needed."""
 
     parts: tuple[tuple[str, ...], ...]
     start: str
@@ -32,12 +32,12 @@ class _Pattern(NamedTuple):
 
 
 def compress(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Find few patterns, to be searched in paths, that give each path its value.
+    """Find a few patterns, to be searched in paths, that give each path its value.
 
-    Each path is matched by patterns of its own value alone. A pattern is the shortest
-    end of a path that tells it from those with other values, of two names where the
-    path has them (`up/kernel`); indices become `\\d+`; patterns that differ in one part
-    are merged (`(gate|up)/kernel`).
+    Each path is only matched by patterns of its value. A pattern is the shortest end of
+    a path that distinguishes it from paths with other values, with at least two names
+    if the path has two (`up/kernel`). Indices become `\\d+`. Patterns that differ in a
+    single part are merged (`(gate|up)/kernel`).
 
     >>> compress({"0/up/w": "a", "1/up/w": "a", "0/gate/w": "a", "0/out/w": "b"})
     {'(up|gate)/w': 'a', 'out/w': 'b'}
@@ -55,7 +55,7 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def kinds_of(values: Mapping[str, Value]) -> list[_Kind]:
-    """Group the paths that differ in indices alone, in the order of the paths."""
+    """Group the paths that differ only in indices, in the order of the paths."""
     templates = {path: INDEX.sub("0", path) for path in values}
     values_of: dict[str, set[Hashable]] = {}
     for path, value in values.items():
@@ -68,7 +68,6 @@ def kinds_of(values: Mapping[str, Value]) -> list[_Kind]:
     kinds = []
     for (text, are_alike, value), paths in groups.items():
         slots = [r"\d+" if are_alike else index for index in INDEX.findall(text)]
-        # `re.escape` leaves `/` as it is.
         names = [re.escape(name).replace(r"\-", "-") for name in INDEX.split(text)]
         pieces = itertools.zip_longest(names, slots, fillvalue="")
         parts = "".join(itertools.chain(*pieces)).split("/")
@@ -77,7 +76,7 @@ def kinds_of(values: Mapping[str, Value]) -> list[_Kind]:
 
 
 def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
-    """The shortest end of a kind's path that matches none of the others."""
+    """The shortest end of a kind's path that does not match the others."""
     count = len(kind.parts)
     named = [at for at, part in enumerate(kind.parts) if part != r"\d+"]
     for length in range(count - (named[-2] if len(named) > 1 else 0), count + 1):
@@ -92,20 +91,20 @@ def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
 
 
 def _ends_with(kind: _Kind, pattern: _Pattern) -> bool:
-    """Whether a pattern is the end of a kind's path: with any anchors it matches."""
+    """Whether a pattern is the end of a kind's paths: it matches with any anchors."""
     strict = pattern._replace(start=pattern.start or "(^|/)", end="$")
     return all(re.search(str(strict), path) for path in kind.paths)
 
 
 def _matches_some(pattern: str, kind: _Kind) -> bool:
-    # What a pattern without digits matches, it matches whatever the indices are.
+    # Whether a pattern without digits matches does not depend on the indices.
     has_digits = any(character.isdigit() for character in pattern)
     paths = kind.paths if has_digits else kind.paths[:1]
     return any(re.search(pattern, path) for path in paths)
 
 
 def _merged(patterns: Sequence[_Pattern]) -> list[_Pattern]:
-    """Merge patterns that differ in one part alone, from the first part on."""
+    """Merge patterns that differ in a single part, from the first part on."""
     merged = list(dict.fromkeys(patterns))
     for at in range(max((len(pattern.parts) for pattern in merged), default=0)):
         groups: dict[object, list[_Pattern]] = {}
@@ -125,9 +124,9 @@ def _union(patterns: Sequence[_Pattern], at: int) -> _Pattern:
         return first
     names = tuple(dict.fromkeys(name for x in patterns for name in x.parts[at]))
     parts = (*first.parts[:at], names, *first.parts[at + 1 :])
-    # The anchors that one of them needs hold for all: each is the end of a path.
+    # An anchor that any pattern needs is right for all: each is the end of a path.
     start = max(pattern.start for pattern in patterns)
     end = max(pattern.end for pattern in patterns)
-    if len(parts) == 1:  # names such as `w`, which are in many others
+    if len(parts) == 1:  # names such as `w`, which many names contain
         start, end = start or "(^|/)", "$"
     return _Pattern(parts, start, end)

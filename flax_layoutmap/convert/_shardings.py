@@ -1,4 +1,4 @@
-"""Rules that give each leaf the layout that it has, or that its annotations say."""
+"""Rules that give each leaf the layout of its sharding or its annotations."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,31 +19,31 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.convert._compress import compress
 
-# Leaves that no rule is tried on: they are replicated.
+# Reasons of leaves to which no rule applies: they are replicated.
 NEVER_ASKED = ("scalar", "random state", "not an array")
 
 
 def from_shardings(
     tree: Any, mesh: Any = None, *, tx: Any = None, batch: Any = None
 ) -> LayoutMap:
-    r"""Make the rules that give each leaf of a tree the sharding that it has.
+    r"""Make rules that give each leaf of a tree its current sharding.
 
-    The rules are few: leaves with equal layouts share patterns, whatever their layer.
-    Optimizer state follows its parameters; what does not (ZeRO-1) gets rules in the
-    section `optimizer`. Before the rules are returned they are resolved on the tree,
-    and the layout of each leaf is compared with its sharding.
+    Leaves with equal layouts share patterns, across layers, so there are few rules.
+    Optimizer state follows its parameters; state that does not (ZeRO-1) gets rules in
+    the section `optimizer`. The rules are resolved on the tree, and every layout is
+    compared with the sharding of the leaf, before they are returned.
 
     Args:
         tree: arrays or sharded `jax.ShapeDtypeStruct`s, in any tree that `flm.resolve`
-            takes. Or the path of a checkpoint, of which only the metadata is read.
-        mesh: the mesh to put the rules on; None takes that of the leaves.
+            takes; or the path of a checkpoint, of which only the metadata is read.
+        mesh: the mesh of the rules; None takes the mesh of the leaves.
         tx: as for `flm.resolve`.
         batch: as for `LayoutMap`.
 
     Raises:
-        RuleError: leaves have no `NamedSharding`, or are on several meshes, or no rules
-            can give them what they have (the leaves are listed); or the tree is
-            optimizer state alone.
+        RuleError: rules cannot express the shardings; or leaves have no
+            `NamedSharding`, or are on several meshes; or the tree has only optimizer
+            state.
         CheckpointError: there is no such checkpoint.
 
     Example:
@@ -75,23 +75,22 @@ def from_logical(
     *,
     batch: Any = None,
 ) -> LayoutMap:
-    """Make the rules that say by paths what logical axis rules say of a model.
+    """Make rules over paths from the logical axis rules of a model.
 
-    The model's own annotations are read as Flax reads them: for Linen, the first row of
-    a name whose mesh axes are free; for NNX, the last row. Dims whose name no rule has
-    are replicated, with a `LayoutWarning`; the rule `(name, None)` replicates them
-    without one.
+    The annotations of the model are read as Flax reads them: for Linen, the first row
+    of a name whose mesh axes are free; for NNX, the last row. Dims whose names have no
+    rule are replicated, with a `LayoutWarning`; a rule `(name, None)` avoids it.
 
     Args:
-        rules: (logical axis, mesh axis, axes or None) pairs.
-        model: a model whose parameters name their logical axes: Linen variables with
-            their boxes, an NNX module, or a function that makes one of them.
-        mesh: the mesh of the rules; None takes that of `jax.set_mesh`.
+        rules: pairs of a logical axis and a mesh axis, several, or None.
+        model: a model whose parameters name their logical axes: boxed Linen variables,
+            an NNX module, or a function that makes either.
+        mesh: the mesh of the rules; None takes the mesh of `jax.set_mesh`.
         batch: as for `LayoutMap`.
 
     Raises:
-        RuleError: a logical rule names an axis that the mesh does not have, or no rules
-            by paths give these layouts.
+        RuleError: a logical rule names an axis that the mesh does not have, or rules
+            over paths cannot express these layouts.
         ResolveError: dims do not divide by their axes.
 
     Example:
@@ -130,7 +129,7 @@ def from_logical(
     unknown = set[str]()
     for mark in resolution._flat.annotations.values():
         known = {name for name, _ in (*rules, *mark.rules)}
-        if mark.kind != "linen":  # Flax takes other names for axes of the mesh
+        if mark.kind != "linen":  # Flax reads other names as mesh axes
             known |= set(target.axis_names)
         unknown |= {name for dim in mark.names or () for name in dim} - known
     if unknown:
@@ -149,10 +148,10 @@ def rules_for(
     resolved: Callable[[RuleSet], Iterable[ResolvedLeaf]],
     batch: Any = None,
 ) -> LayoutMap:
-    """Few rules by which each leaf gets the layout that is wanted for it.
+    """Make a few rules that give each leaf its layout in `wanted`.
 
-    `leaves` are those that are resolved without rules, and `resolved` resolves them
-    under given ones; a leaf that is not in `wanted` may get any layout.
+    `leaves` are the leaves as resolved without rules, and `resolved` resolves them with
+    the given rules. A leaf that is not in `wanted` may get any layout.
     """
     asked = {
         leaf.path: wanted[leaf.path]
@@ -178,11 +177,11 @@ def rules_for(
         ]
 
     wrong = different()
-    # Exact keys for paths whose patterns matched another form of some path.
+    # Use exact keys where a pattern matched another form of some path.
     made.update({leaf.path: asked[leaf.path] for leaf in wrong if leaf.path in asked})
     owners = {leaf.owner for leaf in wrong if leaf.role == "optimizer"} - {None}
     if owners:
-        # The layout of a parameter's state is that of the part with the most dims.
+        # A parameter's state has the layout of its leaf with the most dims.
         by_owner = {
             leaf.owner: (wanted[leaf.path], leaf.owner in owners)
             for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape))
@@ -206,7 +205,7 @@ def rules_for(
 
 
 def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
-    """The rules for the specs that a checkpoint was saved with."""
+    """Make rules for the specs that a checkpoint was saved with."""
     from flax_layoutmap import checkpoint
 
     info = checkpoint.inspect(path)
@@ -229,7 +228,7 @@ def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
 def _layouts(
     leaves: Sequence[ResolvedLeaf], arrays: Sequence[Any]
 ) -> tuple[dict[str, TensorLayout], DeviceMesh | None]:
-    """Path → the layout of its sharding, one entry per dim; and the mesh of all."""
+    """Path → the layout of its sharding, with an entry per dim; and their mesh."""
     layouts, missing = dict[str, TensorLayout](), list[str]()
     meshes: dict[DeviceMesh, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Tables of pattern → axes: of EasyLM, EasyDeL, Keras; tensor-parallel plans."""
+"""Convert partition rules (EasyLM), Keras's maps and tensor-parallel plans."""
 
 import re
 import sys
@@ -13,10 +13,10 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._rules.matching import MatchMode, Rule
 from flax_layoutmap._rules.rules import Unmatched
 
-# A pattern with none of these characters is a text, and may be a whole path.
+# A pattern without any of these characters is literal, and may be a whole path.
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 
-# Names of Keras and KerasHub → the names of the same in Flax, Tunix and `presets`.
+# Names in Keras and KerasHub → equivalent names in Flax, Tunix and `presets`.
 _FLAX_NAMES = {
     "embeddings": "embedding|input_embedding",
     "gamma": "scale",
@@ -46,7 +46,7 @@ _KERAS_NAME = re.compile(
 
 
 def renamed(dims: Any, axes: Mapping[str, str]) -> Any:
-    """The entries of a layout with other names of axes."""
+    """The entries of a layout with axes renamed."""
     if isinstance(dims, str):
         return axes.get(dims, dims)
     if isinstance(dims, PartitionSpec | tuple | list):
@@ -62,22 +62,19 @@ def from_partition_rules(
     unmatched: Unmatched = "error",
     batch: Any = None,
 ) -> LayoutMap:
-    """Make a map of a list of partition rules.
+    """Make a map from a list of partition rules.
 
-    A pattern is searched in the path of a parameter, and the first that matches wins,
-    as in EasyLM, EasyDeL, eformer and scalax. A `PartitionSpec` may name fewer dims
-    than a parameter has. Optimizer state follows its parameters.
+    Patterns are searched in the path of a parameter, and the first that matches wins,
+    as in EasyLM, EasyDeL, eformer and scalax. A `PartitionSpec` may have fewer entries
+    than the parameter has dims. Optimizer state follows its parameters.
 
     Args:
         rules: (pattern, `PartitionSpec`) pairs; a spec may be a tuple or None.
         mesh: the mesh of the rules.
-        axes: the names of the table → those of the mesh, `{"mp": "tensor"}`.
+        axes: axis names in the rules → names on the mesh, `{"mp": "tensor"}`.
         unmatched: for parameters that no rule matches: `"error"`, as in EasyLM, or
             `"replicate"`.
         batch: as for `LayoutMap`.
-
-    Raises:
-        RuleError: an entry is not a rule; it is named by its number.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -100,7 +97,7 @@ def from_partition_rules(
             rule = Rule(pattern, dims)
             is_text = not _SPECIAL.search(pattern)
             if is_text and any(re.search(earlier.pattern, pattern) for earlier in made):
-                # The earlier rule wins, also over a key that is a whole path.
+                # As a pattern, not a key: the earlier rule wins also for this path.
                 rule = Rule(f"(?:{pattern})", dims)
         except (TypeError, ValueError) as error:
             raise RuleError(
@@ -121,22 +118,19 @@ def from_keras(
     axes: Mapping[str, str] | None = None,
     batch: Any = None,
 ) -> LayoutMap:
-    """Make a map of a `keras.distribution.LayoutMap`, such as one of KerasHub.
+    """Make a map from a `keras.distribution.LayoutMap`, such as KerasHub's.
 
-    It gives the same answers on the paths of the Keras model, and the same layouts on
-    those of Flax where they differ by the usual names alone (`embeddings` is
-    `embedding`, `transformer_layer.*` is `layers/3`, `query` is `q_proj` …).
+    Paths of the Keras model get the same layouts, and so do paths of a Flax model that
+    differ only in the usual names (`embeddings` is `embedding`, `transformer_layer.*`
+    is `layers/3`, `query` is `q_proj` …).
 
     Args:
         layout_map: Keras's map, or a mapping of pattern to axes.
-        mesh: the mesh of the rules; None takes the shape and the names of Keras's.
-        match: how patterns are matched: None is `"fullmatch"`, as Keras ≥ 3.14 does,
-            or `"search"` where an older Keras is loaded.
-        axes: the names of the map's axes → those of the mesh.
+        mesh: the mesh of the rules; None takes the shape and axis names of Keras's.
+        match: how patterns are matched; None is `"fullmatch"`, as in Keras ≥ 3.14, or
+            `"search"` if an older Keras is loaded.
+        axes: axis names in the map → names on the mesh.
         batch: as for `LayoutMap`.
-
-    Raises:
-        RuleError: an entry is not a rule; it is named by its key.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -151,7 +145,7 @@ def from_keras(
     made = LayoutMap(mesh, match=match or _keras_match(), batch=batch)
     for key in layout_map:
         dims = getattr(layout_map[key], "axes", layout_map[key])
-        # A key without special characters is a path, too, and wins over all patterns.
+        # A literal key is also a path, which wins over all patterns.
         keys = [_for_flax(key)] if _SPECIAL.search(key) else [key, _for_flax(key)]
         try:
             made.update(dict.fromkeys(keys, renamed(dims, axes or {})))
@@ -161,26 +155,26 @@ def from_keras(
 
 
 def _keras_match() -> MatchMode:
-    """How the Keras that is loaded matches: whole paths, from 3.14 on."""
+    """How the loaded Keras matches: whole paths, since 3.14."""
     version = str(getattr(sys.modules.get("keras"), "__version__", "3.14"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return "fullmatch" if numbers >= (3, 14) else "search"
 
 
 def _for_flax(key: str) -> str:
-    """The pattern with Flax's names as alternatives of Keras's.
+    """The pattern with Flax's names as alternatives to Keras's.
 
-    One with a class of characters, a named group or a look-behind keeps its names.
+    A pattern with a character class, a named group or a look-behind is unchanged.
     """
     if "[" in key or "(?P" in key or "(?<" in key:
         return key
     return _KERAS_NAME.sub(lambda name: f"(?:{name[0]}|{_FLAX_NAMES[name[0]]})", key)
 
 
-# Style → the dims that it shards, "t" over the tensor axis, "e" over the experts: of
-# torch's weights (out, in), of Flax's kernels (in, out), of biases; None: replicated.
-# transformers 5.24, distributed/tensor_parallel.py and expert_parallel.py; where a
-# style changes activations alone, its parameters are replicated.
+# Layouts of torch weights (out, in), Flax kernels (in, out) and biases → their styles.
+# "t" is the tensor axis, "e" the expert axis, None replicated. From transformers 5.24,
+# distributed/tensor_parallel.py and expert_parallel.py; styles that only change
+# activations replicate their parameters.
 _LAYOUTS: dict[tuple[Any, Any, Any], str] = {
     ((..., "t", None), (None, "t", ...), ("t",)): (
         "colwise colwise_gather_output colwise_rep local_colwise packed_colwise"
@@ -199,7 +193,7 @@ _LAYOUTS: dict[tuple[Any, Any, Any], str] = {
     ),
 }
 _STYLES = {name: dims for dims, names in _LAYOUTS.items() for name in names.split()}
-# Names that are joined by ".", and "*" by itself, the number of a layer.
+# Names joined by "."; "*" as a whole name is the number of a layer.
 _KEY = re.compile(r"(\*|[^.*]+)(\.(\*|[^.*]+))*")
 
 
@@ -211,27 +205,24 @@ def from_tp_plan(
     expert_axis: str = "expert",
     batch: Any = None,
 ) -> LayoutMap:
-    r"""Make a map of a tensor-parallel plan of `transformers`.
+    r"""Make a map from a tensor-parallel plan of `transformers`.
 
-    A key is the name of a module or of a parameter, in which `*` is the number of a
-    layer. The rules are for the weights by their names in `transformers` (`….weight`,
-    (out, in)), and for the same modules in Flax (`…/kernel`, (in, out)). The name of a
-    parameter itself wins over that of its module; what no key names is replicated.
+    A key is the name of a module or a parameter, in which `*` is the number of a layer.
+    The rules match weights by their names in `transformers` (`….weight`, (out, in)) and
+    the same modules in Flax (`…/kernel`, (in, out)). The name of a parameter wins over
+    the name of its module; parameters that no key names are replicated.
 
     As in `transformers` ≥ 5.21, an embedding `embed_tokens` that the plan does not name
     is sharded over its vocabulary. In an expert-parallel plan, `grouped_gemm` shards
     experts.
 
     Args:
-        plan: module → style; or a configuration, of which `base_model_tp_plan` is
-            taken, and `base_model_ep_plan` where the mesh has the axis for experts.
+        plan: module → style; or a configuration, to use its `base_model_tp_plan`, and
+            its `base_model_ep_plan` if the mesh has the expert axis.
         mesh: the mesh of the rules.
         axis: the mesh axis that tensors are sharded over.
         expert_axis: the mesh axis that experts are sharded over.
         batch: as for `LayoutMap`.
-
-    Raises:
-        RuleError: a style does not exist, or a key is not a name; it is named.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -257,8 +248,7 @@ def from_tp_plan(
     if entries and not any(key.split(".")[-1] == "embed_tokens" for key in entries):
         entries["embed_tokens"] = "embedding_rowwise"
     made: list[Rule] = []
-    # The name of a parameter is longer than that of its module; a number tells more
-    # than `*`.
+    # More specific keys first: parameters before modules, numbers before `*`.
     for key in sorted(entries, key=lambda key: (-key.count("."), key.count("*"))):
         layouts = renamed(_STYLES[str(entries[key])], {"t": axis, "e": expert_axis})
         made += _rules(key, *layouts)
@@ -266,7 +256,7 @@ def from_tp_plan(
 
 
 def _plan_of(config: Any, has_experts: bool) -> dict[str, Any]:
-    """The plan for tensors; where experts have an axis, with theirs instead."""
+    """The tensor-parallel plan, with expert-parallel entries if `has_experts`."""
     tensors = getattr(config, "base_model_tp_plan", None) or {}
     experts = (has_experts and getattr(config, "base_model_ep_plan", None)) or {}
     if not tensors and not experts:
@@ -279,7 +269,7 @@ def _plan_of(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _rules(key: str, weight: Any, kernel: Any, bias: Any) -> Iterator[Rule]:
-    """The rules of an entry: for a parameter of this name, and for a module's."""
+    """The rules of an entry, for a parameter or the parameters of a module."""
     parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
     name = f"(^|[./]){'[./]'.join(parts)}"
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Pictures of meshes, of arrays on them, and of whole models.
+"""Pictures of meshes, sharded arrays and whole models.
 
 Each function returns a `Drawing`. Abstract meshes are enough: a picture of 4,096 chips
 needs no devices.
@@ -35,13 +35,13 @@ class Drawing:
         return terminal.plain(_text.lines(self._picture, width or 80))
 
     def svg(self) -> str:
-        """Return the picture as SVG, which can be read on light and dark pages."""
+        """Return the picture as SVG, readable on light and dark pages."""
         return _svg.svg(self._picture)
 
     def html(self) -> str:
-        """Return one page, without scripts, that needs no other file.
+        """Return a self-contained HTML page without scripts.
 
-        Below the tree-map of a model it has the report's table, folded up.
+        Below the tree-map of a model it contains the table of the report, collapsed.
         """
         return _svg.page(self._picture)
 
@@ -50,9 +50,6 @@ class Drawing:
 
         Args:
             path: ends in `.svg` or `.html`; several processes may share it.
-
-        Raises:
-            LayoutError: another suffix.
         """
         make = {".svg": self.svg, ".html": self.html}.get(Path(path).suffix)
         if make is None:
@@ -60,7 +57,7 @@ class Drawing:
         files.write_whole(path, make().encode())
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print the picture; of several processes the first does, without a file."""
+        """Print the picture; without a `file`, only process 0 prints."""
         terminal.show(lambda width: _text.lines(self._picture, width or 80), file)
 
     def _repr_html_(self) -> str:
@@ -80,11 +77,8 @@ def mesh(mesh: Any) -> Drawing:
     """Draw the devices of a mesh.
 
     Args:
-        mesh: anything that `DeviceMesh` accepts. A line or a mapping without -1 is
+        mesh: anything that `DeviceMesh` accepts. A string or a mapping without -1 is
             drawn as an abstract mesh, whatever devices there are.
-
-    Raises:
-        MeshError: it is not a mesh.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -99,17 +93,13 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
 
     The last two dims of the array, and the last two axes of the mesh, are rows and
     columns; the others are drawn side by side. Equal slices have equal letters and
-    colours. Of more than 16 rows, 16 columns or 8 grids, the first ones are drawn.
+    colours. At most the first 16 rows, 16 columns and 8 grids are drawn.
 
     Args:
         x: a `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, an `nnx.Variable`
             or a Linen box that holds one; a leaf of a Resolution, `resolution[path]`;
             or a `TensorLayout` or `NamedSharding` and a shape.
-        shape: global shape; that of the array, if there is one.
-
-    Raises:
-        LayoutError: it is not on a mesh, or the shape is missing, or does not divide.
-        MeshError: a layout without a mesh.
+        shape: the global shape; None takes the shape of `x`.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -118,7 +108,7 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
         >>> print(drawing.text().splitlines()[1])
         4 slices, 2 devices each, copied along data
 
-    Plain JAX: `jax.debug.visualize_array_sharding(x)`, of 1-D and 2-D arrays.
+    Plain JAX: `jax.debug.visualize_array_sharding(x)`, for 1-D and 2-D arrays.
     """
     return Drawing(_arrays.array_grids(x, shape))
 
@@ -127,15 +117,12 @@ def model(resolution: ResolvedTable) -> Drawing:
     """Draw a whole model by the bytes per device of its leaves.
 
     As SVG and HTML it is a tree-map: areas are bytes per device, colours are layouts,
-    a tooltip says why a leaf has its layout; leaves that no rule matches have a broken
-    red outline. As text it is a bar for each large module. Repeated layers are joined.
+    and tooltips explain the layouts; leaves that no rule matches have a dashed red
+    outline. As text it is a bar for each large module. Repeated layers are joined.
 
     Args:
-        resolution: a `Resolution` of a model; of a train state or of `{"model": …,
-            "optimizer": …}` it has the optimizer's state too.
-
-    Raises:
-        LayoutError: it is not a Resolution, or has no leaves.
+        resolution: a `Resolution` of a model; or of a train state or `{"model": …,
+            "optimizer": …}`, to include the optimizer state.
 
     Example:
         >>> import jax, flax_layoutmap as flm

@@ -1,4 +1,4 @@
-"""The pictures of a mesh and of an array: which device holds which slice."""
+"""Pictures of a mesh and of an array: which device holds which slice."""
 
 import itertools
 import math
@@ -24,32 +24,31 @@ from flax_layoutmap._show.table import human_bytes
 Shape = tuple[int, ...]
 Dims = tuple[tuple[str, ...], ...]  # the mesh axes of each dim
 
-# The most rows, columns and panels that are drawn.
+# The most rows and columns, and the most panels, that are drawn.
 _SHOWN = 16
 _PANELS = 8
 
 
 class Colour(NamedTuple):
-    """A colour, and the character that stands for it where there are no colours."""
+    """A colour, and the character that replaces it without colours."""
 
     hex: str
     character: str
-    is_warning: bool = False  # has a broken red outline as well
+    is_warning: bool = False  # also has a dashed red outline
 
 
-# Paul Tol's "light" scheme (Colour Schemes, technical note SRON/EPS/TN/09-002), which
-# people with any kind of colour vision can tell apart, made for dark text: each has a
-# contrast of at least 8 to INK.
+# Paul Tol's "light" scheme (Colour Schemes, technical note SRON/EPS/TN/09-002), for
+# dark text and all kinds of colour vision: the contrast with INK is at least 8.
 _HEX = "77aadd ee8866 eedd88 ffaabb 99ddff 44bb99 bbcc33 aaaa00".split()
 PALETTE = [Colour(f"#{h}", c) for h, c in zip(_HEX, "█▓▒▚▞▄▀▌", strict=True)]
 GREY = Colour("#dddddd", "░")  # replicated
 OTHERS = Colour("#cbb8ea", "▗")  # layouts beyond the palette
 NO_RULE = Colour("#dddddd", "?", is_warning=True)
-INK = "#14181f"  # text on any of them
+INK = "#14181f"  # text on all of them
 
 
 class Cell(NamedTuple):
-    """A device or a slice: the short lines in it, and the text of its tooltip."""
+    """A device or a slice: its lines of text and its tooltip."""
 
     lines: tuple[str, ...]
     colour: Colour
@@ -66,7 +65,7 @@ class Panel(NamedTuple):
 
 
 class Grids(NamedTuple):
-    """The picture of a mesh or of an array; panels of one kind are together."""
+    """The picture of a mesh or of an array; a group has panels of the same kind."""
 
     title: str
     lines: list[str]
@@ -78,7 +77,7 @@ def _panels(
 ) -> list[Panel]:
     """Cells of any rank: the last two dims are rows and columns, the others panels.
 
-    `names` has the name of each dim, `labels` those of its indices.
+    `names` has the name of each dim, and `labels` the labels of its indices.
     """
     while len(names) < 2:
         names, labels = ["", *names], [[""], *labels]
@@ -121,7 +120,7 @@ def mesh_grids(given: Any) -> Grids:
 
 
 def _device_panels(mesh: DeviceMesh, holds: Sequence[Cell]) -> list[Panel]:
-    """The mesh, with what each device holds."""
+    """Panels of the devices, with what each device holds."""
     names, cells = list(map(visible, mesh.axis_names)), list[Cell]()
     places = zip(_ids(mesh), np.ndindex(mesh.shape), holds, strict=True)
     for number, coords, held in places:
@@ -133,14 +132,13 @@ def _device_panels(mesh: DeviceMesh, holds: Sequence[Cell]) -> list[Panel]:
 
 
 def _ids(mesh: DeviceMesh) -> list[str]:
-    """JAX's ids of the devices, or their places in an abstract mesh."""
+    """JAX's ids of the devices, or their positions in an abstract mesh."""
     if mesh.is_abstract:
         return list(map(str, range(mesh.size)))
     return [str(device.id) for device in mesh.devices.flat]
 
 
 def _count(devices: int) -> str:
-    """`1 device`, `4,096 devices`."""
     return "1 device" if devices == 1 else f"{devices:,} devices"
 
 
@@ -162,7 +160,7 @@ def array_grids(x: Any, given: Sequence[int] | None) -> Grids:
 
 
 def _array(x: Any, given: Sequence[int] | None) -> tuple[TensorLayout, Shape, Any]:
-    """Layout, shape and dtype of an array; None for a dtype that is not known."""
+    """Layout, shape and dtype of an array; dtype None if it is unknown."""
     if isinstance(x, TensorLayout | NamedSharding | PartitionSpec):
         if given is None:
             raise LayoutError(
@@ -182,7 +180,7 @@ def _array(x: Any, given: Sequence[int] | None) -> tuple[TensorLayout, Shape, An
 
 
 def _lines(mesh: DeviceMesh, shard: Shape, dims: Dims, dtype: Any) -> list[str]:
-    """The number of slices, and their size."""
+    """Lines with the number and the size of the slices."""
     each = f"each device holds {show_shape(shard)}"
     if dtype is not None:
         each += f", {human_bytes(leaf_bytes(shard, dtype))}"
@@ -197,7 +195,7 @@ def _lines(mesh: DeviceMesh, shard: Shape, dims: Dims, dtype: Any) -> list[str]:
 
 
 def _groups(mesh: DeviceMesh, shard: Shape, dims: Dims) -> list[list[Panel]]:
-    """The array, cut into its slices, and the mesh."""
+    """Panels of the array, cut into slices, and of the devices."""
     axes = [[mesh.axis_names.index(name) for name in dim] for dim in dims]
     parts = [math.prod(mesh.shape[axis] for axis in dim) for dim in axes]
     names = [
@@ -211,7 +209,7 @@ def _groups(mesh: DeviceMesh, shard: Shape, dims: Dims) -> list[list[Panel]]:
     slices = list(map(_slice, itertools.count(), itertools.product(*labels)))
     if len(slices) == 1:
         slices = [slices[0]._replace(colour=GREY)]
-    # NumPy has no index into an array of rank 0.
+    # NumPy cannot ravel an empty index (rank 0).
     offsets = [(0, *offset) for offset in shard_offsets(mesh.shape, axes)]
     numbers = [int(np.ravel_multi_index(offset, (1, *parts))) for offset in offsets]
     holders: list[list[str]] = [[] for _ in slices]

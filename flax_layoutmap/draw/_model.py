@@ -18,17 +18,16 @@ _NO_RULE = "no rule: replicated"
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """A module, or a leaf, which has no children; repeated layers are one node."""
+    """A module, or a leaf without children; repeated layers share a node."""
 
     name: str  # path from the parent
-    size: int  # bytes per device of all leaves in it
+    size: int  # bytes per device of all its leaves
     about: str  # the text of the tooltip
-    layout: str = ""  # of a leaf
+    layout: str = ""  # only of a leaf
     colour: Colour = GREY
     children: "list[Node]" = dataclasses.field(default_factory=list)
 
     def leaves(self) -> "Iterator[Node]":
-        """The leaves in it."""
         if not self.children:
             yield self
         for child in self.children:
@@ -68,13 +67,13 @@ def tree(table: ResolvedTable) -> Tree:
 
 
 def _leaf(fold: Fold, table: ResolvedTable) -> Node:
-    """A leaf, or those of repeated layers, with its whole path and no colour yet."""
+    """A leaf, or the leaf of repeated layers, named by its full path, still grey."""
     first, many = fold.members[0], len(fold.members)
     row, leaf = table._rows[first], table.leaf(first)
     is_unmatched = row.reason in UNMATCHED
     layout = f"{show_spec(row.spec)} {row.memory_kind or ''}".rstrip()
     size = leaf.bytes_per_device * many
-    # Of an unmatched leaf, `explain` looks for the closest rule, which takes long.
+    # For an unmatched leaf, `explain` searches for the closest rule, which is slow.
     why = f"{leaf.path} {UNMATCHED.get(row.reason)}"
     why = why if is_unmatched else explain(leaf, row, table.rules)
     about = f"{fold.cell}: {human_bytes(size)} per device\n{why}"
@@ -84,7 +83,7 @@ def _leaf(fold: Fold, table: ResolvedTable) -> Node:
 def _coloured(leaves: list[Node]) -> list[tuple[str, Colour]]:
     """Give each leaf the colour of its layout, and return the legend.
 
-    The layouts with the most bytes have a colour to themselves.
+    The layouts with the most bytes have colours that no other layout shares.
     """
     sizes = collections.Counter[str]()
     for leaf in leaves:
@@ -101,9 +100,9 @@ def _coloured(leaves: list[Node]) -> list[tuple[str, Colour]]:
 
 
 def _module(path: str, leaves: list[tuple[list[str], Node]]) -> Node:
-    """The module with this path; each of its leaves has the parts of its name in it.
+    """The module with this path, from its leaves and their names split into parts.
 
-    One that has a single child is joined with it, and children are sorted by size.
+    A module with a single child is joined with it. Children are sorted by size.
     """
     groups: dict[str, list[tuple[list[str], Node]]] = {}
     children: list[Node] = []

@@ -1,4 +1,4 @@
-"""Pictures as SVG, with paper of their own for light and dark pages, and as a page."""
+"""Pictures as SVG, with a background for light and dark pages, and as HTML."""
 
 import html
 import itertools
@@ -13,7 +13,7 @@ from flax_layoutmap.draw._arrays import Cell, Colour, Grids, Panel
 from flax_layoutmap.draw._model import Node, Tree
 
 _WIDTH, _HEIGHT, _MARGIN = 1000.0, 560.0, 16.0  # of a tree-map
-_LINE, _LETTER = 16.0, 7.3  # height of a line, and width of any letter, at 12 points
+_LINE, _LETTER = 16.0, 7.3  # height of a line and width of a letter, at 12 points
 
 Rectangle = tuple[float, float, float, float]  # left, top, width, height
 
@@ -51,12 +51,12 @@ body {{ max-width: 1040px; margin: auto; padding: 12px; font: 15px sans-serif }}
 
 
 def page(picture: Grids | Tree) -> str:
-    """The picture as a page of its own."""
+    """The picture as an HTML page."""
     return _PAGE.format(title=html.escape(picture.title), body=fragment(picture))
 
 
 def fragment(picture: Grids | Tree) -> str:
-    """The picture as a part of a page; below a model, the table of its leaves."""
+    """The picture as part of a page; below a model, the table of its leaves."""
     drawn = f'<div style="overflow-x:auto">{svg(picture)}</div>'
     if isinstance(picture, Grids):
         return drawn
@@ -85,7 +85,7 @@ def svg(picture: Grids | Tree) -> str:
 
 
 class _Block(NamedTuple):
-    """A part of a picture, with its corner at 0, 0."""
+    """A part of a picture, with its upper left corner at 0, 0."""
 
     width: float
     height: float
@@ -116,7 +116,7 @@ def _words(text: str, kind: str = "words") -> _Block:
 def _label(
     text: str, x: float, y: float, anchor: str = "start", kind: str = "words"
 ) -> str:
-    """A line of text whose upper edge is at y; the kind `ink` is for a coloured box."""
+    """A line of text with its upper edge at y; kind `ink` is for coloured boxes."""
     return (
         f'<text class="flm-{kind}" x="{x:.1f}" y="{y + _LINE / 2:.1f}" dy="0.35em" '
         f'text-anchor="{anchor}">{html.escape(text)}</text>'
@@ -124,7 +124,7 @@ def _label(
 
 
 def _box(about: str, space: Rectangle, colour: Colour | None, *labels: str) -> str:
-    """A box, or a frame without a colour, with a tooltip."""
+    """A box with a tooltip; without a colour, a frame."""
     x, y, width, height = space
     gap = min(1.0, width / 4, height / 4)
     look = 'class="flm-frame"' if colour is None else f'fill="{colour.hex}"'
@@ -158,7 +158,7 @@ def _panel(panel: Panel) -> _Block:
 
 
 def _cell(cell: Cell, space: Rectangle) -> str:
-    """A box with as many of its lines as there is room for."""
+    """A box with as many lines as fit."""
     x, y, width, height = space
     lines = cell.lines[: max(0, int((height - 4) / _LINE))]
     top = y + (height - len(lines) * _LINE) / 2
@@ -176,7 +176,7 @@ def _legend(text: str, colour: Colour) -> _Block:
 
 
 def _nested(node: Node, space: Rectangle) -> Iterator[str]:
-    """A leaf as a box; a module as a frame around what it holds."""
+    """A leaf as a box; a module as a frame around its children."""
     x, y, width, height = space
     room, size = int((width - 10) / _LETTER), human_bytes(node.size)
     if not node.children:
@@ -198,16 +198,16 @@ def _nested(node: Node, space: Rectangle) -> Iterator[str]:
 
 
 def _cut(text: str, room: int) -> str:
-    """As much of a text as there is room for."""
+    """As much of a text as fits."""
     if cell_len(text) <= room:
         return text
     return f"{set_cell_size(text, room - 1).rstrip()}…" if room > 3 else ""
 
 
 def _divided(weights: list[int], space: Rectangle) -> Iterator[Rectangle]:
-    """Cut a rectangle into areas in proportion to weights, largest first, all above 0.
+    """Cut a rectangle into areas in proportion to positive weights, largest first.
 
-    Along its longer side it is cut in two of about equal weight, and so are these.
+    The longer side is cut in two parts of about equal weight, recursively.
     """
     x, y, width, height = space
     if len(weights) < 2:

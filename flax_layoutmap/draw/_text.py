@@ -12,11 +12,11 @@ from flax_layoutmap.draw._arrays import INK, Colour, Grids, Panel
 from flax_layoutmap.draw._model import Node, Tree
 
 _BETWEEN = 4  # columns between two panels
-_WORTH = 1 / 30  # the least share of all bytes for which a module or a leaf has a bar
+_WORTH = 1 / 30  # modules and leaves with a smaller share of the bytes have no bar
 
 
 def lines(picture: Grids | Tree, width: int) -> Iterator[Text]:
-    """The picture in lines that are no wider."""
+    """The picture as lines of at most `width` characters."""
     yield from map(Text, wrapped((picture.title, *picture.lines), width))
     yield Text()
     if isinstance(picture, Tree):
@@ -80,7 +80,7 @@ def _bars(tree: Tree, width: int) -> Iterator[Text]:
 
 
 def _rows(node: Node, least: float, indent: str) -> Iterator[tuple[str, Node]]:
-    """Name and node of each bar; small ones beside a large one share a bar."""
+    """Name and node of each bar; small nodes next to a large node share a bar."""
     small = [child for child in node.children if child.size < least]
     if indent and len(small) == len(node.children):
         return
@@ -94,7 +94,7 @@ def _rows(node: Node, least: float, indent: str) -> Iterator[tuple[str, Node]]:
 
 
 def _bar(node: Node, whole: int, room: int) -> Text:
-    """A bar; the ends of its parts are rounded, so that their lengths add up."""
+    """A bar; cumulative sizes are rounded, so that the lengths add up."""
     sizes = collections.Counter[Colour]()
     for leaf in node.leaves():
         sizes[leaf.colour] += leaf.size

@@ -1,7 +1,7 @@
 """Rules for known model families, and for any model.
 
-`flm.presets.llama(mesh)` is `flm.presets.load("llama", mesh)`, and so for each name of
-`flm.presets.names()`.
+`flm.presets.llama(mesh)` is `flm.presets.load("llama", mesh)`; the same works for every
+name in `flm.presets.names()`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Presets: the rule file of a model family, on the axes that a mesh has."""
+"""Presets: the rules of model families, from files, on the axes of a mesh."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.convert._compress import INDEX
 
-# The axes that the files name: what is sharded over each of them.
+# Axes in the rule files → what is sharded over them.
 AXES = {
     "data": "the batch",
     "fsdp": "the batch, and the parameters",
@@ -60,19 +60,16 @@ def load(
 
     An axis that the mesh does not have is left out of every layout, so `fsdp` alone
     gives FSDP, `tensor` alone Megatron's layouts, and both together both. A dim that
-    does not divide is replicated and reported. A rule that is added later wins.
+    does not divide is replicated and reported. Rules that are added later win.
 
     Args:
         name: one of `flm.presets.names()`.
-        mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
-            (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
-        variant: `"untied"`, of Llama, Qwen and T5 models whose head is not their
-            embedding; or `"whole_experts"`, of families whose experts divide by
-            `expert` × `tensor`. `flm.presets.detect` chooses by the model.
-        axes: the mesh's own names for these, `{"tensor": "model"}`.
-
-    Raises:
-        RuleError: there is no such family or variant, or the mesh has other axes.
+        mesh: anything that `DeviceMesh` accepts, with axes among `data` and `fsdp` (the
+            batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
+        variant: `"untied"` for Llama, Qwen and T5 models whose head is not their
+            embedding; `"whole_experts"` for models whose experts divide by
+            `expert` × `tensor`. `flm.presets.detect` chooses it for a model.
+        axes: preset axes → their names on the mesh, `{"tensor": "model"}`.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -96,7 +93,7 @@ def load(
 
 @functools.cache
 def _table(name: str, variant: str | None) -> RuleSet:
-    """The rules without a mesh."""
+    """The rules of a family, without a mesh."""
     if variant is None:
         return read_rules(_FOLDER / f"{name}.toml")
     file = _FOLDER / f"{name}.{variant}.toml"
@@ -110,7 +107,7 @@ def _table(name: str, variant: str | None) -> RuleSet:
 
 
 def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str]:
-    """Axis of a preset → its name on the mesh, for those that the mesh has."""
+    """Preset axis → its name on the mesh, for the axes that the mesh has."""
     given, axis_of = dict(axes or {}), dict[str, str]()
     for axis, name in given.items():
         if axis not in AXES:
@@ -124,7 +121,7 @@ def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str
             raise RuleError(
                 f"axes: {name!r} is mapped to both {axis_of[name]!r} and {axis!r}"
             )
-    # A name that is given for an axis is not that of another one by default.
+    # A name that was given to another axis is not the default for this axis.
     renamed = {axis: axis for axis in AXES if axis not in axis_of} | given
     for name in mesh.axis_names:
         if name not in renamed.values():
@@ -137,7 +134,7 @@ def _names_on(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> dict[str, str
 
 
 def _on_mesh(rules: RuleSet, mesh: DeviceMesh, names: Mapping[str, str]) -> RuleSet:
-    """Rules on a mesh: axes are renamed, and left out where the mesh has none."""
+    """Put rules on a mesh: axes are renamed, or left out if the mesh lacks them."""
 
     def renamed(dim: Any) -> Any:
         if dim is None or dim is ...:
@@ -155,12 +152,12 @@ def _on_mesh(rules: RuleSet, mesh: DeviceMesh, names: Mapping[str, str]) -> Rule
 
 _LOG = logging.getLogger("flax_layoutmap")
 
-# A head that is not the embedding, in each spelling; in layers, `output` is not a head.
+# A head separate from the embedding; inside layers, `output` is not a head.
 _HEAD = (
     r"^(?!(.*[/.])?(layers?|blocks?|h)[/._])(.*[/.])?"
     r"(lm_head|output|unembed|logits_dense|reverse_embeddings)([/.]|$)"
 )
-# Fewer rules than these for the matrices of a model do not tell its family.
+# Fewer rules than this for a model's matrices do not identify its family.
 _LEAST_RULES = 4
 
 
@@ -181,13 +178,13 @@ def detect(
             paths and shapes are read.
         mesh: as for `flm.presets.load`.
         variant: as for `flm.presets.load`; None chooses `"untied"` if each embedding
-            has a head beside it, `"whole_experts"` if the experts divide.
+            has a separate head, and `"whole_experts"` if the experts divide.
         axes: as for `flm.presets.load`.
-        step: of a directory of steps, as for `flm.checkpoint.inspect`.
+        step: for a directory of steps, as for `flm.checkpoint.inspect`.
 
     Raises:
-        RuleError: no preset covers the model; the nearest is named. Or `step` is given
-            for a model.
+        RuleError: no preset covers the model (the message has the closest), or `step`
+            was given for a model.
         CheckpointError: there is no such checkpoint.
 
     Example:
@@ -207,10 +204,10 @@ def detect(
 
 
 def family_of(model: Any, *, step: int | str | None = None) -> str:
-    """Return the name of the preset that `detect` takes for a model.
+    """Return the name of the preset that `detect` chooses for a model.
 
-    Of families with the same rules it is the first one: `"llama"` for Qwen 3, too. All
-    arguments and errors are as for `detect`.
+    If families have the same rules, the first is returned: `"llama"` also for Qwen 3.
+    Arguments and errors are the same as for `detect`.
     """
     parameters = _parameters(model, step)
     mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
@@ -229,7 +226,7 @@ def family_of(model: Any, *, step: int | str | None = None) -> str:
 def _fit(
     name: str, parameters: Any, mesh: DeviceMesh
 ) -> tuple[list[str], tuple[int, ...]]:
-    """Why a preset does not fit a model; and how well it does, if several fit."""
+    """Why a preset does not fit a model; and a score, to compare several that fit."""
     layout_map, sign = load(name, mesh), families()["signs"].get(name)
     try:
         resolution, problems = resolve(parameters, layout_map), []
@@ -251,7 +248,7 @@ def _fit(
         few = f"only {count} of the at least {_LEAST_RULES} kinds of matrices"
         problems.append(f"it has rules for {few} that tell a family")
     rules = {leaf.rule_number for leaf in resolution} - {None}
-    # Of two orders of dims, that by which `fsdp` shards dims of one size, the model's.
+    # The right order of dims has `fsdp` on dims of a single size, the model's.
     score = (sign is not None, len(rules), -len(model_dims), -len(layout_map))
     return problems, score
 
@@ -259,7 +256,7 @@ def _fit(
 def _variant_of(
     name: str, parameters: Any, mesh: Any, axes: Mapping[str, str] | None
 ) -> str | None:
-    """The variant for a model: none if it changes nothing, or if dims fall back."""
+    """The variant for a model; None if it changes nothing, or if dims fall back."""
     variant = families()["variants"].get(name)
     if variant is None:
         return None
@@ -274,7 +271,7 @@ def _variant_of(
 
 
 def _parameters(model: Any, step: int | str | None) -> dict[str, Any]:
-    """The shapes of a model's parameters; of those alike in many layers, a few."""
+    """The shapes of a model's parameters, with only a few of many equal layers."""
     if isinstance(model, str | os.PathLike):
         from flax_layoutmap import checkpoint
 
@@ -282,7 +279,7 @@ def _parameters(model: Any, step: int | str | None) -> dict[str, Any]:
     elif step is None:
         leaves = resolve(model, RuleSet(strict=False))
     else:
-        raise RuleError("step= is for the path of a checkpoint alone")
+        raise RuleError("step= needs the path of a checkpoint as model")
     tree: dict[str, Any] = {}
     kinds = set[tuple[str, Shape]]()
     for leaf in leaves:

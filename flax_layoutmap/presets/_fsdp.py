@@ -1,4 +1,4 @@
-"""Presets for any model: FSDP by shapes, and ZeRO-1 over the rules of another map."""
+"""Presets for any model: FSDP by shapes, and ZeRO-1 for the rules of a map."""
 
 import math
 from typing import Any
@@ -24,20 +24,16 @@ def fsdp(
 ) -> LayoutMap:
     r"""Return rules that shard each parameter along its largest dim that divides.
 
-    Of dims of equal size the last one is taken, as it is the one that stacked layers
-    and heads do not have. Parameters without such a dim, and small ones, are
-    replicated.
+    Among dims of equal size the last is chosen, as leading dims may be stacked layers
+    or heads. Small parameters and parameters without such a dim are replicated.
 
     Args:
         model: anything that `flm.resolve` takes.
         mesh: anything that `DeviceMesh` accepts.
-        min_size: parameters of fewer elements are replicated.
+        min_size: parameters with fewer elements are replicated.
         axis: the mesh axis; None takes `fsdp`, or the only axis of the mesh.
-        batch: mesh axes for the first dim of a batch; None takes `data`, where the mesh
+        batch: mesh axes for the first dim of a batch; None takes `data`, if the mesh
             has it, and the axis of the parameters.
-
-    Raises:
-        RuleError: the mesh does not have the axis.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -77,7 +73,7 @@ def _check_axis(mesh: DeviceMesh, axis: str) -> None:
 def _largest(
     shape: Shape, axis: str, count: int, min_size: int
 ) -> tuple[str | None, ...] | None:
-    """The axis on the largest dim that divides by it; None: replicated."""
+    """The axis on the largest dim that it divides; None: replicated."""
     fitting = [(size, dim) for dim, size in enumerate(shape) if size % count == 0]
     if math.prod(shape) < min_size or not fitting:
         return None
@@ -86,11 +82,11 @@ def _largest(
 
 
 def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
-    """Return the map with optimizer state sharded over one more axis (ZeRO-1).
+    """Return the map with optimizer state sharded over an additional axis (ZeRO-1).
 
-    For each rule, the state of its parameters gets the axis beside `fsdp` where a dim
-    has it, else on the first dim that is not sharded, else beside the axes of the first
-    dim. The parameters, and so the forward and backward passes, stay as they are.
+    For each rule, the state of its parameters gets the axis on the dim that is sharded
+    over `fsdp`, or else on the first unsharded dim, or else on the first dim. The
+    layouts of the parameters, and so the forward and backward passes, do not change.
 
     Args:
         layout_map: the rules of the parameters.
@@ -98,8 +94,8 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
 
     Raises:
         MeshError: the map has no mesh.
-        RuleError: the mesh does not have the axis, or there are rules for optimizer
-            state, or for parameters, that use it.
+        RuleError: the mesh does not have the axis; or there are rules for optimizer
+            state already, or a rule shards parameters over the axis.
 
     Example:
         >>> import flax_layoutmap as flm
