@@ -1,9 +1,9 @@
 """Regex rules → sharded models, optimizers and checkpoints, for JAX and Flax.
 
-What a training script uses is at the top. Modules of their own are `checkpoint`,
-`convert`, `draw`, `pod`, `presets` and `testing`; `dtensor` and `keras` have the other
+This package has the names that training scripts use. Submodules are `checkpoint`,
+`convert`, `draw`, `pod`, `presets` and `testing`; `dtensor` and `keras` have further
 functions of these libraries, and `errors` has the kinds of errors. Names are imported
-when they are first used, so `import flax_layoutmap` alone loads neither JAX nor Flax.
+when they are first used, so `import flax_layoutmap` loads neither JAX nor Flax.
 """
 
 from typing import TYPE_CHECKING
@@ -85,7 +85,7 @@ _HOMES = {
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-# Hidden from type checkers, which would take any misspelt name for an `object`.
+# Hidden from type checkers, for which any misspelt name would be an `object`.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

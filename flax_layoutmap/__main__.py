@@ -1,4 +1,4 @@
-"""`python -m flax_layoutmap`: the same as the command `flax-layoutmap`."""
+"""`python -m flax_layoutmap`, the same as the command `flax-layoutmap`."""
 
 from flax_layoutmap._cli import run
 

@@ -1,4 +1,4 @@
-"""LayoutMap: the mutable mapping of rules, a thin wrapper around a RuleSet."""
+"""LayoutMap: a mutable mapping of rules, as a thin wrapper around a RuleSet."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -34,7 +34,7 @@ _MISSING = object()
 
 
 class _Section(MutableMapping[str, TensorLayout]):
-    """Pattern → layout, in order. Reading matches; everything else is literal."""
+    """Pattern → layout, in order. Only reading (`[]`, `get`) matches patterns."""
 
     def __init__(self, owner: "LayoutMap", name: str) -> None:
         self._owner = owner
@@ -45,7 +45,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         return self.get(path)
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the layout for a path: exact key, then patterns, else `default`."""
+        """Return the layout of a path: the exact key, a pattern, or else `default`."""
         layout = self._owner.freeze().layout_in(self._name, path)
         return default if layout is None else layout
 
@@ -53,7 +53,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         self.add(_rule(key, value))
 
     def add(self, rule: Rule) -> None:
-        """Add a rule with its own options (`rank="skip"`)."""
+        """Add a rule with options (`rank="skip"`)."""
         if rule.pattern in self._rules:
             raise RuleError(
                 f"the key {rule.pattern!r} is already set to "
@@ -70,7 +70,7 @@ class _Section(MutableMapping[str, TensorLayout]):
     def _set(self, rule: Rule) -> None:
         mesh = self._owner._mesh
         if mesh is not None and rule.layout.device_mesh is None:
-            rule = rule.on(mesh)  # the caller's own layout stays as it is
+            rule = rule.on(mesh)  # the caller's layout does not change
         self._rules[rule.pattern] = rule
         self._owner._frozen = None
 
@@ -90,13 +90,13 @@ class _Section(MutableMapping[str, TensorLayout]):
         return self._rules.pop(key).layout
 
     def popitem(self) -> tuple[str, TensorLayout]:
-        """Remove the last rule, as a dict does."""
+        """Remove and return the last rule, as a dict does."""
         key, rule = self._rules.popitem()
         self._owner._frozen = None
         return key, rule.layout
 
     def setdefault(self, key: str, default: Any = None) -> TensorLayout:
-        """Return the layout of this exact key; set it to `default` if absent."""
+        """Return the layout of an exact key; set it to `default` if it is absent."""
         if key not in self._rules:
             self[key] = default
         return self._rules[key].layout
@@ -119,7 +119,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         return [(key, rule.layout) for key, rule in self._rules.items()]
 
     def update(self, other: Any = (), /, **more: Any) -> None:
-        """Add the rules of a mapping, of pairs, or of another map."""
+        """Add rules from a mapping, pairs, or another map."""
         if isinstance(other, _Section):
             for rule in tuple(other._rules.values()):
                 self.add(rule)
@@ -137,35 +137,35 @@ class _Section(MutableMapping[str, TensorLayout]):
 class LayoutMap(_Section):
     """Regex rules over leaf paths → layouts.
 
-    Keras's `LayoutMap` for JAX and Flax.
+    This is Keras's `LayoutMap` for JAX and Flax.
 
-    Values: a tuple or list with one entry per dim (`None`, an axis name, a tuple of
+    Values: a tuple or list with an entry per dim (`None`, an axis name, a tuple of
     names, or once `...` for any number of dims), a `PartitionSpec`, a `NamedSharding`,
     a `TensorLayout`, or `None` (replicated).
 
     Reading matches: `layout_map[path]` and `.get(path, default)` look for the exact
-    key, then try every pattern; a miss gives None or the default. All else is literal:
-    `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
-    raises; `replace` changes it.
+    key, then try every pattern, and return None or the default if none matches. All
+    other operations use keys literally: `in`, iteration, `len`, `del`, `pop`,
+    `setdefault`. Setting an existing key raises; `replace` changes it.
 
-    A pattern sees the path of a parameter within its model, `up/kernel`, also of
-    `{"policy": model}` and Linen's `params`; one whose text names the member
-    (`^policy/`, `params/up`) also sees the whole path. A LoRA matrix follows its
-    kernel, unless a rule matches it and not the kernel.
+    Patterns see the path of a parameter within its model, `up/kernel`, also in
+    `{"policy": model}` and Linen's `params`; a pattern that names the member
+    (`^policy/`, `params/up`) also sees the full path. LoRA matrices follow their
+    kernel, unless a rule matches them but not the kernel.
 
     Args:
-        device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
-            with `.on(mesh)`.
+        device_mesh: the mesh, as anything that `DeviceMesh` accepts; None to add it
+            later with `.on(mesh)`.
         match: `"search"` (a pattern matches anywhere in the path), `"match"` (at its
-            start, as tf-keras), `"fullmatch"` (all of it, as Keras ≥ 3.14).
-        overlap: rules with different layouts match one leaf: `"error"`, or the
-            `"first"` or `"last"` wins. Rules that agree are no conflict.
-        unmatched: no rule matches: `"replicate"`, or `"error"`.
-        indivisible: a dim does not divide by its axes: `"error"`, or `"replicate"`
-            that dim (recorded as a fallback).
+            start, as in tf-keras), `"fullmatch"` (all of it, as in Keras ≥ 3.14).
+        overlap: if rules with different layouts match a leaf: `"error"`, or the
+            `"first"` or `"last"` wins. Rules with equal layouts do not conflict.
+        unmatched: if no rule matches a leaf: `"replicate"` or `"error"`.
+        indivisible: if a dim does not divide by its axes: `"error"`, or `"replicate"`
+            this dim (recorded as a fallback).
         batch: mesh axes for the first dim of a batch; None takes the first mesh axis.
-        strict: for unused rules and large unmatched leaves: None warns once, True makes
-            them an error, False is quiet (for parts of a model).
+        strict: for unused rules and large unmatched leaves: warn once (None), raise
+            (True) or do nothing (False, for parts of a model).
 
     Example:
         >>> import flax_layoutmap as flm
@@ -214,8 +214,7 @@ class LayoutMap(_Section):
         """Make a map from an ordered list, as in EasyLM, big_vision and T5X.
 
         `rules` are `(pattern, layout)` pairs or `flm.Rule` objects, or a mapping of
-        pattern to layout; the first that matches wins. The options are those of
-        `LayoutMap`.
+        pattern to layout; the first match wins. `options` are as for `LayoutMap`.
         """
         layout_map = cls(device_mesh, overlap=overlap, **options)
         if isinstance(rules, _Section):
@@ -231,14 +230,14 @@ class LayoutMap(_Section):
         """Make an editable map from a frozen rule set."""
         layout_map = cls(
             rules.mesh,
-            # Without a mesh, no axes means the first axis of a later mesh.
+            # Without a mesh, `()` means the first axis of a later mesh.
             batch=rules.batch if rules.mesh is not None else rules.batch or None,
             **{name: getattr(rules, name) for name in OPTIONS},
         )
         layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
         for name, section in layout_map._sections.items():
             section._rules.update({rule.pattern: rule for rule in getattr(rules, name)})
-        layout_map._frozen = rules  # until an edit
+        layout_map._frozen = rules  # until the map changes
         return layout_map
 
     @property
@@ -250,27 +249,28 @@ class LayoutMap(_Section):
     def activations(self) -> _Section:
         """Layouts of the outputs of layers, by the paths of their modules.
 
-        A pattern must match up to the end of the path; `mlp/0` or `mlp/name` is one of
-        several outputs. Keras's spelling is a key of the map that ends in `/output`.
+        A pattern must match up to the end of the path. For a module with several
+        outputs, use `mlp/0` or `mlp/name`. Keras's spelling, a key of the map that ends
+        in `/output`, works too.
         """
         return self._sections["activations"]
 
     @property
     def names(self) -> _Section:
-        """Layouts that model code names: `flm.distribute_tensor(x, "hidden")`."""
+        """Layouts by name, for `flm.distribute_tensor(x, "hidden")` in model code."""
         return self._sections["names"]
 
     @property
     def optimizer(self) -> _Section:
-        """Rules for optimizer state by the paths of parameters (ZeRO-1); they win."""
+        """Rules for optimizer state, by the paths of parameters (ZeRO-1)."""
         return self._sections["optimizer"]
 
     def scope(self) -> contextlib.AbstractContextManager[Any, None]:
-        """Return `flm.layout_map_scope` of this map, as in tf-keras."""
+        """Return `flm.layout_map_scope(self)`, as in tf-keras."""
         return layout_map_scope(self)
 
     def freeze(self) -> RuleSet:
-        """Return the frozen rule set; the same object until an edit."""
+        """Return the frozen rule set; the same object until the map changes."""
         if self._frozen is None:
             sections: dict[str, Any] = {
                 name: tuple(section._rules.values())
@@ -309,8 +309,8 @@ class LayoutMap(_Section):
     def shardings(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
         """Return a tree of `NamedSharding` with the structure of the given tree.
 
-        For `jax.jit(in_shardings=…, out_shardings=…)`; of a module, the structure is
-        that of `nnx.state(module)`. Emits each warning once.
+        For `jax.jit(in_shardings=…, out_shardings=…)`. For a module, it has the
+        structure of `nnx.state(module)`. Emits each warning once.
         """
         return self._announced(tree, params, tx).shardings
 
@@ -319,7 +319,7 @@ class LayoutMap(_Section):
         return self._announced(tree, params, tx).abstract()
 
     def place(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """Move existing arrays to their layouts: all, or on an error none.
+        """Move existing arrays to their layouts; on an error, none is moved.
 
         `tree` is a module (updated in place and returned), or any tree of arrays;
         `params` and `tx` are as for `flm.resolve`.
@@ -328,7 +328,6 @@ class LayoutMap(_Section):
         return settle_metadata(place(tree, resolution), resolution)
 
     def _announced(self, tree: Any, params: Any, tx: Any) -> Resolution:
-        """The Resolution, after its warnings."""
         resolution = self.resolve(tree, params=params, tx=tx)
         resolution.announce()
         return resolution
@@ -350,12 +349,12 @@ class LayoutMap(_Section):
     def from_file(cls, path: Any, *, mesh: Any = None) -> "LayoutMap":
         """Read rules from a TOML or JSON file; `docs/rule_files.md` has the format.
 
-        `mesh` is the mesh to put the rules on; None takes that of the file, abstract.
+        `mesh` is the mesh of the rules; None takes the file's mesh, without devices.
         """
         return cls.from_rule_set(read_rules(path, mesh=mesh))
 
     def to_file(self, path: Any) -> None:
-        """Write rules, options and mesh, without its devices, as TOML or JSON."""
+        """Write rules, options and mesh (without devices) as TOML or JSON."""
         write_rules(self.freeze(), path)
 
     def __eq__(self, other: object) -> bool:
@@ -371,7 +370,7 @@ class LayoutMap(_Section):
 
 
 def _rule(key: str, value: Any) -> Rule:
-    """The rule for one entry; a `Rule` as value must be about that very key."""
+    """The rule for an entry; a `Rule` as value must have the key as its pattern."""
     if not isinstance(value, Rule):
         return Rule(key, value)
     if value.pattern != key:

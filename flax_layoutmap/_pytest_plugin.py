@@ -13,7 +13,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag."""
     parser.getgroup("flax_layoutmap").addoption(
         "--update-layouts",
         action="store_true",
@@ -23,12 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def layout_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Compare a Resolution with a file beside the test, or write it.
+    """Compare a Resolution with a golden file next to the test, or write it.
 
-    `layout_golden(resolution)` fails where the layouts are not those of
-    `layouts/<test file>/<test>.json`; a path, relative to the folder of the test file,
-    may be given instead (in each of several calls). With `--update-layouts` the file is
-    written.
+    `layout_golden(resolution)` fails if the layouts differ from
+    `layouts/<test file>/<test>.json`. For several calls in a test, pass paths,
+    relative to the folder of the test file. `--update-layouts` writes the file.
     """
 
     def check(resolution: Any, path: str | Path | None = None) -> None:

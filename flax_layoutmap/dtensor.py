@@ -1,7 +1,7 @@
 """DTensor's functions on single arrays, by their names in `tf.experimental.dtensor`.
 
 `Layout` is `flm.TensorLayout`, `Mesh` is `flm.DeviceMesh`, and `relayout` and
-`relayout_like` are `flm.relayout` and `flm.relayout_like`. `docs/coming_from.md` has
+`relayout_like` are `flm.relayout` and `flm.relayout_like`. `docs/coming_from.md` lists
 every name of DTensor's pages.
 
 Example:

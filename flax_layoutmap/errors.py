@@ -2,7 +2,7 @@
 
     LayoutError(ValueError)     everything below
     ├── RuleError               a rule is invalid: a bad regex, value or duplicate key
-    ├── MeshError               a mesh cannot be made, or is missing, or is abstract
+    ├── MeshError               a mesh cannot be made, is missing, or is abstract
     ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
     ├── StructureError          a tree has no unique paths, or does not fit another
     ├── CheckpointError         a checkpoint cannot be written, read or used

@@ -1,8 +1,7 @@
 """Keras's functions for devices and processes, by their names in `keras.distribution`.
 
-Its `DeviceMesh`, `LayoutMap`, `TensorLayout` and `distribute_tensor` are those of the
-package itself, `flm.DeviceMesh` and so on. `docs/coming_from.md` has every name of
-Keras's page.
+Its `DeviceMesh`, `LayoutMap`, `TensorLayout` and `distribute_tensor` are
+`flm.DeviceMesh` and so on. `docs/coming_from.md` lists every name of Keras's page.
 
 Example:
     >>> import flax_layoutmap as flm
@@ -23,7 +22,7 @@ _VARIABLES = "KERAS_DISTRIBUTION_"
 def list_devices(device_type: str | None = None) -> list[str]:
     """Return the devices of all processes, as `"platform:id"`: Keras's `list_devices`.
 
-    `device_type` is `"cpu"`, `"gpu"`, `"tpu"`, or None for what JAX uses by default.
+    `device_type` is `"cpu"`, `"gpu"`, `"tpu"`, or None for JAX's default.
     `flm.DeviceMesh(..., devices=)` takes these names.
 
     Example:
@@ -64,17 +63,17 @@ def initialize(
     Keras's `initialize`, over `jax.distributed`. Arguments left as None are read from
     `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `…_NUM_PROCESSES` and `…_PROCESS_ID`, then by
     JAX from its own variables or the cluster that it detects (Cloud TPU, Slurm, Open
-    MPI, Kubernetes). A second call without arguments does nothing. Unlike Keras's it
-    sets no seed.
+    MPI, Kubernetes). A second call without arguments does nothing. Unlike Keras's, it
+    does not set a seed.
 
     Args:
-        job_addresses: `"host:port"` of process 0, or of all processes, separated by
-            commas, that of process 0 first.
+        job_addresses: `"host:port"` of process 0, or of all processes in order,
+            separated by commas.
         num_processes: the number of processes.
         process_id: the number of this process, from 0.
         **options: further arguments of `jax.distributed.initialize`, such as
             `initialization_timeout`: how many seconds (300 by default) processes wait
-            for one that does not come, before JAX ends them.
+            for the others before JAX ends them.
 
     Example:
         On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
@@ -98,7 +97,7 @@ def initialize(
         number = _number(process_id, "PROCESS_ID")
         if count is None and len(addresses) > 1:
             count = len(addresses)
-        # What JAX would only notice after a wait, or not at all.
+        # JAX would only notice these after a wait, or not at all.
         if coordinator and not coordinator.rpartition(":")[2].isdigit():
             raise ValueError(f'an address is "host:port", got {coordinator!r}')
         if len(addresses) > 1 and count != len(addresses):

@@ -1,4 +1,4 @@
-"""Test helpers: rules that cover a model; golden files (fixture `layout_golden`)."""
+"""Test helpers: rules cover a model; golden files (fixture `layout_golden`)."""
 
 import json
 import os
@@ -30,16 +30,17 @@ def assert_covers(
 ) -> None:
     """Assert that rules fit a model on every mesh, and cover every matrix.
 
-    On each mesh all leaves fit; `flm.lint` finds no error and no warning; and each
-    parameter of two dims or more is annotated, or matched by a rule (None: replicated,
-    on purpose). No device is needed.
+    On each mesh, all leaves must fit, `flm.lint` must find no errors or warnings, and
+    each parameter with two or more dims must be annotated or matched by a rule (a rule
+    None replicates it on purpose). No devices are needed.
 
     Args:
-        model: what `flm.resolve` takes, such as a function that makes a module.
+        model: anything that `flm.resolve` takes, such as a function that makes a
+            module.
         layout_map: a `LayoutMap` or a `RuleSet`.
-        meshes: what `DeviceMesh.abstract` takes (`"data=16,model=16"`), or meshes.
+        meshes: meshes, or arguments of `DeviceMesh.abstract` (`"data=16,model=16"`).
         max_replicated: share (0 to 1) of the bytes that every device may hold in full.
-        ignore: as for `flm.lint`: codes, and patterns of paths.
+        ignore: codes and path patterns, as for `flm.lint`.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -74,7 +75,7 @@ def _problems(
         partial = getattr(error, "resolution", None)
         if partial is None:
             yield str(error)
-        else:  # the share that is replicated of the leaves that fit says little
+        else:  # without the leaves that do not fit, the replicated share misleads
             yield from lint(partial, ignore=ignore).problems("warning")
         return
     issues = lint(resolution, max_replicated=most, ignore=ignore)
@@ -95,10 +96,10 @@ def _problems(
 
 
 def write_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
-    """Write a Resolution to a golden file, kept beside the code for review.
+    """Write a Resolution to a golden file, to be committed and reviewed.
 
-    It is JSON: the mesh, the rules, totals, and one line per leaf, sorted by path; the
-    same on every machine.
+    The file is JSON: the mesh, the rules, totals, and a line per leaf, sorted by path.
+    It is the same on every machine.
 
     Example:
         >>> import tempfile, flax_layoutmap as flm
@@ -113,7 +114,7 @@ def write_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
 def assert_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
     """Assert that a Resolution equals the file that `write_golden` wrote.
 
-    The AssertionError has what moved, what that costs, and how to accept it.
+    The AssertionError shows the changes, their cost, and how to accept them.
 
     Example:
         >>> import tempfile, flax_layoutmap as flm
@@ -147,5 +148,5 @@ def assert_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
 
 
 def _encoded(resolution: Resolution) -> bytes:
-    # A key of a tree may be any str, also one that is not text.
+    # A key of a tree may be any str, even invalid Unicode.
     return golden_text(resolution.to_json()).encode("utf-8", "surrogatepass")

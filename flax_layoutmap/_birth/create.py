@@ -52,22 +52,21 @@ def create(
     Args:
         make: an NNX constructor, Linen's `model.init`, a function that makes a
             TrainState, or any function that returns a tree of arrays or NNX objects.
-        layout_map: a `LayoutMap` (or `RuleSet`) with a mesh of devices.
-        *args: arguments of `make`. Arrays and NNX objects are inputs of the program
-            (the counters of an `nnx.Rngs` advance as usual); everything else is static.
-            An array whose values are not used may be a `jax.ShapeDtypeStruct`.
-        **kwargs: keyword arguments of `make`, likewise.
+        layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
+        *args: arguments of `make`. Arrays and NNX objects are traced (the counters of
+            an `nnx.Rngs` advance as usual); everything else is static. An array whose
+            values are not used may be a `jax.ShapeDtypeStruct`.
+        **kwargs: keyword arguments of `make`.
 
     Returns:
-        What `make` returns, its arrays laid out by the rules. The values equal those of
-        `jax.jit(make)`, up to rounding where an element is computed from many (a norm).
-        Python numbers become arrays. Nothing shares memory with an argument, and
-        objects that were there before come back as copies.
+        The result of `make`, with its arrays laid out by the rules. The values are the
+        same as with `jax.jit(make)`, up to rounding in reductions (a norm). Python
+        numbers become arrays. The result does not share memory with the arguments, and
+        objects that existed before are returned as copies.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
-        MeshError: the rules have no mesh, or one without devices.
-        RuleError: `layout_map` is not a map of rules.
+        MeshError: the rules have no mesh with devices.
         StructureError: `make` is not a function, reads values of arrays, or returns
             something that JAX cannot hold in an array.
         ProcessError: the processes have different rules, models, seeds or constants.
@@ -118,25 +117,25 @@ def create_optimizer(
 ) -> Any:
     """Create the optimizer of a sharded model; its state follows the layouts.
 
-    Each dim of the state is sharded as the dim of the parameter that it was made from:
-    moments as the parameter, Adafactor's row statistics as its rows. Flax's
-    `optimizer_sharding` on a Variable is followed instead. Counters are replicated.
+    Each dim of the state is sharded like the dim of the parameter that it comes from:
+    moments like the parameter, Adafactor's row statistics like its rows. If a Variable
+    has Flax's `optimizer_sharding`, its state follows that. Counters are replicated.
 
     Args:
         model: an NNX module whose arrays are on a mesh (from `create`, `place`, or a
             restore), or a tree of parameters.
         tx: the optax transformation.
-        layout_map: the map of the model, whose `optimizer` section decides for the
-            state of the parameters that it matches (ZeRO-1); its mesh does not count.
-            May be left out in a `layout_map_scope`.
+        layout_map: the map of the model. Its `optimizer` section decides for the state
+            of the parameters that it matches (ZeRO-1); its mesh is ignored. May be left
+            out in a `layout_map_scope`.
         wrt: for a module, which Variables are trained.
 
     Returns:
-        An `nnx.Optimizer` for a module; the state of `tx` for a tree. It shares no
-        memory with the model or with `tx`, so that both can be donated.
+        An `nnx.Optimizer` for a module; the state of `tx` for a tree. It does not share
+        memory with the model or `tx`, so both can be donated.
 
     Raises:
-        MeshError: arrays of the model are on no mesh.
+        MeshError: arrays of the model are not on a mesh.
         ResolveError: the state does not fit the optimizer rules.
         RuleError: there is no layout map; or an optimizer rule names an axis that the
             model's mesh lacks.
@@ -153,8 +152,8 @@ def create_optimizer(
         >>> tuple(optimizer.opt_state[0].mu["kernel"].sharding.spec)
         (None, 'model')
 
-    Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings` the moments
-    end on one device.
+    Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings`, the moments
+    are all on one device.
     """
     if not hasattr(tx, "init") or not hasattr(tx, "update"):
         raise StructureError(
@@ -221,7 +220,7 @@ def _check_function(make: Any) -> None:
 
 
 def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
-    """Raise StructureError for the first leaf that cannot become an array as it is."""
+    """Raise StructureError for the first leaf that cannot become an array."""
     for path, leaf in zip(paths, leaves, strict=True):
         if kind := unfit(leaf):
             raise StructureError(
@@ -239,7 +238,7 @@ def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
     problems: list[str] = []
     mesh: DeviceMesh | None = None
     for at, (leaf, owner) in enumerate(zip(flat.leaves, owners, strict=True)):
-        path = flat.forms(at)[0]  # as the state of optax has it
+        path = flat.forms(at)[0]  # as in the state of optax
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             where = f"{path} is" if path else "got"
             raise StructureError(
@@ -265,7 +264,7 @@ def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
 
 
 def _spec_of_state(owner: Any, mesh: DeviceMesh, sharding: NamedSharding) -> Any:
-    """The spec of a parameter, or that of its metadata `optimizer_sharding`."""
+    """The spec of a parameter, or of its metadata `optimizer_sharding`."""
     is_variable = isinstance(owner, nnx.Variable)
     if not is_variable or metadata_of(owner).get("optimizer_sharding") is None:
         return sharding.spec

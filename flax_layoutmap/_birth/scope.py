@@ -1,8 +1,8 @@
 """layout_map_scope: models made in the block get the layouts of their final paths.
 
-The outermost constructors in the block are traced, not run: the Variables of what they
-make hold `jax.ShapeDtypeStruct`s. Where each of these is in the finished model is known
-at the end of the block; then they are replaced by arrays.
+The outermost constructors in the block are traced, not run: Variables of the new
+objects hold `jax.ShapeDtypeStruct`s. Their paths in the finished model are known at the
+end of the block, where arrays replace them.
 """
 
 import contextlib
@@ -52,22 +52,23 @@ _ONLY_SHAPES = (
 def layout_map_scope(layout_map: Any) -> contextlib.AbstractContextManager[Any, None]:
     """Create every model in the block sharded by the rules.
 
-    tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
-    model that was made in it gets the layout of its path in the finished model: modules
-    may be made first and assembled later. Until then Variables hold
+    This is tf-keras's `layout_map_scope`. At the end of the block, each Variable of
+    each NNX model made in it gets the layout of its path in the finished model: modules
+    may be made first and assembled later. Until then, Variables hold
     `jax.ShapeDtypeStruct`s, as after `nnx.eval_shape`: call the model after the block.
 
-    An `nnx.Optimizer` made in the block gets the state of `flm.create_optimizer(model,
-    tx, layout_map)`. Linen modules hold no variables: `init` of a module that is made
-    in the block, called in it or later, makes sharded variables, as `flm.create` does;
-    `init` of a later `clone()`, or one that the class itself defines, does not.
+    An `nnx.Optimizer` made in the block gets the state that `flm.create_optimizer(
+    model, tx, layout_map)` makes. Linen modules hold no variables: for a module made in
+    the block, `init` makes sharded variables, as `flm.create` does, in the block and
+    after it. This excludes a later `clone()`, and classes that define `init`.
 
-    Constructors are traced, as by `jax.jit`: what they store outside of their model has
-    no values afterwards. One that is given a module is not traced, so that the module
-    stays the same object; what it makes itself is on one device until the block ends.
+    Constructors are traced, as by `jax.jit`: arrays that they store outside their model
+    have no values. A constructor that takes a module is not traced, so that the module
+    stays the same object; arrays that it creates are on one device until the block
+    ends.
 
-    Blocks nest: the innermost one applies, also to `flm.distribute_tensor(x, "hidden")`
-    in it. As a decorator it is a block around each call.
+    Blocks nest: the innermost applies, also to `flm.distribute_tensor(x, "hidden")`.
+    Used as a decorator, it wraps each call in a block.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
@@ -76,8 +77,7 @@ def layout_map_scope(layout_map: Any) -> contextlib.AbstractContextManager[Any, 
         A context manager; `as` gives `layout_map`.
 
     Raises:
-        MeshError: the rules have no mesh, or one without devices.
-        RuleError: `layout_map` is not a map of rules.
+        MeshError: the rules have no mesh with devices.
         ResolveError: at the end, leaves do not fit the rules; no array was made.
         StructureError: a constructor needs values.
         ProcessError: at the end, the processes differ in their rules, models or seeds.
@@ -99,7 +99,7 @@ def layout_map_scope(layout_map: Any) -> contextlib.AbstractContextManager[Any, 
     """
     rules = rule_set_of(layout_map, "layout_map_scope(layout_map)")
     need_devices(rules, "layout_map_scope")
-    block: Any = _opened(rules, layout_map)  # to a checker it could suppress errors
+    block: Any = _opened(rules, layout_map)  # typed: it suppresses nothing
     return block
 
 
@@ -125,13 +125,13 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
 
 def _open_scope() -> "_Scope | None":
     scope = _SCOPE.get()
-    # The context of a task that outlives the block still has it.
+    # The context of a task may outlive the block.
     return scope if scope is not None and scope.is_open else None
 
 
 @contextlib.contextmanager
 def _patched_constructors() -> Iterator[None]:
-    """Inside, the open scope of the context makes NNX objects and Linen variables."""
+    """Patch NNX constructors and Linen's `init` to use the open scope."""
     methods = [
         (METACLASS, "__call__", _scoped_constructor),
         (linen.Module, "__post_init__", _binding_init),
@@ -148,10 +148,10 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
     def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
         scope = _open_scope()
         is_made = issubclass(cls, nnx.Module | nnx.Optimizer)
-        # A bridge.Module holds no variables until its `init`, as one of Linen.
+        # Like a Linen module, a bridge.Module holds no variables until its `init`.
         if scope is None or not is_made or issubclass(cls, nnx.bridge.Module):
             return plain(cls, *args, **kwargs)
-        # A part of what is traced, here or by flm.create, or in a transformation.
+        # Part of an object that is being traced, or inside a transformation.
         if is_tracing_constructor() or not is_eager():
             return plain(cls, *args, **kwargs)
         return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
@@ -164,7 +164,7 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Birth:
-    """A traced constructor, and what its object holds, known by `id`, for arrays."""
+    """A traced constructor, and the leaves of its object (compared by `id`)."""
 
     traced: Traced
     leaves: list[jax.ShapeDtypeStruct]
@@ -172,9 +172,9 @@ class _Birth:
     def arrays(
         self, shardings: Mapping[int, NamedSharding], values: Mapping[int, Any]
     ) -> dict[int, Any]:
-        """The array of each leaf that has a sharding, by the ids of leaves.
+        """The arrays of the leaves with shardings, by the ids of the leaves.
 
-        `values` has the arrays of arguments that were abstract.
+        `values` has the arrays of abstract arguments.
         """
         wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
         if not any(wanted):
@@ -189,10 +189,10 @@ class _Birth:
 def _traced(
     make: Callable[..., Any], args: Any, kwargs: Any, mesh: Any
 ) -> tuple[Any, _Birth]:
-    """Make an object without values; its NNX arguments advance as if it had them."""
+    """Make an object without values; NNX arguments (Rngs) advance as usual."""
 
     def with_arguments(*args: Any, **kwargs: Any) -> Any:
-        # As one graph: the new object may hold its arguments.
+        # In one graph, as the new object may hold its arguments.
         return nnx.List([make(*args, **kwargs), nnx.List(objects_in((args, kwargs)))])
 
     traced = trace(with_arguments, args, kwargs, own_objects=True)
@@ -201,7 +201,7 @@ def _traced(
     both = traced.rebuild(traced.leaves_of(birth.leaves))
     seen = set(map(id, jax.tree.leaves(nnx_state(both))))
     if not seen.issuperset(map(id, birth.leaves)):
-        # Flax does not see shapes in a dict or a tuple that is not in a Variable.
+        # Flax only sees shapes inside Variables, not in plain dicts and tuples.
         made, _ = arrays_of(traced, [spread(x.shape, mesh) for x in shapes])
         both = traced.rebuild(traced.leaves_of(made))
     module, copies = both
@@ -213,7 +213,7 @@ def _traced(
 
 
 def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
-    """Put the arguments themselves where a module holds their copies."""
+    """Replace copies of arguments in a module by the arguments themselves."""
     original_of: dict[int, Any] = {}
     for copy, original in zip(copies, originals, strict=True):
         parts = zip(objects_of(copy), objects_of(original), strict=True)
@@ -227,7 +227,7 @@ def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> No
 
 
 def _run(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a constructor as if there were no mesh."""
+    """Run a constructor without a mesh in the context."""
     eager = nnx.using_eager_sharding()
     with no_mesh(), nnx.use_eager_sharding(False):
         module = make(*args, **kwargs)
@@ -236,7 +236,7 @@ def _run(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Model(NamedTuple):
-    """A finished object, the part of its State to fill, and its Resolution."""
+    """A finished object, the part of its State to fill, and the Resolution of it."""
 
     root: Any
     state: nnx.State
@@ -248,7 +248,7 @@ class _Model(NamedTuple):
 
 
 class _Scope:
-    """A block and what was made in it."""
+    """A block, and the objects that were made in it."""
 
     def __init__(self, rules: RuleSet, outer: "_Scope | None") -> None:
         self.rules, self._outer, self.is_open = rules, outer, True
@@ -259,7 +259,7 @@ class _Scope:
 
     def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
         nodes, leaves = objects_in((args, kw)), leaves_in((args, kw))
-        if any(isinstance(x, Tracer) for x in leaves):  # of jax.vmap or jax.grad
+        if any(isinstance(x, Tracer) for x in leaves):  # inside jax.vmap or jax.grad
             return make(*args, **kw)
         model = next((node for node in nodes if isinstance(node, nnx.Module)), None)
         shapes = {id(x) for x in leaves if isinstance(x, jax.ShapeDtypeStruct)}
@@ -271,7 +271,7 @@ class _Scope:
                 self.settled += _follow(made, model, self.rules)
                 return made
             while owner._outer and not shapes & owner._abstract_ids():
-                owner = owner._outer  # until the block that makes the model
+                owner = owner._outer  # the block in which the model was made
             made = owner._make_traced(make, args, kw)
             owner._optimizers.append((weakref.ref(made), model))
         elif is_random and not shapes:
@@ -299,7 +299,7 @@ class _Scope:
             values |= birth.arrays(shardings, values)
         for model in models:
             pairs = [(values.get(id(x), x), own) for x, own in model.pairs()]
-            # A value of a transformation around the block stays in it.
+            # Tracers belong to a transformation around the block.
             new = [x if isinstance(x, Tracer) else put(x, own) for x, own in pairs]
             structure = jax.tree.structure(model.state)
             nnx.update(model.root, jax.tree.unflatten(structure, new))
@@ -327,7 +327,7 @@ class _Scope:
         return {id(leaf) for birth in self._births for leaf in birth.leaves}
 
     def _models(self) -> list[_Model]:
-        """The objects that are part of no other one, and have arrays to make."""
+        """The outermost objects that have arrays to make."""
         objects = [node for ref in self._objects if (node := ref()) is not None]
         parts = {id(p) for node in objects for p in objects_of(node) if p is not node}
         made = self._abstract_ids()
@@ -356,7 +356,7 @@ class _Scope:
         return models
 
     def forget(self) -> None:
-        """Keep no model alive: a task may hold the context of the block for long."""
+        """Release all models: a task may keep the context of the block for long."""
         for kept in (self.settled, self._objects, self._births, self._optimizers):
             kept.clear()
 
@@ -379,7 +379,7 @@ def _optimizer_state(optimizer: Any) -> list[Any]:
 
 
 def _follow(optimizer: Any, model: Any, rules: RuleSet) -> list[Any]:
-    """Lay out an optimizer that has values, if its model is on a mesh."""
+    """Lay out an optimizer with values, if its model is on a mesh."""
     params = jax.tree.leaves(nnx_state(model, optimizer.wrt))
     shardings = [getattr(leaf, "sharding", None) for leaf in params]
     is_on_a_mesh = all(isinstance(sharding, NamedSharding) for sharding in shardings)
@@ -407,7 +407,7 @@ def _init(
 
 
 def _scoped_init(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An `init` of the class that is sharded in a block."""
+    """Make Linen's `init` create sharded variables in a block."""
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -420,7 +420,7 @@ def _scoped_init(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _binding_init(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`__post_init__` that keeps a sharded `init` on each module made in a block."""
+    """Make `__post_init__` store a sharded `init` on modules made in a block."""
 
     @functools.wraps(plain)
     def post_init(self: Any) -> None:
@@ -430,7 +430,7 @@ def _binding_init(plain: Callable[..., Any]) -> Callable[..., Any]:
             return
         for name, init in _INITS.items():
             is_linens = getattr(type(self), name) is getattr(linen.Module, name)
-            if is_linens and name not in vars(self):  # nor is it a field
+            if is_linens and name not in vars(self):  # and it is not a field
                 bound = functools.partial(_init, init, self, scope.rules)
                 object.__setattr__(self, name, bound)
 

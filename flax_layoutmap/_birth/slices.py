@@ -1,9 +1,9 @@
 """Compute the arrays of a traced constructor, each in its shards.
 
 Keys and counters are computed first, one equation at a time. Then each array is made by
-a program of its own: those equations of the trace that it needs. Programs that are
-equal but for their inputs (the layers of a model, each with its own key) are compiled
-once, so that compile time does not grow with depth.
+a separate program, from the equations of the trace that it needs. Programs that differ
+only in their inputs (the layers of a model, each with its key) are compiled once, so
+compile time does not grow with depth.
 """
 
 import dataclasses
@@ -36,24 +36,24 @@ from flax_layoutmap._show.terminal import shown_progress
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap._tree.trace import Traced
 
-# A variable of the trace, and its sharding; None for any.
+# A variable of the trace, and its sharding; None for any sharding.
 _Output = tuple[Any, NamedSharding | None]
 
-# The most elements of a counter, and of an array of keys: these are computed whole.
+# Most elements of counters, and of arrays of keys, which are computed unsharded.
 _SMALL, _MANY = 64, 2**16
 
-# Elements of an array that is finished before the next one begins, as its program may
-# need memory for all of it (a QR does).
+# Larger arrays are finished before the next begins, as their programs may need memory
+# for the full array (for example a QR).
 _LARGE = 2**20
 
 
 def arrays_of(
     traced: Traced, shardings: Sequence[NamedSharding | None]
 ) -> tuple[list[Any], list[Any]]:
-    """Compute the leaves of a traced constructor, but those without a sharding.
+    """Compute the leaves with shardings of a traced constructor.
 
-    The values are those of one `jax.jit` of the whole with these out_shardings. Also
-    the new state of NNX arguments.
+    The values are the same as with `jax.jit` of all leaves with these out_shardings.
+    Also returns the new state of NNX arguments.
     """
     meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
     trace = _Trace.of(traced, meshes[0] if meshes else _set_mesh())
@@ -75,11 +75,11 @@ def arrays_of(
 
 
 def trace_lines(traced: Traced) -> list[str]:
-    """What arrays are made from, as lines that are equal in equal processes."""
+    """The program and inputs of all arrays as lines, to compare between processes."""
     trace = _Trace.of(traced, None)
     part, read = trace.part(trace.outputs, trace.values)
     digests = [digest_of_value(trace.values[var]) for var in read]
-    # Functions among the parameters have an address.
+    # Functions in parameters are printed with their address.
     lines = re.sub(r" at 0x[0-9a-f]+", "", str(part)).splitlines()
     return [
         *map(str.strip, lines),
@@ -92,15 +92,15 @@ def trace_lines(traced: Traced) -> list[str]:
 
 @dataclasses.dataclass
 class _Trace:
-    """The equations of a trace, calls in line, and the values that are known."""
+    """The equations of a trace, with calls inlined, and the known values."""
 
     jaxpr: Jaxpr
     eqns: list[JaxprEqn]
     outputs: list[Any]
     values: dict[Any, Any]
     mesh: Mesh | None
-    producers: dict[Any, int]  # the number of the equation that makes a variable
-    effects: set[int]  # the numbers of those that do something else, too
+    producers: dict[Any, int]  # variable → number of its equation
+    effects: set[int]  # numbers of equations with side effects
 
     @classmethod
     def of(cls, traced: Traced, mesh: Mesh | None) -> "_Trace":
@@ -124,7 +124,7 @@ class _Trace:
     def part(
         self, outputs: Sequence[Any], known: Mapping[Any, Any]
     ) -> tuple[Jaxpr, list[Any]]:
-        """The equations that outputs need, and which known variables they read."""
+        """The equations that outputs need, and the known variables that they read."""
         needed = self.effects.copy()
         read: dict[Any, None] = {}
         left = [*outputs, *(var for at in needed for var in self.eqns[at].invars)]
@@ -144,10 +144,10 @@ class _Trace:
 def _in_line(
     eqns: Iterable[JaxprEqn], names: dict[Any, Any], values: dict[Any, Any]
 ) -> Iterator[JaxprEqn]:
-    """The equations with those of called functions in place of the calls.
+    """The equations, with calls replaced by the equations of the called functions.
 
-    A call that makes several arrays would tie them together, and one that closes over
-    an array would put it into its program.
+    A call that makes several arrays would compute them together, and a call that closes
+    over an array would make it a constant of its program.
     """
     for eqn in eqns:
         read = [_renamed(var, names) for var in eqn.invars]
@@ -158,7 +158,7 @@ def _in_line(
             continue
         jaxpr, consts = inner
         own: dict[Any, Any] = dict(zip(jaxpr.invars, read, strict=True))
-        # The same jaxpr may be called several times: its variables get new names.
+        # A jaxpr may be called several times, so its variables get new names.
         new = [*jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
         own |= {var: Var(var.aval) for var in new}
         values |= {own[v]: x for v, x in zip(jaxpr.constvars, consts, strict=True)}
@@ -172,7 +172,7 @@ def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """The jaxpr of a call that computes only that, and its constants."""
+    """The jaxpr and constants of a call that does nothing but compute it."""
     if eqn.primitive not in (jit_p, remat_p):
         return None
     asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -183,10 +183,10 @@ def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def _on_mesh(value: Any, mesh: Mesh) -> Any:
-    """A value that is on other devices, or large, in shards on this mesh.
+    """Shard a value that is large, or on other devices, on this mesh.
 
-    Its axes are Auto there, as a constructor gives no shardings of products; and JAX
-    folds no number of one mesh into a key of another one.
+    Axes are Auto there, as constructors do not give the shardings of products, and JAX
+    cannot fold a number on one mesh into a key on another.
     """
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return value
@@ -200,10 +200,10 @@ def _on_mesh(value: Any, mesh: Mesh) -> Any:
 
 
 def _set_mesh() -> Mesh | None:
-    """The mesh of `jax.set_mesh` around us, if any."""
+    """The mesh of a surrounding `jax.set_mesh`, if any."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # inside of a transformation
+    except ValueError:  # inside a transformation
         return None
     return None if mesh.empty else mesh
 
@@ -218,7 +218,7 @@ def _is_key(var: Any) -> bool:
 
 
 def _is_counter(var: Any) -> bool:
-    """Whether it is a small array of keys, of their data, or of whole numbers."""
+    """Whether it is a small array of keys, key data or integers."""
     dtype = getattr(var.aval, "dtype", None)
     if dtype is None or jax.numpy.issubdtype(dtype, np.inexact):
         return False
@@ -229,8 +229,8 @@ def _is_counter(var: Any) -> bool:
 def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
     """Compute the keys that arrays are made from, and outputs that are counters.
 
-    Whole numbers that arrays are made from stay in their programs: XLA folds constants
-    when it compiles, and would round what it computes from an input otherwise.
+    Integers that arrays are made from stay in their programs: XLA folds constants when
+    it compiles, and may round differently if they are inputs.
     """
     ready = {var for var in trace.values if _is_counter(var)}
     for eqn in trace.eqns:
@@ -243,14 +243,14 @@ def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
     new = [v for v in dict.fromkeys([*read, *own]) if v not in trace.values]
     part, read = trace.part(new, trace.values)
     mesh = _set_mesh() and trace.mesh
-    # An operation puts its literals on the mesh that is set.
+    # Operations put their literals on the mesh of the context.
     with jax.set_mesh(retyped(mesh, AxisType.Auto)) if mesh else no_mesh():
         results = eval_jaxpr(part, [], *_inputs(trace, trace.values, read))
     return dict(zip(new, results, strict=True))
 
 
 def _inputs(trace: _Trace, known: Mapping[Any, Any], read: Iterable[Any]) -> list[Any]:
-    """The values of variables; StructureError where one has only a shape."""
+    """The values of variables; raises StructureError for an abstract value."""
     values = [known[var] for var in read]
     for value in values:
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -264,7 +264,7 @@ def _inputs(trace: _Trace, known: Mapping[Any, Any], read: Iterable[Any]) -> lis
 
 
 def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
-    """The arrays of outputs; inside of a trace, and with effects, by one program."""
+    """The arrays of outputs; by one program inside a trace or with side effects."""
     with no_mesh(), jax.disable_jit(False):
         if not outputs or trace.jaxpr.effects or not is_eager():
             return _run(_job(trace, outputs, trace.values)) if outputs else []
@@ -286,12 +286,12 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
 def _without_program(
     var: Any, sharding: NamedSharding | None, counters: Mapping[Any, Any]
 ) -> Any:
-    """An array that no program makes, or None."""
+    """An array that needs no program, or None."""
     if sharding is None:
         return counters.get(var)
     if _size(var) or _is_key(var):
         return None
-    # A program gives shards that no host can read (jax 0.10.2).
+    # Empty arrays from programs have unreadable shards (jax 0.10.2).
     return put(np.zeros(var.aval.shape, var.aval.dtype), sharding)
 
 
@@ -306,7 +306,7 @@ class _Job:
 
 
 def _job(trace: _Trace, outputs: Sequence[_Output], known: Mapping[Any, Any]) -> _Job:
-    """The program that makes outputs, with its inputs."""
+    """The program that computes the outputs, with its inputs."""
     variables = [var for var, _ in outputs]
     part, read = trace.part(variables, known)
     program = _program(part, tuple(sharding for _, sharding in outputs))
@@ -321,15 +321,15 @@ def _run(job: _Job) -> list[Any]:
     return made
 
 
-# The programs of all models, the last used last.
+# The programs of all models, most recently used last.
 _KEPT = 256
 _PROGRAMS: dict[Any, Any] = {}
 
 
 def _program(part: Jaxpr, shardings: tuple[Any, ...]) -> Any:
-    """A part as a function of `jax.jit`, the same for parts of one text and settings.
+    """A `jax.jit` function of a part, cached by its text and settings.
 
-    It keeps the arrays in the part alive, so that their ids stay theirs.
+    It keeps the arrays in the part alive, so that no other array gets their ids.
     """
     settings = frozenset(str(settings_of(eqn)) for eqn in part.eqns)
     key = (str(part), tuple(map(id, _arrays_in(part))), settings, shardings)
@@ -365,9 +365,9 @@ def _arrays_in(value: Any) -> Iterator[Any]:
 
 
 def _compile(jobs: Sequence[_Job]) -> None:
-    """Compile what is new in several threads: a later call finds it in JAX's cache.
+    """Compile new programs in several threads; later calls find them in JAX's cache.
 
-    Lowered in this thread, as its settings (`jax.enable_x64`) do not apply in others.
+    They are lowered in this thread, whose settings (`jax.enable_x64`) apply.
     """
     new = {job.program: job for job in jobs}.values()
     new = [job for job in new if not any(isinstance(x, Tracer) for x in job.inputs)]

@@ -283,7 +283,7 @@ WRONG = {
     f"{MAKE} escaped.toml": "write patterns in single quotes",
     f"{MAKE} none.toml": '"-" for a dim that is not sharded',
     "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
-    "preset llama --mesh fsdp=2 --checkpoint runs/7": "give a family, or the --model",
+    "preset llama --mesh fsdp=2 --checkpoint runs/7": "give a family, or --model",
     "preset llama": "a preset needs a mesh: --mesh",
 }
 
