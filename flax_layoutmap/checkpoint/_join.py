@@ -57,10 +57,7 @@ Unexpected = Literal["error", "ignore"]
 
 @dataclasses.dataclass
 class Options:
-    """The options of a function that restores, checked.
-
-    The first pattern of `dtypes` that is found in a path sets the dtype of its array.
-    """
+    """The arguments of a function that restores, checked."""
 
     path: Any
     target: Any = None
@@ -110,37 +107,19 @@ class Options:
     def job_mesh(self) -> DeviceMesh | None:
         return mesh_of(self.target, self.rules) or self.mesh
 
-    def dtype_of(self, path: str) -> Any:
-        """The requested dtype of a leaf, `"target"`, or None for the stored dtype."""
-        return next((dtype for p, dtype in self.dtypes if p.search(path)), None)
-
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target and its flattened leaves.
+    """A target and its flattened leaves."""
 
-    For a function, `tree` is the abstract tree that it returns and `traced` its trace.
-    `is_own`: the tree of the checkpoint itself, where no target was given.
-    """
-
-    tree: Any
+    tree: Any  # for a function, the abstract tree that it returns
     flat: Flat
     traced: Traced | None = None
-    is_own: bool = False
+    is_own: bool = False  # the tree of the checkpoint, where no target was given
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
         return dict(zip(self.flat.full_paths(), self.flat.leaves, strict=True))
-
-    def by_first_name(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves of a checkpoint, those of shared Variables by the target's name."""
-        first = {
-            other: leaf.full_path
-            for leaf in self.flat.records
-            for other in leaf.names()[1:]
-            if leaf.full_path not in leaves
-        }
-        return {first.get(path, path): leaf for path, leaf in leaves.items()}
 
     def resolve(self, rules: RuleSet, saved: Mapping[str, Origin]) -> Resolution:
         """Resolve its leaves.
@@ -298,7 +277,7 @@ def _join(source: Any, target: Target, options: Options, rules: RuleSet | None) 
                     _check_kept(value, "include or exclude leaves it out")
             elif isinstance(stored, Leaf):
                 sharding = ... if rules is None else shardings.get(path)
-                dtype = options.dtype_of(path)
+                dtype = next((x for p, x in options.dtypes if p.search(path)), None)
                 reads[path] = _read(path, stored, value, dtype, sharding)
             elif options.missing == "error" or not isinstance(stored, LookupError):
                 raise CheckpointError(str(stored))

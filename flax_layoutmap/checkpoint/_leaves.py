@@ -1,5 +1,6 @@
 """Leaves of checkpoints and trees: described, chosen by path, and compared."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -128,8 +129,7 @@ def no_value(value: Any, function: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def key_dtype(implementation: str) -> Any:
-    make = functools.partial(jax.random.key, 0, impl=implementation)
-    return jax.eval_shape(make).dtype
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
 @functools.lru_cache(maxsize=8)
@@ -198,16 +198,13 @@ def compiled(where: str, pattern: Any) -> re.Pattern[str]:
 
 
 def floating_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"dtype={dtype!r} is not a dtype: {error}") from error
-    if not is_floating(wanted):
-        raise CheckpointError(
-            f"dtype={wanted} is not floating-point; only floating-point arrays are "
-            "converted, and only to floating-point"
-        )
-    return wanted
+    with contextlib.suppress(TypeError):
+        if is_floating(wanted := np.dtype(dtype)):
+            return wanted
+    raise CheckpointError(
+        f"dtype={dtype!r} is not a floating-point dtype; only floating-point arrays "
+        "are converted, and only to floating-point"
+    )
 
 
 def check_bytes(option: str, given: Any) -> None:
@@ -329,8 +326,6 @@ def grouped(
         used += size(item)
     return groups
 
-
-# ------------------------------------------------------------------------ problems
 
 # An index in a path, or in the name of a tensor.
 _INDEX = re.compile(r"(?:^|(?<=[/_])|(?<=[A-Za-z]\.))\d+(?=[/._:' ]|$)")

@@ -144,9 +144,9 @@ def to_json(
     sections = []
     for section in flat.sections:
         span = slice(section.start, section.stop)
-        entry: dict[str, Any] = {"prefix": section.prefix, "role": section.role}
-        entry["paths"] = flat.paths[span]
-        if section.role == "optimizer":
+        prefix, role, inner = section.prefix, section.role, flat.paths[span]
+        entry: dict[str, Any] = {"prefix": prefix, "role": role, "paths": inner}
+        if role == "optimizer":
             entry["owners"] = [owners.get(path, (None, None)) for path in paths[span]]
         sections.append(entry)
     special = {leaf.path: _leaf_json(leaf) for leaf in leaves}
@@ -224,10 +224,7 @@ def check_intact(custom: Mapping[str, Any], where: str) -> None:
 
 
 def recorded_tree(custom: Mapping[str, Any]) -> Any:
-    """The tree as Orbax's metadata have it; None if an older version wrote the record.
-
-    None also for a damaged record, which is compared with Orbax's.
-    """
+    """The tree as Orbax's metadata have it; None if the record is old or damaged."""
     try:
         record = custom[KEY]
         return nested(
@@ -244,14 +241,9 @@ def recorded_tree(custom: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The leaves of a checkpoint, and what our record has besides.
+    """The leaves of a checkpoint, and what our record has besides."""
 
-    `leaves` maps names (after `rename=`) to leaves with their path in the checkpoint.
-    `flat` is the saved tree, `origins` are those of optimizer state, and `about` is for
-    a `CheckpointInfo`.
-    """
-
-    leaves: dict[str, Leaf]
+    leaves: dict[str, Leaf]  # by their names after `rename=`
     flat: Flat | None = None
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
     checksums: Mapping[str, str] | None = None
@@ -299,9 +291,8 @@ def _record(record: Mapping[str, Any], held: Mapping[str, Any]) -> Record:
     abstract = [leaf.abstract for leaf in leaves.values()]
     flat = Flat(inner, sections, abstract, annotations=marks, fixed=fixed)
     sums = sums and {path: f"{int(text, 16):016x}" for path, text in sums.items()}
-    versions = dict(record["versions"])
-    mesh, rules = mesh_from_json(record["mesh"]), record["rules"]
-    about = {"mesh": mesh, "rules": rules, "versions": versions}
+    about = {"rules": record["rules"], "versions": dict(record["versions"])}
+    about["mesh"] = mesh_from_json(record["mesh"])
     return Record(leaves, flat, origins, sums, about)
 
 

@@ -158,10 +158,7 @@ def check_shared(path: str) -> None:
 
 
 def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) -> None:
-    """Run a file operation on process 0; if it fails, every process raises.
-
-    `failing` makes the message from the reason.
-    """
+    """Run a file operation on process 0; if it fails, every process raises."""
     error: OSError | None = None
     if jax.process_index() == 0:
         try:

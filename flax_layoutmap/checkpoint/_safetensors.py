@@ -59,6 +59,10 @@ class Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_float8(self) -> bool:
+        return self.dtype.name.startswith("float8")
+
     def __str__(self) -> str:
         return f"tensor {self.name!r} {show_shape(self.shape)}"
 
@@ -141,9 +145,6 @@ def _files_of_index(index: str) -> tuple[list[str], dict[str, str]]:
                 "download complete?"
             )
     return [*files.values()], names
-
-
-# -------------------------------------------------------------------- one header
 
 
 def _read_header(file: str) -> Iterator[Tensor]:

@@ -126,18 +126,24 @@ class _Tensors:
             path, shape = leaf.full_path, np.shape(value)
             try:
                 self._makers[path] = maker = self._maker_of(leaf, shape)
+                maker.check(shape)
+                leaves[path] = maker.leaf(path, value)
             except (LookupError, ValueError) as error:
                 leaves[path] = error
-            else:
-                leaves[path] = maker.problem(shape) or maker.leaf(path, value)
-        is_error = options.unexpected == "error" and not target.is_own
-        return leaves, self._unused() if is_error else []
+        if options.unexpected == "ignore" or target.is_own:
+            return leaves, []
+        used = {name for maker in self._makers.values() for name in maker.tensors}
+        tied = "; where the model ties its output to the embedding, pass tied=True"
+        return leaves, [
+            f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
+            "tensor; to leave it out, add (None, its name) to the mapping, or pass "
+            f"unexpected='ignore'{tied if 'lm_head' in name else ''}"
+            for name, tensor in self._tensors.items()
+            if name not in used and not self._names.ignores(name)
+        ]
 
     def _maker_of(self, leaf: TreeLeaf, shape: Shape) -> "_Maker":
-        """The maker by the first name, of the leaf and of its tensors, that exists.
-
-        Raises LookupError if none does, ValueError if the steps do not make this shape.
-        """
+        """The maker by the first name, of the leaf and of its tensors, that exists."""
         absent, tensors = [], self._tensors
         for path, full_path in zip(
             (leaf.path, *leaf.others), leaf.names(), strict=True
@@ -147,25 +153,16 @@ class _Tensors:
                 absent.append(UNMATCHED)
                 continue
             for name in recipe.names:
-                used = _with_scales(recipe, name, shape, tensors)
+                used, plain = recipe, recipe.without_scales()
+                held = map(tensors.get, plain.shapes(name, shape))
+                if not any(tensor and tensor.is_float8 for tensor in held):
+                    used = plain
                 needed = used.shapes(name, shape)
                 missing = [tensor for tensor in needed if tensor not in tensors]
                 if not missing:
                     return _Maker(used, name, {n: tensors[n] for n in needed})
                 absent.append(f"there is no tensor {missing[0]!r}")
         raise LookupError(absent[0])
-
-    def _unused(self) -> list[str]:
-        """A problem for each tensor that no leaf uses."""
-        used = {name for maker in self._makers.values() for name in maker.tensors}
-        tied = "; where the model ties its output to the embedding, pass tied=True"
-        return [
-            f"{name} {show_shape(tensor.shape)}: no leaf of the target is made of this "
-            "tensor; to leave it out, add (None, its name) to the mapping, or pass "
-            f"unexpected='ignore'{tied if 'lm_head' in name else ''}"
-            for name, tensor in self._tensors.items()
-            if name not in used and not self._names.ignores(name)
-        ]
 
     def read(self, reads: Mapping[str, Read], options: Options) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -181,9 +178,6 @@ class _Tensors:
         return values
 
 
-# ------------------------------------------------------------------ how to make leaves
-
-
 @dataclasses.dataclass(frozen=True)
 class _Maker:
     recipe: Recipe
@@ -191,10 +185,7 @@ class _Maker:
     tensors: Mapping[str, Tensor]
 
     def leaf(self, path: str, value: Any) -> Leaf:
-        """Describe the leaf, by the dtype that fits the target least.
-
-        If that one can be converted, the others can.
-        """
+        """Describe the leaf, by the dtype that fits the target least."""
         kinds = {tensor.dtype for tensor in self.tensors.values()}
         if any(map(is_scaled, self.recipe.steps)):
             kinds = {np.dtype(jnp.bfloat16)}
@@ -202,15 +193,14 @@ class _Maker:
         dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
         return Leaf(path, "array", np.shape(value), dtype)
 
-    def problem(self, shape: Shape) -> CheckpointError | None:
+    def check(self, shape: Shape) -> None:
         for name, size in self.recipe.shapes(self.name, shape).items():
             if self.tensors[name].shape != size:
-                return CheckpointError(
+                raise CheckpointError(
                     f"needs {self.tensors[name]} to have the shape {show_shape(size)}; "
                     f"{self._other_linear(shape)}build the target with the sizes of "
                     "the checkpoint, or change the steps of the mapping"
                 )
-        return None
 
     def _other_linear(self, shape: Shape) -> str:
         """The arguments of `linear` with which the tensors have the right shapes."""
@@ -221,16 +211,6 @@ class _Maker:
                 if all(self.tensors[n].shape == size for n, size in shapes.items()):
                     return f"write linear({kind}={count}), which fits; or "
         return ""
-
-
-def _with_scales(
-    recipe: Recipe, name: str, shape: Shape, tensors: Mapping[str, Tensor]
-) -> Recipe:
-    """The recipe, without scales of float8 if no tensor is in float8."""
-    plain = recipe.without_scales()
-    held = [tensors.get(tensor) for tensor in plain.shapes(name, shape)]
-    is_float8 = any(t and t.dtype.itemsize == 1 and is_floating(t.dtype) for t in held)
-    return recipe if is_float8 else plain
 
 
 def _value(maker: _Maker, read: Read) -> Any:

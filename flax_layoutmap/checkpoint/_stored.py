@@ -83,12 +83,18 @@ class Stored:
     def offer(
         self, target: Target, options: Options
     ) -> tuple[dict[str, Leaf], list[str]]:
-        wanted, problems = target.leaves, list[str]()
-        leaves = {
-            # A dict in the target may have `value` as an ordinary key.
-            leaf.path if leaf.path == f"{path}/value" in wanted else path: leaf
-            for path, leaf in target.by_first_name(self.record.leaves).items()
+        wanted, problems, leaves = target.leaves, list[str](), dict[str, Leaf]()
+        # The name in the target of a shared Variable that was saved by another one.
+        first = {
+            other: leaf.full_path
+            for leaf in target.flat.records
+            for other in leaf.names()[1:]
+            if leaf.full_path not in self.record.leaves
         }
+        for name, leaf in self.record.leaves.items():
+            path = first.get(name, name)
+            # A dict in the target may have `value` as an ordinary key.
+            leaves[leaf.path if leaf.path == f"{path}/value" in wanted else path] = leaf
         if options.verify and self.record.checksums is None:
             problems.append(self.no_checksums())
         if self.info.kind != KEY:
@@ -193,21 +199,20 @@ def _renamed(
     leaves: Mapping[str, Leaf], rules: Sequence[tuple[re.Pattern[str], Any]]
 ) -> dict[str, Leaf]:
     """The leaves by new names: the first pattern found in one is replaced."""
-    new, useless = {path: path for path in leaves}, dict(rules)
+    for pattern, _ in rules:
+        if not any(map(pattern.search, leaves)):
+            raise CheckpointError(f"rename={without_leaf(pattern, list(leaves))}")
+    new = {path: path for path in leaves}
     for path in leaves:
-        for pattern, by in rules:
-            if pattern.search(path):
-                useless.pop(pattern, None)
-                try:
-                    new[path] = pattern.sub(by, path, count=1)
-                except (re.error, IndexError, TypeError) as error:
-                    raise CheckpointError(
-                        f"rename={pattern.pattern!r}: {by!r} cannot replace what it "
-                        f"finds in {path}: {error}"
-                    ) from error
-                break
-    for pattern in useless:
-        raise CheckpointError(f"rename={without_leaf(pattern, list(leaves))}")
+        for pattern, by in (rule for rule in rules if rule[0].search(path)):
+            try:
+                new[path] = pattern.sub(by, path, count=1)
+            except (re.error, IndexError, TypeError) as error:
+                raise CheckpointError(
+                    f"rename={pattern.pattern!r}: {by!r} cannot replace what it "
+                    f"finds in {path}: {error}"
+                ) from error
+            break
     names = Counter(new.values())
     above = {name[: end.start()] for name in names for end in re.finditer("/", name)}
     for path, name in new.items():
@@ -267,8 +272,7 @@ def _replica_axis(read: Read, name: str | None) -> int | None:
         return None
     number = where.mesh.axis_names.index(name)
     replicas = np.moveaxis(np.asarray(where.mesh.devices), number, 0)
-    rows = replicas.reshape(len(replicas), -1)
-    processes = [{device.process_index for device in row} for row in rows]
+    processes = [{device.process_index for device in x.flat} for x in replicas]
     is_apart = sum(map(len, processes)) == len(set().union(*processes))
     return number if is_apart and len(processes) > 1 else None
 

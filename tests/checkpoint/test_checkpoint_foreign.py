@@ -213,8 +213,8 @@ def test_rename(saved: Path, training: dict[str, Any]) -> None:
         ({"host_memory": "8GB"}, "host_memory='8GB' is not a number of bytes"),
         ({"step": 3}, "is a checkpoint, not a directory of steps"),
         ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
-        ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
-        ({"dtype": "flaot32"}, "dtype='flaot32' is not a dtype"),
+        ({"dtype": "int8"}, "dtype='int8' is not a floating"),
+        ({"dtype": "flaot32"}, "dtype='flaot32' is not a floating"),
         ({"dtype": "float64"}, "JAX would cut float64 to float32; set jax_enable_x64"),
     ],
 )
