@@ -1,4 +1,4 @@
-"""The dims of a layout, read from axes, a spec, or DTensor's words."""
+"""Read the dims of a layout from axes, a spec, or DTensor's words."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ Dim = None | str | tuple[str, ...] | EllipsisType
 
 
 def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> str:
-    """Describe which dim of which size does not divide by which axes."""
+    """Describe a dim whose size is not divisible by its mesh axes."""
     if len(names) == 1:
         axes = f"mesh axis {names[0]!r} of size {sizes[names[0]]}"
     else:
@@ -31,14 +31,14 @@ def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> s
 def divides(
     shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: dict[str, int]
 ) -> str | None:
-    """Describe the first dim that does not divide by its mesh axes; None if all do."""
+    """Describe the first dim that is not divisible by its axes; None if all are."""
     return next(iter(divisible(shape, dims, sizes)[1]), None)
 
 
 def divisible(
     shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: dict[str, int]
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """The dims with those replicated that do not divide, and what clashed."""
+    """The dims, with indivisible ones replicated, and a text about each of these."""
     clashes: list[str] = []
     kept = [tuple(names) for names in dims]
     for dim, (size, names) in enumerate(zip(shape, dims, strict=True)):
@@ -55,9 +55,9 @@ def dim_axes(dim: Dim) -> tuple[str, ...]:
 
 
 def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The one `PartitionSpec` for these dims: no trailing None, no 1-tuples.
+    """The normal `PartitionSpec` for these dims: no trailing None, no 1-tuples.
 
-    JAX compiles a function again for `P("data", None)` after `P("data")`.
+    JAX recompiles a function for `P("data", None)` after `P("data")`.
     """
     entries = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -118,9 +118,9 @@ Shape = tuple[int, ...]
 
 
 def shard_offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
-    """The position in each dim of the shard at each place of a mesh, row-major.
+    """The index along each dim of each device's shard; devices in row-major order.
 
-    `dims` has, per dim of the array, the positions of the mesh axes that shard it.
+    `dims` lists, per dim of the array, the positions of the mesh axes that shard it.
     """
     coords = np.indices(shape).reshape(len(shape), math.prod(shape))
     offsets = np.zeros((math.prod(shape), len(dims)), np.int64)
@@ -152,8 +152,8 @@ def received(
 ) -> np.ndarray:
     """How many elements each device receives when the layout changes.
 
-    `same` has, per device of the new mesh, its number in the old mesh, or -1; None:
-    equal numbers are the same device.
+    `same` lists, per device of the new mesh, its number in the old mesh, or -1. None
+    means that equal numbers are the same device.
     """
     old, new = before.shard(shape), after.shard(shape)
     held = shard_offsets(before.mesh_shape, before.dims) * old

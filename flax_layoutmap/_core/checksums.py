@@ -4,14 +4,15 @@ The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64
 
     label + Σ w · m_1(j) · m_2(i_2) · m_3(i_3) · …
 
-`j` counts the words along the last dim (smaller elements are packed into words along
-it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
-each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
+`j` is the index of the word along the last dim (smaller elements are packed into words,
+16-byte elements take two), `i_2`, `i_3`, … are the indices along the other dims from
+last to first, and each `m` is an odd number hashed from the index. `label` is a hash of
+dtype and shape.
 
-Each process sums its own shards by NumPy, after a copy to the host from accelerators. A
-change within one word, such as a flipped bit, always changes the checksum; random
-changes of several words escape with a chance of 2^-64, but two flips of last bits
-cancel.
+Each process sums its own shards with NumPy; shards on accelerators are copied to the
+host first. A change within one word, such as a flipped bit, always changes the
+checksum. Random changes to several words go unnoticed with probability 2^-64, but
+flipping the top bits of two words cancels out.
 """
 
 import functools
@@ -41,9 +42,9 @@ _Index = tuple[int, ...]
 def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
     """The checksums of values, 16 hexadecimal digits each, the same on every process.
 
-    With several processes this is a collective over the same paths in the same order;
-    values that are not spread over processes count as process 0 has them. `alone` sums
-    this process's own values without the others. PRNG keys count as their key data.
+    With several processes this is a collective: all must pass the same paths in the
+    same order. For values that do not span processes, process 0's count. `alone` sums
+    only this process's values. PRNG keys count as their key data.
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
     is_first = alone or jax.process_index() == 0
@@ -66,7 +67,7 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
 
 
 def json_digest(value: Any) -> str:
-    """A digest of JSON values, 16 hexadecimal digits, for any order of keys."""
+    """A digest of JSON values, 16 hexadecimal digits, whatever the order of keys."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
 
 
@@ -88,7 +89,7 @@ def _without_keys(value: Any) -> Any:
 
 
 def _leaf_sum(value: Any) -> int:
-    """The sum over what this process holds; of equal shards, one process counts one."""
+    """The sum over this process's shards; replicas of a shard count once per job."""
     if isinstance(value, np.ndarray | np.generic):
         return _array_sum(value, (0,) * value.ndim) % _MODULUS
     sums = (
@@ -100,7 +101,7 @@ def _leaf_sum(value: Any) -> int:
 
 
 def _array_sum(array: Any, start: _Index) -> int:
-    """The sum of an array, which has the index `start` in the leaf."""
+    """The sum of an array that starts at the index `start` of its leaf."""
     if not array.size:
         return 0
     block, (first, *others) = np.atleast_1d(on_host(array)), start or (0,)
@@ -114,7 +115,7 @@ def _array_sum(array: Any, start: _Index) -> int:
 def on_host(array: Any) -> np.ndarray:
     """The values of a NumPy array, or of a JAX array on one device."""
     if isinstance(array, jax.Array) and next(iter(array.devices())).platform != "cpu":
-        # JAX keeps a copy for as long as the Array object lives; this one does not.
+        # JAX keeps the host copy as long as the Array object; this one is short-lived.
         args = array.shape, array.sharding, [array]
         array = jax.make_array_from_single_device_arrays(*args)
     return np.asarray(array)
@@ -131,12 +132,12 @@ def _mixed(at: np.ndarray, seed: int) -> np.ndarray:
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-# Of the many leaves and pieces of a model, most have one of a few shapes.
+# Most of the many leaves and pieces of a model have one of a few shapes.
 @functools.lru_cache(maxsize=64)
 def _multipliers(size: int, start: int, dim: int) -> np.ndarray:
     """The multipliers of some indices of a dim; the last dim of an array is dim 0.
 
-    That of an index is the product of those of its last 14 bits and of the rest.
+    Each is the product of a number for the last 14 bits and one for the other bits.
     """
     at = np.arange(start, start + size, dtype=np.uint64)
     low, high = at % np.uint64(_ROW), at >> np.uint64(_ROW_BITS)

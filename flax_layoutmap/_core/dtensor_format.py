@@ -1,4 +1,4 @@
-"""DTensor's text and protos of meshes and layouts, read and written.
+"""Read and write DTensor's text and protos of meshes and layouts.
 
 The formats are those of TensorFlow's `tensorflow/dtensor/proto/layout.proto` and of
 `Layout.to_string()` and `Mesh.to_string()`, checked against TensorFlow 2.21. One
@@ -24,7 +24,6 @@ _XLA = "use_xla_spmd"
 
 
 def dim_of(word: str) -> None | str | tuple[str, ...]:
-    """The dim that a word stands for."""
     if word == UNSHARDED:
         return None
     return tuple(word.split("+")) if "+" in word else word
@@ -95,13 +94,12 @@ def _classes() -> dict[str, Any]:
 
 
 def mesh_proto(dims: Sequence[tuple[str, int]], **fields: Any) -> Any:
-    """Make a `MeshProto` of the names and sizes of its axes and other fields."""
+    """Make a `MeshProto` from the names and sizes of its axes, and other fields."""
     axes = [{"name": name, "size": size} for name, size in dims]
     return _classes()["MeshProto"](mesh_dimensions=axes, **fields)
 
 
 def layout_proto(words: Sequence[str], mesh: Any) -> Any:
-    """Make a `LayoutProto`."""
     specs = [{"sharding_spec": word} for word in words]
     return _classes()["LayoutProto"](
         sharding_specs=specs, mesh_config=mesh, type=_STATIC
@@ -109,17 +107,17 @@ def layout_proto(words: Sequence[str], mesh: Any) -> Any:
 
 
 def read_mesh_proto(proto: Any) -> Any:
-    """Check a `MeshProto`, ours, TensorFlow's or its bytes; returns one of ours."""
+    """Check a `MeshProto` (ours, TensorFlow's or bytes), and return it as ours."""
     return _checked(_parsed("MeshProto", proto, MeshError))
 
 
 def read_layout_proto(proto: Any) -> Any:
-    """Check a `LayoutProto`, ours, TensorFlow's or its bytes; returns one of ours."""
+    """Check a `LayoutProto` (ours, TensorFlow's or bytes), and return it as ours."""
     layout = _parsed("LayoutProto", proto, LayoutError)
     if layout.type not in (0, _STATIC):  # before TensorFlow 2.21 there was no type: 0
         raise LayoutError(
-            f"a layout of type {layout.type} has no meaning here; only STATIC ones "
-            f"({_STATIC}) are read"
+            f"cannot read a layout of type {layout.type}; only STATIC ({_STATIC}) is "
+            "supported"
         )
     if not layout.HasField("mesh_config") or "" in words_in(layout):
         raise LayoutError(
@@ -135,7 +133,7 @@ def words_in(layout: Any) -> list[str]:
 
 
 def _parsed(name: str, proto: Any, error: type[LayoutError]) -> Any:
-    """A message of our own class, of the same bytes."""
+    """Convert a message or its bytes to our class."""
     from google.protobuf.message import DecodeError, Message
 
     if isinstance(proto, Message) and proto.DESCRIPTOR.name == name:
@@ -145,7 +143,7 @@ def _parsed(name: str, proto: Any, error: type[LayoutError]) -> Any:
     try:
         return _classes()[name].FromString(proto)
     except DecodeError as cause:
-        text = f"these {len(proto)} bytes are not a {name}, or not all of it"
+        text = f"these {len(proto)} bytes are not a {name}, or only part of one"
         raise error(text) from cause
 
 
@@ -160,9 +158,9 @@ def _checked(mesh: Any) -> Any:
         or len(mesh.global_devices) not in (0, places)
     ):
         raise MeshError(
-            f"cannot read the mesh {_grid(mesh)!r}: it must have an id for each place, "
-            "one more than that before; a device for each local id; and a global "
-            "device for each place, or none"
+            f"cannot read the mesh {_grid(mesh)!r}: it must have consecutive device "
+            "ids, one for each place; a device for each local id; and a global device "
+            "for each place, or none"
         )
     return mesh
 
@@ -175,8 +173,8 @@ def mesh_text(mesh: Any) -> str:
     for name in (mesh.name, *(dim.name for dim in mesh.mesh_dimensions)):
         if any(character in "|,= " for character in name):
             raise MeshError(
-                f"DTensor's text cannot hold the name {name!r} (one of '|', ',', '=' "
-                "or a space is in it); use as_proto()"
+                f"DTensor's text cannot hold the name {name!r}, which contains '|', "
+                "',', '=' or a space; use as_proto()"
             )
     lists = [mesh.global_device_ids, mesh.local_device_ids, mesh.local_devices]
     lists += [mesh.global_devices] if mesh.global_devices else []

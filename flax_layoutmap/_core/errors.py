@@ -13,7 +13,7 @@ class LayoutError(ValueError):
     """Base class of every error that flax_layoutmap raises for a user's mistake.
 
     Attributes:
-        problems: one text per problem of a tree; empty where there is one problem.
+        problems: one text per problem of a tree; empty for a single problem.
     """
 
     __module__ = "flax_layoutmap"
@@ -40,9 +40,8 @@ class ResolveError(LayoutError):
 
     Attributes:
         problems: one text per problem, each starting with the path of its leaf.
-        resolution: what was decided of the tree all the same, for `flm.lint`: leaves
-            that do not fit are replicated in it. None where no tree was resolved, and
-            in a copy (a pickle).
+        resolution: the Resolution, for `flm.lint`, with the leaves that do not fit
+            replicated. None if no tree was resolved, and after unpickling.
     """
 
     __module__ = "flax_layoutmap.errors"
@@ -112,7 +111,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def warn(text: str) -> None:
     """Issue a LayoutWarning that points at the user's line, not at one of ours."""
-    # Context managers of this package end in a frame of contextlib.
+    # Context managers of this package are called by contextlib.
     ours = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -121,7 +120,7 @@ def warn(text: str) -> None:
 
 
 def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:
-    """Join problems to indented lines and say how many more there are."""
+    """Join problems into indented lines, and say how many more there are."""
     lines = [f"  - {text}" for text in problems[:limit]]
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more (see .problems)")

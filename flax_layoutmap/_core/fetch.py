@@ -21,8 +21,9 @@ _NUMBERS = bool | int | float | complex
 def fetch_layout(x: Any) -> TensorLayout | None:
     """Return the layout of an array (or of what a Variable or Linen box holds).
 
-    None for a Python number or None. A value that is not on a mesh raises, and so does
-    one of `jit` on Auto axes, whose layout is not known (JAX shows it as replicated).
+    Returns None for a Python number or None. Raises LayoutError for a value that is not
+    on a mesh, and inside `jit` for a value on Auto axes, whose layout is not known yet
+    (JAX shows it as replicated).
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -32,7 +33,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
         >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data', None), DeviceMesh('data=2,model=4'))
 
-    Plain JAX: `x.sharding`; `jax.typeof(x).sharding` of a value on Explicit axes.
+    Plain JAX: `x.sharding`; `jax.typeof(x).sharding` for a value on Explicit axes.
     """
     x = unboxed(x)
     if x is None or isinstance(x, _NUMBERS):
@@ -46,7 +47,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
 def is_distributed(x: Any) -> bool:
     """Return whether a value is an array on a mesh, even of one device.
 
-    A value of `jit` on Auto axes raises LayoutError, as that is unknown.
+    Raises LayoutError inside `jit` for a value on Auto axes, where it is not known.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -65,8 +66,8 @@ def is_distributed(x: Any) -> bool:
 def check_layout(x: Any, layout: Any) -> None:
     """Raise LayoutError if an array does not have this layout.
 
-    Of a layout without a mesh only the dims are compared; of one on an abstract mesh,
-    all but the devices.
+    Only the dims are compared if `layout` has no mesh, and everything but the devices
+    if its mesh is abstract.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -125,7 +126,7 @@ def own_mesh(x: Any) -> DeviceMesh | None:
 
 
 def own_sharding(leaf: Any) -> NamedSharding | None:
-    """The sharding of an array on a mesh of devices; None for all else."""
+    """The sharding of an array on a mesh of devices; None for anything else."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return normal_sharding(sharding)
@@ -140,7 +141,7 @@ def normal_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 def concrete(x: Any) -> Any:
-    """The array, or the one that a tracer of differentiation holds; else None."""
+    """The array itself, or the array in a tracer of differentiation; else None."""
     if isinstance(x, Tracer):
         return concrete_value(x)
     return x if isinstance(x, jax.Array) else None
@@ -152,15 +153,16 @@ def is_traced(x: Any) -> bool:
 
 
 def is_eager() -> bool:
-    """Whether this runs outside of `jit` and the like (`grad` and `vmap` do not count).
+    """Whether this runs outside of `jit` and loops (`grad` and `vmap` do not count).
 
-    A constant in `jit` is not a tracer, but a value computed from no argument is one.
+    A constant in `jit` is not a tracer, but the result of an operation is, even without
+    arguments.
     """
     return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def unboxed(x: Any) -> Any:
-    """What a Variable or a Linen box holds; anything else as it is."""
+    """The value in a Variable or a Linen box; anything else unchanged."""
     while is_box(x):
         if isinstance(x, nnx.Variable):
             x = x.get_value()
@@ -171,12 +173,11 @@ def unboxed(x: Any) -> Any:
 
 
 def is_box(x: Any) -> bool:
-    """Whether this is a Variable or a Linen box."""
     return isinstance(x, nnx.Variable | AxisMetadata)
 
 
 def _unknown(x: Any) -> str:
-    """Why this has no known layout, and what to do."""
+    """Explain why a value has no known layout, and what to do."""
     if is_traced(x):
         return (
             f"a traced value {x.shape}: on Auto axes the compiler chooses its layout "

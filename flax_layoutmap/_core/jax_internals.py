@@ -29,7 +29,7 @@ def opened(value: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
 def part_of(
     jaxpr: Jaxpr, inputs: Sequence[Any], eqns: Sequence[Any], outputs: Sequence[Any]
 ) -> Jaxpr:
-    """A jaxpr of some equations of another one (`debug_info.with_unknown_names`)."""
+    """A jaxpr with some equations of another (`debug_info.with_unknown_names`)."""
     return jaxpr.replace(
         constvars=[],
         invars=list(inputs),
@@ -46,14 +46,14 @@ def settings_of(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def is_unspecified(sharding: Any) -> bool:
-    """Whether it is what `jax.jit` has for a sharding that was not given."""
+    """Whether this is `jax.jit`'s placeholder for a sharding that was not given."""
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
 def concrete_value(tracer: Tracer) -> Any:
     """The array that a tracer of differentiation holds; None for other tracers.
 
-    Fallback: None, so that it counts as traced.
+    None also if JAX has no such method: the value then counts as traced.
     """
     read = getattr(tracer, "to_concrete_value", None)
     return None if read is None else read()
@@ -65,7 +65,7 @@ def executables_of(jitted: Any) -> int:
 
 
 def memory_of(array: jax.Array) -> Any:
-    """Where an array of one device is in its memory, to compare; None if unknown."""
+    """Device and address of an array on one device, to compare; None if unknown."""
     try:
         return (*array.devices(), array.unsafe_buffer_pointer())
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
@@ -73,16 +73,16 @@ def memory_of(array: jax.Array) -> Any:
 
 
 def is_sharding_type_error(error: BaseException) -> bool:
-    """Whether JAX raised this as a layout on Explicit axes is ambiguous."""
+    """Whether JAX raised this because a layout on Explicit axes is ambiguous."""
     return type(error).__name__ == "ShardingTypeError"
 
 
 @contextlib.contextmanager
 def tracers_without_sharding() -> Iterator[None]:
-    """In the block, tracers of jax 0.10 have no `sharding`, without computing it.
+    """Within the block, tracers of jax 0.10 have no `sharding`.
 
     Flax reads it for every key that an `nnx.Rngs` makes, and JAX searches the whole
-    program for the text of an AttributeError that is then ignored.
+    program to word an AttributeError, which Flax then ignores.
     """
     if ClosedJaxpr is Jaxpr or "sharding" not in vars(Tracer):
         yield
@@ -96,14 +96,14 @@ def _no_sharding(tracer: Tracer) -> Any:
     raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
 
 
-# What JAX calls the bodies of loops.
+# JAX's names for the bodies of loops.
 _LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
 
 
 def is_in_a_loop(x: Any) -> bool:
     """Whether a value is traced for the body of `scan` or `while_loop`.
 
-    JAX has no public name for this.
+    JAX has no public way to ask this.
     """
     trace = getattr(x, "_trace", None)
     while trace is not None:
@@ -116,18 +116,18 @@ def is_in_a_loop(x: Any) -> bool:
 
 class _Patch(NamedTuple):
     plain: Any  # the original
-    blocks: set[object]  # those in force
+    blocks: set[object]  # the active ones
 
 
 # Re-entrant: the garbage collector may end an abandoned block at any point of the code
-# below, in the thread that holds the lock. The record is right at each of these points.
+# below, in the thread that holds the lock. The record is correct at each of them.
 _LOCK = threading.RLock()
 _PATCHED: dict[tuple[type, str], _Patch] = {}
 
 
 @contextlib.contextmanager
 def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method (or slot) of a class by `wrap` of it, in all threads.
+    """Replace a method (or slot) of a class by `wrap(original)`, in all threads.
 
     Blocks nest, and the last to end restores the original, so `wrap` must not depend
     on the block.

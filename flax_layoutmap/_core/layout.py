@@ -31,8 +31,8 @@ class TensorLayout:
     """How the dims of an array are sharded over the axes of a mesh.
 
     Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with the members
-    of DTensor's `Layout`. Those that need the rank raise LayoutError for a layout with
-    `...`, and for `()`, which is replicated at any rank
+    of DTensor's `Layout`. Members that need the rank raise LayoutError for a layout
+    that contains `...`, and for `()`, which is replicated at any rank
     (`TensorLayout.replicated(mesh, 0)` has rank 0).
 
     Args:
@@ -44,7 +44,7 @@ class TensorLayout:
             the axes of an array's dim (for `relayout` and `distribute_tensor` only).
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope set it later.
-        memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
+        memory_kind: kind of memory, such as `"pinned_host"`; None for the default.
         mesh: DTensor's name for `device_mesh`.
 
     Example:
@@ -100,7 +100,7 @@ class TensorLayout:
         mesh: DeviceMesh | None,
         memory_kind: str | None = None,
     ) -> Self:
-        """A layout of exactly these dims; none of them is rank 0, not any rank."""
+        """A layout with exactly these dims: `()` has rank 0, not any rank."""
         layout = object.__new__(cls)
         layout._fill(axes, mesh, memory_kind)
         return layout
@@ -133,7 +133,7 @@ class TensorLayout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether no dim is, or with MATCH may be, sharded."""
+        """Whether no dim is sharded, or may be because of `MATCH`."""
         return not self.axis_names and not self.has_match
 
     @property
@@ -143,7 +143,7 @@ class TensorLayout:
 
     @property
     def rank(self) -> int | None:
-        """Number of dims, or None where a `...` leaves it open."""
+        """Number of dims, or None if the layout contains `...`."""
         return None if ... in self.axes else len(self.axes)
 
     def on(self, device_mesh: Any) -> Self:
@@ -157,7 +157,7 @@ class TensorLayout:
         return self._exactly(self.axes, self.device_mesh, "pinned_host")
 
     def matched(self, dims: Sequence[Sequence[str]]) -> Self:
-        """Return the layout with every `MATCH` replaced by these axes of an array."""
+        """Return the layout with each `MATCH` replaced by the axes of its dim."""
         if not self.has_match:
             return self
         axes = self._written_out(len(dims))
@@ -188,7 +188,7 @@ class TensorLayout:
             )
 
     def _written_out(self, ndim: int) -> tuple[Dim, ...]:
-        """The axes for this many dims, without the `...`."""
+        """The axes of this many dims, with the `...` expanded."""
         axes = self.axes
         count = len(axes) - (... in axes)
         if ndim < count or (ndim > count and ... not in axes):
@@ -203,7 +203,7 @@ class TensorLayout:
     def spec(self, ndim: int | None = None) -> PartitionSpec:
         """Return the `PartitionSpec`, without trailing None.
 
-        The rank is needed where a `...` stands before a sharded dim.
+        `ndim` is needed if a `...` precedes a sharded dim.
         """
         if ndim is None:
             axes = self.axes
@@ -232,9 +232,9 @@ class TensorLayout:
         return tuple(map(operator.floordiv, shape, _parts(dims, sizes)))
 
     def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
-        """Return whether both place an array of `ndim` dims alike.
+        """Return whether both place an array of `ndim` dims the same way.
 
-        An abstract mesh is like every mesh with its axes.
+        An abstract mesh is equivalent to any mesh with the same axes.
         """
         mine, yours = self.device_mesh, other.device_mesh
         same_mesh = mine is yours or bool(mine and yours and same_places(mine, yours))
@@ -259,11 +259,11 @@ class TensorLayout:
         return tuple(_parts(self._every_dim_axes(), self._some_mesh().axis_sizes))
 
     def num_shards(self, idx: int) -> int:
-        """Return the number of shards along a dim, which may count from the end."""
+        """Return the number of shards along a dim, which may be negative."""
         return self.shape[self._position(idx)]
 
     def is_fully_replicated(self) -> bool:
-        """Return whether each device has all of the array; an axis may have size 1."""
+        """Return whether each device holds the whole array; axes may have size 1."""
         self._check_complete()
         return all(self._some_mesh().axis_sizes[n] == 1 for n in self.axis_names)
 
@@ -300,7 +300,7 @@ class TensorLayout:
     def local_shape_from_global_shape(
         self, global_shape: Sequence[int]
     ) -> tuple[int, ...]:
-        """DTensor's name for `shard_shape`; what does not divide is an error here."""
+        """DTensor's name for `shard_shape`; an indivisible dim is an error here."""
         return self.shard_shape(global_shape)
 
     def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
@@ -348,7 +348,8 @@ class TensorLayout:
     def from_proto(cls, proto: Any) -> Self:
         """Read a `LayoutProto`, from here or TensorFlow, or its bytes.
 
-        The mesh has devices if all of them are listed and here; its axes are Auto.
+        The mesh is abstract unless all devices are listed and present; its axes are
+        Auto.
         """
         proto = dtensor_format.read_layout_proto(proto)
         dims = tuple(map(dtensor_format.dim_of, dtensor_format.words_in(proto)))
@@ -388,7 +389,7 @@ class TensorLayout:
         return self.dims(len(self._every_dim()))
 
     def _position(self, dim: Any) -> int:
-        """The dim counted from 0, of one that may be counted from the end."""
+        """The dim counted from 0; `dim` may count from the end."""
         rank = len(self._every_dim())
         try:
             return range(rank)[dim]
@@ -429,7 +430,7 @@ def named_sharding(
 
 
 def is_offloaded(memory_kind: str | None) -> bool:
-    """Whether this kind of memory is another one than that of the device."""
+    """Whether this kind of memory is not that of the device."""
     return memory_kind not in (None, "device")
 
 
@@ -446,5 +447,5 @@ def memory_kinds(device: Any) -> list[str]:
     """The kinds of memory that a device has; empty if it does not say."""
     try:
         return [memory.kind for memory in device.addressable_memories()]
-    except jax.errors.JaxRuntimeError:  # that of a topology without devices
+    except jax.errors.JaxRuntimeError:  # a topology without devices
         return []

@@ -30,17 +30,17 @@ from flax_layoutmap._core.mesh_shape import (
 class DeviceMesh:
     """A named grid of devices.
 
-    Keras's `DeviceMesh`, also from one line, a dict or an existing mesh. Immutable,
-    hashable, and equal when shape, axis names, axis types and devices are. The members
-    of DTensor's `Mesh` number the devices by their place in the mesh, row-major.
+    Keras's `DeviceMesh`, which can also be made from one line, a dict or an existing
+    mesh. Immutable, hashable, and equal if shape, axis names, axis types and devices
+    are. The members of DTensor's `Mesh` number the devices in row-major order.
 
     Args:
-        shape: sizes of the axes, of which one may be -1, `(2, 4)`; or one line,
+        shape: sizes of the axes, `(2, 4)`, one of which may be -1; or one line,
             `"data=2,model=-1"`; or a mapping, `{"data": 2, "model": -1}`; or a
             `jax.sharding.Mesh`, `AbstractMesh` or `DeviceMesh`.
         axis_names: one name per axis, unless `shape` has the names.
         devices: the devices in the order of the grid (row-major), or their names,
-            `"cpu:0"`; None takes all of all processes, in the order of `jax.make_mesh`.
+            `"cpu:0"`; None: all devices of the job, in the order of `jax.make_mesh`.
         axis_types: `"auto"` (the compiler decides what no layout sets) or `"explicit"`,
             or the `jax.sharding.AxisType`; one type for all axes.
         allow_split_physical_axes: allow a mesh axis to use part of a physical TPU axis
@@ -240,14 +240,14 @@ class DeviceMesh:
         return self.axis_sizes[name]
 
     def contains_dim(self, name: str) -> bool:
-        """Return whether the mesh has an axis of this name, as `name in mesh`."""
+        """Return whether the mesh has an axis of this name; also `name in mesh`."""
         return name in self.axis_names
 
     __contains__ = contains_dim
 
     @property
     def strides(self) -> list[int]:
-        """Distance between the numbers of neighbours along each axis."""
+        """Difference between the ids of neighbours along each axis."""
         return [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
     def coords(self, device_id: int) -> tuple[int, ...]:
@@ -347,7 +347,7 @@ class DeviceMesh:
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None."""
+    """Convert anything that a mesh argument accepts to a `DeviceMesh`; keep None."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh | str | Mapping):
@@ -378,7 +378,7 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """A sharding on Auto axes for an array without a layout, over all that divide."""
+    """Shard an array without a layout over all axes that divide it, as Auto axes."""
     auto = retyped(mesh, AxisType.Auto)
     left = list(shape)
     spec: list[tuple[str, ...]] = [()] * len(left)

@@ -166,7 +166,7 @@ def _filled(shape: Mapping[str, int] | str, count: int) -> dict[str, int]:
 def _by_slice(devices: Sequence[Any]) -> bool:
     """Whether devices have slice numbers; else each process counts as a slice.
 
-    CPUs and GPUs of several processes say that all of them are slice 0.
+    CPUs and GPUs of several processes all report slice 0.
     """
     slices = {getattr(device, "slice_index", None) for device in devices}
     return None not in slices and (len(slices) > 1 or devices[0].platform == "tpu")
@@ -174,7 +174,7 @@ def _by_slice(devices: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _errors_of_jax(what: str) -> Iterator[None]:
-    """Raise what JAX raises about the order of devices as a MeshError."""
+    """Raise JAX's errors about the order of devices as MeshError."""
     try:
         yield
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
@@ -182,12 +182,12 @@ def _errors_of_jax(what: str) -> Iterator[None]:
             f"JAX cannot place {what}: {error}; choose sizes that fit the links, pass "
             "allow_split_physical_axes=True (some axes are slower then), use "
             "flm.DeviceMesh.hybrid for several slices, or pass devices=jax.devices() "
-            "to take them in the order of their numbers"
+            "to take them in the order of their ids"
         ) from error
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
-    """Over how many slices each axis is split, first axes first; None if impossible.
+    """Split axes over slices, first axes first: the parts of each; None if impossible.
 
     >>> over_slices((4, 8), 8), over_slices((4, 12), 3)
     ([4, 2], None)
@@ -210,7 +210,7 @@ Key = tuple[str, int]
 
 
 def key_of(device: Any) -> Key:
-    """Platform and id of a device, or of its name; they identify it in the job."""
+    """Platform and id of a device or a device name, which are unique in the job."""
     if isinstance(device, str):
         match = _NAME.fullmatch(device)
         if match is None:
@@ -235,13 +235,13 @@ def long_name(device: Any) -> str:
 
 
 def devices_here(given: Sequence[Any]) -> list[Any | None]:
-    """The devices, given as such or by name; None where there is no such device."""
+    """The devices, given as objects or names; None where a device does not exist."""
     keys = [key_of(device) for device in given]
     if len(set(keys)) != len(keys):
         raise MeshError(f"devices holds one device twice: {list(given)}")
     known = {}
     for platform in {key_of(name)[0] for name in given if isinstance(name, str)}:
-        with contextlib.suppress(RuntimeError):  # it is unknown, or without devices
+        with contextlib.suppress(RuntimeError):  # unknown, or without devices
             known |= {(platform, d.id): d for d in jax.devices(platform)}
     pairs = zip(keys, given, strict=True)
     return [known.get(key) if isinstance(d, str) else d for key, d in pairs]

@@ -31,14 +31,14 @@ _LISTED = 8
 
 
 class Agreement:
-    """A block after which all processes of a job compare parts (name → text or lines).
+    """Compare parts (name → text or lines) across processes at the end of a block.
 
-    They exchange digests of the parts, of the mesh and of the settings of JAX that
-    change values. If some differ, or if the block or a part raised in one process, all
-    of them raise. All processes must enter it, as every collective; nothing is
-    exchanged inside a trace, or for a mesh without devices of every process.
+    The processes exchange digests of the parts, of the mesh and of the JAX settings
+    that change values. If any differ, or if the block or a part raised in one process,
+    all processes raise. Like every collective, all processes must enter it; nothing is
+    exchanged inside a trace, or for a mesh that lacks devices of some process.
 
-    `step` names in messages what comes next: `"creating the model"`.
+    `step` tells in messages what comes next: `"creating the model"`.
 
     >>> with Agreement("creating the model", None) as agreement:
     ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
@@ -70,7 +70,7 @@ class Agreement:
         elif error is None:  # an interrupt ends this process at once
             try:
                 digests = self._digests(mesh)
-            except Exception as failure:  # of any kind: the others wait
+            except Exception as failure:  # of any kind: the other processes wait
                 self._tell(failure)
                 raise
             self._compare(digests)
@@ -128,7 +128,7 @@ def digest_of_values(leaves: Iterable[Any]) -> str:
 
 
 def digest_of_value(leaf: Any) -> str:
-    """A checksum of shape, dtype and value; empty for values of several processes."""
+    """A checksum of shape, dtype and value; empty for arrays that span processes."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             return ""
@@ -158,7 +158,7 @@ def _exchange(step: str, digests: dict[str, str], error: str) -> list[Any]:
     """Step, digests of the parts and error of each process, in order."""
     row = json.dumps([step[:200], digests, error[:600]], ensure_ascii=False)
     sent = row.encode(errors="replace").ljust(_BYTES)
-    # Whatever the caller has set in JAX must not reach the gather.
+    # The caller's JAX settings must not affect the gather.
     with jax.transfer_guard("allow"), jax.disable_jit(False):
         rows = multihost_utils.process_allgather(np.frombuffer(sent, np.uint8))
     return [json.loads(row.tobytes()) for row in rows]

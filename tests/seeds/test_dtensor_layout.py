@@ -426,10 +426,10 @@ def test_damaged_protos() -> None:
         with pytest.raises(flm.LayoutError):
             flm.TensorLayout.from_proto(wrong)
     damages: list[tuple[Any, str]] = [
-        (lambda p: setattr(p, "type", 2), "of type 2 has no meaning"),
+        (lambda p: setattr(p, "type", 2), "a layout of type 2; only STATIC"),
         (lambda p: p.sharding_specs[1].Clear(), "the word of a dim, is missing"),
         (lambda p: p.ClearField("mesh_config"), "damaged: its mesh"),
-        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "an id for each place"),
+        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "consecutive device ids"),
     ]
     for damage, message in damages:
         proto = ROWS.as_proto()

@@ -273,7 +273,7 @@ def test_names_that_text_cannot_hold() -> None:
         (("", "x=2", "|x=2|0,1", "|x|0,1|0|cpu:0", "|x=2|0,b||"), "it must be name|x"),
         (("|x=2|0,1|0,1|cpu:0", "|x=2|0,1|0,0|cpu:0,cpu:1"), "a device for each local"),
         (("|x=2|0,1|||cpu:0",), "a global device for each place, or none"),
-        (("|x=2|0,2||", "|x=0|||"), "an id for each place, one more than that before"),
+        (("|x=2|0,2||", "|x=0|||"), "consecutive device ids, one for each place"),
         (("|x=2,x=1|0,1||",), "axis names must differ"),
         (("||0||",), "needs a size and a name for each axis"),
         (("|x=1|0|0|CPU",), "cannot read the device 'CPU'"),
