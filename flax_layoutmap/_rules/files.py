@@ -28,7 +28,7 @@ from flax_layoutmap._rules.rules import (
     check_option,
 )
 
-# What stands for None, for any number of dims, and for a layout without axes.
+# Spellings of None, of any number of dims, and of a layout without axes.
 NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
 
 FILE_KEYS = {"schema", "optional", "mesh", "batch", *OPTIONS, *SECTIONS}
@@ -58,7 +58,7 @@ def mesh_to_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
 
 
 def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """A rule of rules on a mesh: pattern, axes, and the options that are set."""
+    """Pattern and axes of a rule, its other options, and a mesh other than `mesh`."""
     layout = rule.layout
     axes = [
         ANY_DIMS if dim is ... else list(dim) if isinstance(dim, tuple) else dim
@@ -77,7 +77,7 @@ def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
-    """Read a rule set; without `mesh`, on the recorded one, abstract."""
+    """Read a rule set; without `mesh`, its mesh is the recorded one, abstract."""
     return rules_from_tables([("the rules", data)], mesh)
 
 
@@ -127,7 +127,7 @@ def _check_table(file: str, table: Any) -> None:
 def _entries(
     where: str, table: Mapping[str, Any], section: str
 ) -> Iterator[tuple[str, Any]]:
-    """Pattern and value of each rule: of a table, or of a list as `to_json` has it."""
+    """Pattern and value of each rule, from a table or from a list as in `to_json`."""
     given, patterns = table.get(section, {}), set[str]()
     if not isinstance(given, dict | list):
         raise RuleError(
@@ -141,7 +141,7 @@ def _entries(
         if not isinstance(pattern, str):
             raise RuleError(f"{where}: an entry has no pattern: {reprlib.repr(entry)}")
         if pattern in patterns:
-            raise RuleError(f"{where}: the pattern {pattern!r} is there twice")
+            raise RuleError(f"{where}: the pattern {pattern!r} occurs twice")
         patterns.add(pattern)
         if value is not False:
             value = value if isinstance(value, dict) else {"axes": value}
@@ -183,7 +183,7 @@ def _rule_set(
 
 
 def mesh_from_json(value: Any) -> DeviceMesh | None:
-    """The abstract mesh of `"data=2,model=4"`, or of what `mesh_to_json` returns."""
+    """The abstract mesh for `"data=2,model=4"`, or for the values of `mesh_to_json`."""
     if value is None or isinstance(value, str):
         return None if value is None else DeviceMesh.abstract(value)
     if not isinstance(value, dict) or not {"axis_names", "shape"} <= {*value}:
@@ -197,7 +197,7 @@ def mesh_from_json(value: Any) -> DeviceMesh | None:
 
 def _rule(pattern: str, value: Mapping[str, Any], mesh: DeviceMesh | None) -> Rule:
     for key in value:
-        if key not in ENTRY_KEYS:  # to TOML, `up.kernel = …` is a table `up`
+        if key not in ENTRY_KEYS:  # TOML reads `up.kernel = …` as a table `up`
             near = did_you_mean(key, sorted(ENTRY_KEYS))
             near = near or "; a pattern with a '.' in it needs quotes"
             raise RuleError(f"unknown key {key!r}{near}")
@@ -238,7 +238,7 @@ def read_rules(path: Any, *, mesh: Any = None) -> RuleSet:
 
 
 def _tables(path: str, below: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """The tables of a file: of those that it extends, in order, then its own."""
+    """The tables of all files that a file extends, in order, then its own."""
     real = os.path.realpath(path)
     if real in below:
         chain = " → ".join([*below[below.index(real) :], real])
@@ -326,27 +326,27 @@ def _key(pattern: str) -> str:
     return readable_json(pattern)
 
 
-# Control characters that JSON leaves, and zero-width marks, some of which reverse text.
+# Control characters that JSON keeps, and zero-width marks, some of which reverse text.
 _HIDDEN = re.compile(r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 def readable_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON in which letters of all languages stay and invisible ones are escaped."""
+    """JSON that keeps letters of all languages and escapes invisible characters."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Write a file atomically: beside it, then renamed; links are followed."""
+    """Write a file atomically, by renaming a temporary one; links are followed."""
     path = os.path.realpath(path)
-    beside = f"{path}.{secrets.token_hex(4)}.tmp"
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(raw)
         if os.path.exists(path):
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:  # an interrupt too leaves nothing beside the file
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:  # an interrupt too must not leave the temporary file
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise

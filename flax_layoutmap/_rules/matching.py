@@ -25,7 +25,7 @@ class Rule:
     Args:
         pattern: a regular expression over leaf paths, or a path itself.
         layout: anything that `TensorLayout` takes for its axes.
-        rank: of a matched leaf whose number of dims the layout does not fit:
+        rank: what to do if the layout does not fit the rank of a matched leaf:
             `"error"`, or `"skip"` (the rule does not apply to it).
         optional: whether the rule may match no leaf, without a warning; for tables
             that serve several models.
@@ -72,8 +72,8 @@ class Rule:
             raise RuleError(f"rule {pattern!r}: {error}") from error
         if layout.has_match:
             raise RuleError(
-                f"rule {pattern!r}: the layout {layout} keeps what a dim has (MATCH), "
-                "which only relayout and distribute_tensor can; name the axes, or None"
+                f"rule {pattern!r}: the layout {layout} has a MATCH dim, which only "
+                "relayout and distribute_tensor support; name the axes, or None"
             )
         values = {"pattern": pattern, "layout": layout}
         for name, value in (values | {"rank": rank, "optional": optional}).items():
@@ -97,22 +97,22 @@ class Rule:
         return f"Rule({self.pattern!r}, {self.layout}{more})"
 
 
-# Paths whose rules a Matcher remembers.
+# For how many paths a Matcher remembers the rules.
 _MOST_PATHS = 1 << 16
 
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
-# A pattern tells those digits apart that it has; all, with a range of some digits, a
-# reference to a group or the code of a character. A range of other characters, or what
-# stands for a kind of them, holds all digits or none.
+# A pattern can distinguish the digits that are written in it, and all digits if it has
+# a range of some digits, a reference to a group, or a character code. Other ranges and
+# classes of characters contain all digits or none.
 _DIGITS = frozenset("0123456789")
 _ANY_DIGIT = re.compile(r"(?<!\\)\[\^?0-9\]")
 _TELLS_ALL = re.compile(r"[0-9]-|-[0-9]|\\[0-9xuUN]|\(\?P=")
 
 
 def _digits_told(pattern: str) -> frozenset[str]:
-    """The digits that a pattern may tell from the others."""
+    """The digits that a pattern may distinguish from others."""
     text = _ANY_DIGIT.sub("", pattern)
     return _DIGITS if _TELLS_ALL.search(text) else _DIGITS.intersection(text)
 
@@ -130,7 +130,7 @@ class Matcher:
     Every pattern sees the path within its section (`up/kernel`). A longer form of the
     path (`policy/up/kernel`, see `paths.forms`) is seen only by the patterns whose text
     names the section: `policy/up`, `^policy/`. With `to_end` a match must reach the end
-    of the path: a rule for the output of `mlp` must not apply to that of `mlp/up`.
+    of the path: a rule for the output of `mlp` must not apply to `mlp/up`.
     """
 
     def __init__(
@@ -147,17 +147,17 @@ class Matcher:
     def similar(self, paths: Sequence[str]) -> Sequence[str]:
         """A text for each path, equal for paths that the same rules match."""
         text = "\n".join(paths)
-        # A path that has the text of a class of digits may be an exact key.
+        # A path that contains the text of a class of digits may be an exact key.
         return paths if "[" in text else text.translate(self._alike).split("\n")
 
     def matching(self, path: str) -> tuple[int, ...]:
-        """Positions of the rules that match this very path."""
+        """Positions of the rules that match exactly this path."""
         return self.match((path,)).rules
 
     def match(self, forms: Sequence[str]) -> MatchedRules:
         """The rules that match a path, given in all its forms, the longest first.
 
-        Of exact keys the longest wins, alone, unless it may be skipped (`rank="skip"`).
+        The longest exact key wins alone, unless it may be skipped (`rank="skip"`).
         """
         keys = [self._positions[form] for form in forms if form in self._positions]
         for at in keys:
@@ -166,7 +166,7 @@ class Matcher:
         return MatchedRules(self.matching_patterns(forms), keys[0] if keys else None)
 
     def matching_patterns(self, forms: Sequence[str]) -> tuple[int, ...]:
-        """Positions of the matching rules, if no exact key hid the others."""
+        """Positions of all matching rules, also those that an exact key overrides."""
         alike = tuple([form.translate(self._alike) for form in forms])
         if alike not in self._tried:
             if len(self._tried) >= _MOST_PATHS:
@@ -209,7 +209,7 @@ def _test_of(pattern: str, match: MatchMode, to_end: bool) -> Callable[[str], An
 def names_section(pattern: str, prefix: str) -> bool:
     r"""Whether the text of a pattern has one of the names that lead to a section.
 
-    Where such a name ends in a number, the pattern may have what stands for several.
+    If such a name ends in a number, the pattern may match several numbers there.
 
     >>> names_section("^(?!head).*kernel", "model/")
     False
@@ -221,7 +221,7 @@ def names_section(pattern: str, prefix: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _in_text(name: str) -> re.Pattern[str]:
-    """What finds a name, possibly escaped, in the text of a pattern."""
+    """A regex that finds a name, possibly escaped, in the text of a pattern."""
     stem = name.rstrip("0123456789")
     text = "".join(rf"\\?{re.escape(letter)}" for letter in stem)
     if number := name[len(stem) :]:

@@ -74,7 +74,7 @@ class ResolvedLeaf:
         fallback: what happened instead, where a rule matched but could not apply.
         owner: the path of the parameter that optimizer state belongs to, or of the
             kernel that a LoRA matrix or a scale follows.
-        note: more about why.
+        note: more about the reason.
         others: the other paths of a shared NNX Variable.
     """
 
@@ -98,8 +98,8 @@ class ResolvedLeaf:
 class Totals:
     """Sums over the leaves of one role, in bytes.
 
-    `bytes_per_device` are in the memory of the device; `host_bytes_per_device` are
-    those of the parts that rules with a `memory_kind` keep on its host.
+    `bytes_per_device` counts device memory; `host_bytes_per_device` counts the parts
+    that rules with a `memory_kind` keep in host memory.
     """
 
     leaves: int
@@ -120,7 +120,7 @@ def section_of(row: Decision, rules: RuleSet) -> tuple[Rule, ...]:
 
 
 def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
-    """Why, in words; `short` for a table cell."""
+    """The reason for a decision, in words; `short` for a table cell."""
     if row.rule is not None:
         rule = section_of(row, rules)[row.rule]
         if row.reason == "optimizer rule":
@@ -151,7 +151,7 @@ def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
 
 
 def leaf_bytes(shape: Shape, dtype: Any) -> int:
-    """Bytes of an array; 0 for a leaf that is not one."""
+    """Bytes of an array; 0 for other leaves."""
     return math.prod(shape) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
@@ -173,7 +173,7 @@ def show_spec(spec: PartitionSpec, memory_kind: str | None = None) -> str:
 
 
 def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
-    own = leaf.layout.device_mesh
+    leaf_mesh = leaf.layout.device_mesh
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),
@@ -192,7 +192,7 @@ def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
         "owner": leaf.owner,
         "note": leaf.note,
         "memory_kind": leaf.layout.memory_kind,
-        "mesh": None if own in (None, mesh) else mesh_to_json(own),
+        "mesh": None if leaf_mesh in (None, mesh) else mesh_to_json(leaf_mesh),
     }
 
 
@@ -200,16 +200,16 @@ def leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 class Remark(NamedTuple):
-    """A warning, and what it is about: paths within the section, with the reason."""
+    """A warning, with keys of its subjects: path within the section, and reason."""
 
     text: str
     keys: frozenset[str]
 
 
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
-    """Emit warnings, each once for a rule set, and in one process of a job.
+    """Emit each warning once per rule set, in one process of a job.
 
-    A strict rule set raises ResolveError instead; one with `strict=False` is quiet.
+    A strict rule set raises ResolveError instead; `strict=False` emits none.
     """
     if rules.strict is False or not remarks:
         return
@@ -227,7 +227,7 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of the remarks about something that none was about before."""
+    """The texts of the remarks with a subject that was not announced before."""
     announced = rules._announced
     new = [remark for remark in remarks if not remark.keys <= announced]
     announced.update(*(remark.keys for remark in new))

@@ -1,4 +1,4 @@
-"""RuleSet, all rules and options of a LayoutMap frozen, and the ambient one."""
+"""RuleSet: all rules and options of a LayoutMap, frozen; and the ambient RuleSet."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def _memo(make: Any) -> Any:
-    """A field for what a rule set remembers; not a part of its value."""
+    """A field for a cache of a rule set, which is not part of its value."""
     field = functools.partial(dataclasses.field, init=False, repr=False, compare=False)
     return field(default_factory=make)
 
@@ -40,7 +40,7 @@ class RuleSet:
         rules: the parameter rules, in order; rule numbers in messages count from 1.
         mesh: the mesh, or None.
         match, overlap, unmatched, indivisible, strict: as for `LayoutMap`.
-        batch: the mesh axes that the first dim of a batch lies on.
+        batch: the mesh axes that shard the first dim of a batch.
         activations: output layouts by module path.
         names: layouts that model code asks for by name.
         optimizer: rules for optimizer state, by the path of its parameter.
@@ -109,7 +109,7 @@ class RuleSet:
         return {name: Matcher(getattr(self, name), modes[name]) for name in modes}
 
     def layout_in(self, section: str, path: str) -> TensorLayout | None:
-        """Look up a path in a section: exact key, then patterns; None for a miss."""
+        """Look up a path in a section: exact key, then patterns; None if not found."""
         rules, matched = getattr(self, section), self.matchers[section].match((path,))
         if matched.key is not None:
             return rules[matched.key].layout
@@ -125,7 +125,7 @@ class RuleSet:
         return rules[winner].layout
 
     def winner(self, section: Sequence[Rule], matched: Sequence[int]) -> int | None:
-        """Pick the winner of the rules that match, in order; None: they conflict."""
+        """Pick the winner of the matching rules, in order; None if they conflict."""
         if self.overlap == "error":
             if len({section[at].layout for at in matched}) > 1:
                 return None
@@ -140,7 +140,7 @@ class RuleSet:
     def on(self, mesh: Any) -> "RuleSet":
         """Return the same rules on another mesh, anything that `DeviceMesh` accepts.
 
-        `batch` keeps the axes that the new mesh has; if it has none, its first axis.
+        `batch` keeps the axes that the new mesh has, or takes its first axis.
         """
         new = as_mesh(mesh)
         if new is None:
@@ -167,9 +167,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raise RuleError for a value that an option does not have."""
+    """Raise RuleError for an invalid value of an option."""
     choices = _CHOICES[name]
-    # Of the same type, as 0 == False.
+    # Types must match too, because 0 == False.
     if not any(type(value) is type(known) and value == known for known in choices):
         words = [known for known in choices if isinstance(known, str)]
         hint = did_you_mean(value, words) if isinstance(value, str) else ""
@@ -240,7 +240,7 @@ def trace_key() -> Any:
 
 
 def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """In the block, this hashable value is part of the keys of JAX's caches."""
+    """Add a hashable value to the keys of JAX's caches, within a block."""
     return _TRACE_KEY(value)
 
 
@@ -272,25 +272,25 @@ def split_axes() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def split_over(axes: tuple[str, ...]) -> Iterator[None]:
-    """In the block each device has its own rows along these axes: layouts omit them."""
+    """Within the block layouts omit these axes: each device has different rows."""
     with _setting(_SPLIT, axes):
         yield
 
 
 @contextlib.contextmanager
 def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
-    """Set the mesh of layouts without one, in a block or a decorated function.
+    """Set the mesh of layouts that have no mesh, in a block or a decorated function.
 
-    A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
-    precedence over it, and it over `jax.set_mesh`. It applies to this library only, in
-    the same thread or task, also inside of `jit` and with an abstract mesh. A function
-    under `jax.jit` reads it when it is traced.
+    It takes precedence over `jax.set_mesh`, but not over a layout's own mesh or that of
+    the surrounding `flm.jit(layout_map=…)`. It affects only this library, in the same
+    thread or task, also inside of `jit` and with an abstract mesh. A function under
+    `jax.jit` reads it when it is traced.
 
     Args:
         mesh: anything that `DeviceMesh` accepts.
 
     Returns:
-        A context manager (and decorator) that gives the `DeviceMesh`.
+        A context manager (and decorator) that yields the `DeviceMesh`.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -299,7 +299,7 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
         >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data',), DeviceMesh('data=8'))
 
-    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes.
+    Plain JAX: `with jax.set_mesh(mesh):`, which also affects arrays that JAX makes.
     """
     made = as_mesh(mesh)
     if made is None:

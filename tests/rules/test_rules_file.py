@@ -410,7 +410,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         ('{"schema": 1, "mesh": {"shape": [2]}}', "rules.json: mesh: write it as"),
         ('{"schema": 1, "rules": [{"axes": []}]}', "an entry has no pattern"),
         ('{"schema": 1, "rules": [{"pattern": "a", "axes": ["x"]}, '
-         '{"pattern": "a", "axes": ["y"]}]}', "the pattern 'a' is there twice"),
+         '{"pattern": "a", "axes": ["y"]}]}', "the pattern 'a' occurs twice"),
     ],
 )  # fmt: skip
 def test_json_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:

@@ -429,7 +429,7 @@ def test_damaged_protos() -> None:
         (lambda p: setattr(p, "type", 2), "a layout of type 2; only STATIC"),
         (lambda p: p.sharding_specs[1].Clear(), "the word of a dim, is missing"),
         (lambda p: p.ClearField("mesh_config"), "damaged: its mesh"),
-        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "consecutive device ids"),
+        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "consecutive device"),
     ]
     for damage, message in damages:
         proto = ROWS.as_proto()
