@@ -2,8 +2,8 @@
 
 Precedence, for a parameter: an explicit layout on the variable, a rule, Flax metadata,
 the kernel that it belongs to, replicated. For optimizer state: an optimizer rule, the
-layout of its parameter, its current layout, replicated. Random state and whatever is
-not an array are replicated.
+layout of its parameter, its current layout, replicated. Random state and
+leaves that are not arrays are replicated.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
 
 
 def _not_sharded(leaves: Leaves) -> Iterator[tuple[int, Reason]]:
-    """The leaves that no rule is asked of: random state, and what is not an array."""
+    """The leaves that no rule applies to: random state, and those not arrays."""
     fixed = leaves.flat.fixed
     if fixed or not all(issubclass(x, np.dtype) for x in set(map(type, leaves.dtypes))):
         for at, dtype in enumerate(leaves.dtypes):
@@ -86,9 +86,9 @@ def _not_sharded(leaves: Leaves) -> Iterator[tuple[int, Reason]]:
 
 
 def _match_similar(made: Decisions) -> None:
-    """Decide by the rules of each path; of similar leaves in a section, one is tried.
+    """Decide by the rules that match each path; similar leaves are matched once.
 
-    Optimizer state has no rules of its own.
+    Optimizer state is decided later.
     """
     flat, shapes, matcher = made.leaves.flat, made.leaves.shapes, made.rules.matcher
     for start, stop, *_ in flat.sections:
@@ -106,9 +106,10 @@ def _match_similar(made: Decisions) -> None:
 
 
 def _match_other_paths(made: Decisions) -> None:
-    """Decide shared Variables by all their paths, leaves in a LoRA module without it.
+    """Decide shared Variables by all their paths, and leaves in a LoRA module.
 
-    Unless a rule matches only the path with the LoRA module.
+    These are decided by the path without the LoRA module, unless a rule matches only
+    the path with it.
     """
     rows, leaves, matcher = made.rows, made.leaves, made.rules.matcher
     flat, shapes = leaves.flat, leaves.shapes
@@ -151,7 +152,7 @@ def _match_owner(made: Decisions, owner: int) -> MatchedRules:
 def _annotated(made: Decisions, mark: Mark, row: Decision, shape: Shape) -> Decision:
     """Apply layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
-        return row  # a copy of the parameter's metadata, for another shape maybe
+        return row  # metadata copied from the parameter, whose shape may differ
     if mark.problem is not None:
         return made.trouble(f"its metadata: {mark.problem}", shape, row.matched)
     if mark.layout is not None:
@@ -163,7 +164,7 @@ def _annotated(made: Decisions, mark: Mark, row: Decision, shape: Shape) -> Deci
 
 
 def _by_flax(made: Decisions, mark: Mark, names: Names, shape: Shape) -> Decision:
-    """The layout of Flax's axis names."""
+    """The decision for Flax's axis names."""
     bare = tuple(dim[0] if len(dim) == 1 else dim or None for dim in names)
     name = f"Flax metadata {bare!r}"  # as a user writes it
     try:
@@ -197,20 +198,20 @@ def _by_flax(made: Decisions, mark: Mark, names: Names, shape: Shape) -> Decisio
 def _explicit(
     made: Decisions, layout: TensorLayout, shape: Shape, matched: tuple[int, ...]
 ) -> Decision:
-    """The layout of a Variable itself, on the mesh of the rules if there is one."""
-    own, mesh = layout.device_mesh, made.rules.mesh
+    """The decision for a Variable's explicit layout, on the rules' mesh if any."""
+    given, mesh = layout.device_mesh, made.rules.mesh
     bare = layout if mesh is None else layout.on(None)
     name = f"the explicit layout {bare}"
-    is_moved = own is not None and mesh is not None and not same_places(own, mesh)
+    is_moved = given is not None and mesh is not None and not same_places(given, mesh)
     if is_moved:
-        name += f" of another mesh, {own!r}"
+        name += f" of another mesh, {given!r}"
     row = made.lay(bare, shape, name, "explicit layout", matched=matched)
     if not is_moved:
         return row
     moved = (
-        f"its layout is on {own!r}, the rules are on {mesh!r}, to which this leaf is "
-        "moved: write layout.on(mesh) with the mesh of the rules, or a layout without "
-        "a mesh"
+        f"its layout is on {given!r}, the rules are on {mesh!r}, to which this leaf "
+        "is moved: write layout.on(mesh) with the mesh of the rules, or a layout "
+        "without a mesh"
     )
     texts = [moved, row.fallback] if row.fallback else [moved]
     return dataclasses.replace(row, fallback="; ".join(texts), warns=True)
@@ -247,7 +248,7 @@ def _live_layout(made: Decisions, at: int) -> TensorLayout | None:
 
 
 def _owner(made: Decisions, origin: Origin) -> tuple[str | None, str]:
-    """The parameter that a leaf follows, or None and why it follows none."""
+    """The parameter that a leaf follows, or None and why there is none."""
     owners = made.leaves.owners
     if not origin.others:
         return (origin.owner if origin.owner in owners else None), origin.why
@@ -266,7 +267,7 @@ def _follow(made: Decisions, key: str, dims: Dims, shape: Shape) -> Decision:
     """Decide a leaf that has these dims of the parameter `key`."""
     owner = made.leaves.owners[key]
     rules, row, of = made.rules.optimizer, made.rows[owner], made.leaves.shapes[owner]
-    # No rule lays out a scalar, nor the state of one.
+    # Rules do not apply to scalars and their state.
     match = _match_owner(made, owner) if rules and of else MatchedRules()
     matched = applicable(rules, match.rules, len(of))
     if match.key is not None and match.key in matched:

@@ -2,10 +2,11 @@
 
 A LoRA adapter adds `A @ B` to a kernel: A has the kernel's in-dims and a rank, B the
 rank and the kernel's out-dims. A scale has its kernel's shape with some dims of size 1,
-divided into blocks, or missing. Names tell which leaves these are, shapes which dims.
+divided into blocks, or missing. Names tell which leaves these are, shapes tell which
+dims they have.
 
-A rule that matches a LoRA matrix and its kernel is about the kernel, and the matrix
-follows it, dim by dim; a rule that matches the matrix alone wins.
+A rule that matches both a LoRA matrix and its kernel is meant for the kernel, and the
+matrix follows it, dim by dim; a rule that matches only the matrix wins.
 """
 
 import collections
@@ -24,12 +25,12 @@ from flax_layoutmap._rules.matching import MatchedRules
 from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.paths import Section
 
-# Path of a module → the rest of the paths below it, and their positions.
+# Path of a module → the rest of the path, and the position, of each leaf below it.
 Below = Mapping[str, Sequence[tuple[str, int]]]
 
 
 def _paths_below(positions: Mapping[str, int], depth: int) -> Below:
-    """The paths of modules, with the leaves that are so many modules below at most."""
+    """The leaves below each module, at most `depth` modules deeper."""
     below: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     for path, at in positions.items():
         below[path].append(("", at))
@@ -52,7 +53,7 @@ _MATRIX = re.compile(
 )
 _MODULE = re.compile(r"(?:(?P<before>.+)_)?lora(?:_(?P<after>.+))?", re.IGNORECASE)
 _PARTNER = {"a": "b", "b": "a", "A": "B", "B": "A", "down": "up", "up": "down"}
-# Names of the matrix in a Dense module, if LoRA matrices are such modules.
+# Names of the matrix if it is in a Dense module.
 _WEIGHTS = ("kernel", "weight", "w")
 # Names of kernels, which are preferred if several arrays have a fitting shape.
 _KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
@@ -81,8 +82,8 @@ def _read_matrix(path: str) -> tuple[bool, str, list[str]] | None:
         return None
     places = [[*holder, kernel]] if kernel else [holder]
     if module is not None and not kernel:
-        beside = module["before"] or module["after"]
-        places += [[*parent, beside], parent] if beside else [parent]
+        sibling = module["before"] or module["after"]
+        places += [[*parent, sibling], parent] if sibling else [parent]
     partner = [*holder, name.removesuffix(side) + _PARTNER[side], *weight]
     is_a = side in ("a", "A", "down")
     return is_a, "/".join(partner), list(map("/".join, places))
@@ -121,7 +122,7 @@ def _matrices_in(section: Section, leaves: Leaves) -> dict[int, Kernels]:
 def _unwrapped(
     section: Section, leaves: Leaves, adapters: Mapping[int, Kernels]
 ) -> dict[int, str]:
-    """The paths that leaves in the modules of LoRA had before these were added."""
+    """The paths that leaves had before LoRA modules were put around them."""
     paths = leaves.flat.paths[section.start : section.stop]
     known = set(paths)
     plain: dict[int, str] = {}
@@ -141,7 +142,7 @@ def _kernels_at(
     partner: Shape | None,
     is_a: bool,
 ) -> Kernels:
-    """The candidates that a matrix fits by its shape; the nearest ones only."""
+    """The nearest of the candidates that a matrix fits by its shape."""
     fitting = [
         (rest, at, dims)
         for rest, at in candidates
@@ -162,8 +163,8 @@ def _dims_of_matrix(
 ) -> tuple[Dims, ...]:
     """The dims of a kernel that a LoRA matrix may have, by the shapes.
 
-    Leading dims that all three have are those of stacked layers; those that only the
-    matrices have are not sharded. Several in-dims or out-dims may be flattened into
+    Leading dims of the kernel and both matrices are stacked layers; leading dims of the
+    matrices only are not sharded. Several in-dims or out-dims may be flattened into
     one, which has the layout of the first. If sizes are equal, the in-dims come first,
     as in the layers of Flax.
     """
@@ -184,7 +185,7 @@ def _dims_of_matrix(
 
 
 def _splits(ndim: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Ways to split the dims of a kernel: how many stacked, in-dims, out-dims."""
+    """Ways to split a kernel's dims: number of stacked dims, in-dims, out-dims."""
     for lead in range(max(0, ndim - 1)):
         rest = range(lead, ndim)
         for count in range(1, len(rest)):
@@ -216,7 +217,7 @@ _NO_KERNEL = (
 def lay_adapter(made: Decisions, at: int, kernels: Kernels) -> Decision:
     """The decision for a LoRA matrix, after those for the kernels."""
     row, shape, why = made.rows[at], made.leaves.shapes[at], _NO_KERNEL
-    if row.reason not in ("rule", "no rule"):  # an exact key, or written on it
+    if row.reason not in ("rule", "no rule"):  # an exact key, or metadata
         return row
     if kernels:
         kernel, dims = kernels[0]
@@ -247,8 +248,8 @@ def _match_alone(made: Decisions, at: int, kernel: int) -> MatchedRules:
     flat, matcher = made.leaves.flat, made.rules.matcher
     positions, key = matcher.match(flat.forms(at))
     for path in (None, made.leaves.plain.get(kernel)):
-        about = matcher.matching_patterns(flat.forms(kernel, path))
-        positions = tuple(position for position in positions if position not in about)
+        of_kernel = matcher.matching_patterns(flat.forms(kernel, path))
+        positions = tuple(at_rule for at_rule in positions if at_rule not in of_kernel)
     return MatchedRules(positions, key if key in positions else None)
 
 
@@ -283,11 +284,11 @@ _SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
 
 
 def lay_scales(made: Decisions) -> None:
-    """Lay out the scales among the leaves that their rule does not fit.
+    """Lay out quantisation scales, among the leaves that do not fit their rule.
 
-    A leaf is the scale of another one beside it, or beside the module that holds it, if
-    the same rule is for both, its shape fits, and its name says so or the other has 8
-    bits or fewer. In any other leaf a dim that does not divide is an error.
+    A leaf is the scale of another leaf beside it, or beside the module that holds it,
+    if the same rule matches both, its shape fits, and its name says so or the other has
+    8 bits or fewer. In any other leaf an indivisible dim is an error.
     """
     rows, flat, dtypes = made.rows, made.leaves.flat, made.leaves.dtypes
     unfit = [at for at, row in enumerate(rows) if row.problem or row.fallback]
@@ -350,7 +351,7 @@ def _as_scale(made: Decisions, at: int, kernel: int, winner: int) -> Decision | 
 
 
 def _is_in_blocks(size: int, blocks: int) -> bool:
-    """Whether so many blocks, all of one size but maybe the last, make up a dim."""
+    """Whether a dim divides into this many blocks, equal except maybe the last."""
     return blocks > 0 and -(-size // -(-size // blocks)) == blocks
 
 

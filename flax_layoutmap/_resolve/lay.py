@@ -33,7 +33,7 @@ _INDIVISIBLE_FIX = (
 
 @dataclasses.dataclass(slots=True)
 class Decisions:
-    """The decisions for the leaves of a tree under one rule set, as far as made."""
+    """The decisions made so far for the leaves of a tree, under one rule set."""
 
     rules: RuleSet
     leaves: Leaves
@@ -111,13 +111,14 @@ class Decisions:
 
 
 def _misfit(layout: TensorLayout, shape: Shape, mesh: DeviceMesh | None) -> str | None:
-    """The problem with a layout on a mesh for any leaf of a rank; None if it fits."""
-    own = layout.device_mesh
-    if own is not None and mesh is not None and own != mesh:
-        if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
+    """The problem with a layout on a mesh for a leaf of this rank; None if it fits."""
+    own_mesh = layout.device_mesh
+    if own_mesh is not None and mesh is not None and own_mesh != mesh:
+        has_abstract = own_mesh.is_abstract or mesh.is_abstract
+        if not (has_abstract and same_grid(own_mesh, mesh)):
             return (
-                f" is on another mesh, {own!r}, than the rules, {mesh!r}; a tree has "
-                "one mesh: leave out the mesh of the layout"
+                f" is on another mesh, {own_mesh!r}, than the rules, {mesh!r}; a tree "
+                "has one mesh: leave out the mesh of the layout"
             )
     if not fits(layout, len(shape)):
         has = f" has {show_rank(layout)} dims, the leaf has {len(shape)}"
@@ -145,21 +146,21 @@ def unknown_memory(kind: str | None, mesh: DeviceMesh) -> str | None:
 
 
 def fits(layout: TensorLayout, ndim: int) -> bool:
-    """Whether a layout can be that of an array with so many dims."""
+    """Whether a layout fits an array with this many dims."""
     return layout.rank == ndim or (layout.rank is None and ndim >= len(layout.axes) - 1)
 
 
 def picked(
     dims: Sequence[int | None], axes: Sequence[tuple[str, ...]]
 ) -> tuple[tuple[str, ...], ...]:
-    """The axes of a leaf that has these dims of another one, which has `axes`."""
+    """The axes of a leaf with these dims of another leaf, which has `axes`."""
     return tuple(() if dim is None else axes[dim] for dim in dims)
 
 
 def applicable(
     rules: Sequence[Rule], matched: Sequence[int], ndim: int
 ) -> tuple[int, ...]:
-    """The rules without those that skip leaves of another rank."""
+    """The matched rules, without those that skip leaves of this rank."""
     return tuple(
         at
         for at in matched
@@ -168,12 +169,12 @@ def applicable(
 
 
 def naming(rules: Sequence[Rule], at: int) -> str:
-    """A rule as messages name it: `1 'kernel' → ('data', None)`."""
+    """A rule as messages show it: `1 'kernel' → ('data', None)`."""
     return f"{at + 1} {rules[at].pattern!r} → {rules[at].layout}"
 
 
 def listing(rules: Sequence[Rule], at_each: Sequence[int]) -> str:
-    """Several rules as messages name them."""
+    """Several rules as messages show them."""
     return ", ".join(f"rule {naming(rules, at)}" for at in at_each)
 
 

@@ -21,9 +21,9 @@ from flax_layoutmap._tree.flatten import plain_tree
 from flax_layoutmap._tree.flax_internals import metadata_of
 from flax_layoutmap._tree.paths import Flat, Section, parameter_keys
 
-# For each dim of a leaf: the dim that it has of its parameter or kernel, or None.
+# For each dim of a leaf: which dim of its parameter or kernel it is, or None.
 Dims = tuple[int | None, ...]
-# The kernels that a LoRA matrix may belong to: their positions, and its dims of each.
+# The kernels that a LoRA matrix may belong to: position, and its dims of the kernel.
 Kernels = Sequence[tuple[int, Dims]]
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]
@@ -48,16 +48,16 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree before rules are asked; columns with one entry each.
+    """The leaves of a tree before rules are applied, as columns.
 
     Attributes:
         flat: their paths, and a `Mark` for each annotation.
         dtypes: None for a leaf that is not an array.
         others: position → leaf, for leaves that are not arrays.
         live: position → the current layout of an array of optimizer state.
-        given: position → the layout of a parameter that has one, whatever the rules.
-        state: the optimizer state alone, if its parameters were given separately: these
-            are then the first leaves, and not part of the tree itself.
+        given: position → the layout of a parameter, which the rules do not change.
+        state: the optimizer state alone, if its parameters were given separately: the
+            parameters are then the first leaves, and not part of the tree itself.
         origins: position of a leaf of optimizer state → its parameter.
         adapters: position of a LoRA matrix → its kernels.
         plain: position → the path that a leaf had before LoRA was added.
@@ -97,12 +97,12 @@ def leaves_of(flat: Flat, tree: Any) -> Leaves:
         if isinstance(getattr(flat.leaves[at], "sharding", None), NamedSharding)
     }
     marks = {at: mark_of(box) for at, box in flat.annotations.items()}
-    alone = dataclasses.replace(flat, leaves=(), annotations=marks, nodes={})
-    return Leaves(alone, shapes, dtypes, treedef, others, live)
+    bare = dataclasses.replace(flat, leaves=(), annotations=marks, nodes={})
+    return Leaves(bare, shapes, dtypes, treedef, others, live)
 
 
 def leaves_beside(params: Leaves, flat: Flat, tree: Any) -> Leaves:
-    """The leaves of optimizer state, behind those of its parameters."""
+    """The leaves of optimizer state, after those of its parameters."""
     start, paths = len(params.shapes), flat.full_paths()
 
     def joined(first: Mapping[int, Any], second: Mapping[int, Any]) -> dict[int, Any]:
@@ -136,7 +136,7 @@ _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 def columns_of(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
     """Shape and dtype of each leaf, and the leaves that are not arrays."""
-    with contextlib.suppress(AttributeError):  # one of them is not an array
+    with contextlib.suppress(AttributeError):  # one is not an array
         columns = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), {}
         if set(map(type, columns[0])) <= {tuple}:
             return columns
@@ -185,7 +185,7 @@ def variable_metadata(box: Any) -> Any:
 def mark_of(box: Any, key: str = "out_sharding") -> Mark:
     """Read the mark of an NNX Variable (its metadata `key`) or a box.
 
-    A `Mark`, as a checkpoint has it, is returned unchanged.
+    A `Mark` (from a checkpoint) is returned unchanged.
     """
     if isinstance(box, Mark):
         return box
@@ -232,7 +232,7 @@ def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:
 
 
 def _explicit(value: Any) -> tuple[TensorLayout | None, str | None]:
-    """The metadata `layout`; other things may go by that name too."""
+    """The layout, or its problem; None for metadata `layout` of another type."""
     if not isinstance(
         value, TensorLayout | tuple | list | PartitionSpec | NamedSharding
     ):

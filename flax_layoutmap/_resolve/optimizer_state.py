@@ -1,9 +1,9 @@
-"""The parameter that each leaf of optimizer state was made from, and its dims.
+"""Find the parameter that each leaf of optimizer state was made from, and its dims.
 
 The path tells the parameter: a state repeats the paths of the parameters that `tx.init`
 was given. If several models have such paths, shapes distinguish them, then the position
-and the name of the optimizer. Which dims of the parameter a leaf has, a trace of
-`tx.init` tells (see `traced_dims`), and shapes where it does not.
+and the name of the optimizer. A trace of `tx.init` tells which dims of the parameter a
+leaf has (see `traced_dims`); if it does not, shapes do.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from flax_layoutmap._tree.paths import (
 
 # Path of a leaf of state → its shape and dims.
 Traced = Mapping[str, tuple[Shape, Dims]]
-# A name → the parameters that have it, by what precedes the name (their place).
+# Name → place (the part of the path before the name) → position of the parameter.
 Named = Mapping[str, Mapping[str, int]]
 
-# More parameters than these end in `kernel` by coincidence.
+# If more parameters share an ending, it is a coincidence, as with `kernel`.
 _MOST_PLACES = 8
 
 
@@ -50,7 +50,7 @@ def find_origins(
 
     `nodes` has the optimizers and TrainStates (see `Flat`), `trees` the modules and the
     trees of parameters that these may have been given. `tx` is the transformation; None
-    takes that of the node.
+    takes the node's.
     """
     origins: dict[int, Origin] = {}
     sections = [s for s in leaves.flat.sections if s.role == "optimizer"]
@@ -63,7 +63,7 @@ def find_origins(
 
 
 def with_origins(leaves: Leaves, origins: Mapping[int, Origin]) -> Leaves:
-    """Add origins that are known, as from a checkpoint; and LoRA matrices."""
+    """Add known origins (for example from a checkpoint), and LoRA matrices."""
     adapters, plain = find_adapters(leaves)
     return dataclasses.replace(leaves, origins=origins, adapters=adapters, plain=plain)
 
@@ -86,16 +86,16 @@ class _Search:
 
     @functools.cached_property
     def whole(self) -> Named:
-        """By the paths within a model, or within a tree around it."""
+        """Parameters by their paths within a model, or within a tree around it."""
         return self._by_name(lambda leaf: leaf.prefix)
 
     @functools.cached_property
     def endings(self) -> Named:
-        """By every ending of the paths, for the optimizer of a part of a model."""
+        """Parameters by all endings of paths, for optimizers of a part of a model."""
         return self._by_name(lambda leaf: leaf.full_path)
 
     def _by_name(self, removable: Callable[[Leaf], str]) -> Named:
-        """By whole paths, and by what follows each part that may be removed of them."""
+        """Parameters by whole path, and by path without removable leading parts."""
         named: dict[str, dict[str, int]] = {}
         for at in self.keys:
             leaf = self.leaves.flat.records[at]
@@ -112,7 +112,7 @@ class _Search:
         name = longest_run(path, self.whole)
         if name is not None:
             return self.whole[name]
-        # The state may have a part more: sm3 appends the number of a dim.
+        # The state may have one more part: sm3 appends the number of a dim.
         name = longest_run(path, self.endings, behind=1) if shape else None
         places = {} if name is None else self.endings[name]
         return places if len(places) <= _MOST_PLACES else {}
@@ -120,7 +120,7 @@ class _Search:
     def origins_in(self, section: Section) -> Iterator[Origin]:
         """The origins of one optimizer's state.
 
-        Of several models, it is of the one whose shapes fit most of the state.
+        Of several models, this takes the one whose shapes fit most of the state.
         """
         span = slice(section.start, section.stop)
         shapes, of = self.leaves.shapes[span], self.leaves.shapes
@@ -148,10 +148,10 @@ class _Search:
             yield _origin(shape, [*keys], of[nearest[0]] if keys else (), told)
 
     def traced(self, section: Section, place: str) -> list[Dims | None]:
-        """The dims that a trace of the optimizer tells of the leaves of its state.
+        """The dims of each leaf of an optimizer's state, from a trace of the optimizer.
 
-        `place` has its parameters. An optimizer may refuse a tree; if it refuses all of
-        those that were given separately, that is an error.
+        `place` is that of its parameters. An optimizer may refuse a tree; if it refuses
+        all trees that were given separately, that is an error.
         """
         span = slice(section.start, section.stop)
         paths, shapes = self.leaves.flat.full_paths()[span], self.leaves.shapes[span]
@@ -204,7 +204,7 @@ class _Search:
 def longest_run(
     path: str, names: Mapping[str, Any], behind: int | None = None
 ) -> str | None:
-    """The name that is the longest run of parts of a path; of equal ones the last.
+    """The longest name that is a run of parts of a path; the last of equal length.
 
     `behind` limits the number of parts that follow it.
     """
@@ -221,10 +221,10 @@ def longest_run(
 
 
 def _nearness(prefix: str, place: str) -> tuple[int, bool]:
-    """How near the place of a model is to an optimizer's, of models alike.
+    """How near the place of a model is to an optimizer, among models that are alike.
 
-    An optimizer is beside its model, in a container that holds no other, or has the
-    model's name in its own: `generator_optimizer`.
+    An optimizer is beside its model, in a container with no other model, or its name
+    contains the model's: `generator_optimizer`.
     """
     optimizer, model = prefix.split("/"), place.split("/")
     same = len(os.path.commonprefix([optimizer, model]))
@@ -247,7 +247,7 @@ def _origin(
 
 
 def _fits(dims: Dims, shape: Shape, of: Shape) -> bool:
-    """Whether a trace tells something, and nothing that cannot be."""
+    """Whether the traced dims say anything, and agree with the shapes."""
     return any(dim is not None for dim in dims) and all(
         dim is None or (dim < len(of) and of[dim] == size)
         for dim, size in zip(dims, shape, strict=True)
@@ -287,7 +287,7 @@ def traced_dims(init: Callable[[Any], Any], params: Any) -> Traced:
     It is traced on a made-up mesh whose axes have size 1 and are named by dim number.
     JAX's sharding-in-types then writes on every leaf of the state which dims it was
     made from: an Adafactor row statistic of a square kernel says `0`, the column
-    statistic `1`. A leaf that is made of a bare shape, `jnp.zeros(p.shape[:-1])`, says
+    statistic `1`. A leaf made from a bare shape, `jnp.zeros(p.shape[:-1])`, says
     nothing, and neither does an `init` that contracts its parameters (`p @ p.T`).
     """
     shapes = jax.tree.map(_struct_of, params)
@@ -306,7 +306,7 @@ def traced_dims(init: Callable[[Any], Any], params: Any) -> Traced:
         except Exception as error:
             if not (isinstance(error, _REFUSALS) or is_sharding_type_error(error)):
                 raise
-            jax.eval_shape(init, shapes)  # raises what is wrong with `init` itself
+            jax.eval_shape(init, shapes)  # raises if `init` itself is wrong
             return {}
     flat = flatten(state)
     dims = map(_dims_of, flat.leaves)
@@ -322,12 +322,12 @@ def _struct_of(leaf: Any) -> Any:
 def _dims_of(leaf: jax.ShapeDtypeStruct) -> tuple[Shape, Dims]:
     spec = () if leaf.sharding is None else tuple(leaf.sharding.spec)
     padded = spec + (None,) * (leaf.ndim - len(spec))
-    # A dim that was made of several is not one of them.
+    # A dim that was made from several is none of them.
     return leaf.shape, tuple(int(x) if isinstance(x, str) else None for x in padded)
 
 
 def _told(traced: Traced, path: str, shape: Shape) -> Dims | None:
-    """The dims of a leaf; its state may be part of another, or in an nnx.Optimizer."""
+    """The dims of a leaf; its state may be in another, or in an nnx.Optimizer."""
     while path and path not in traced:
         path = path.partition("/")[2]
     traced_shape, dims = traced.get(path, (None, None))

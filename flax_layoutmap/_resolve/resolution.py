@@ -60,9 +60,9 @@ class Resolution(ResolvedTable, Shown):
     _announced: bool
 
     def __init__(self, rules: RuleSet, leaves: Leaves, rows: list[Decision]) -> None:
-        own = slice(leaves.start, None)  # without separately given parameters
-        shapes, dtypes = tuple(leaves.shapes[own]), tuple(leaves.dtypes[own])
-        super().__init__(rules, shapes, dtypes, leaves.state or leaves.flat, rows[own])
+        tree = slice(leaves.start, None)  # without separately given parameters
+        shapes, dtypes = tuple(leaves.shapes[tree]), tuple(leaves.dtypes[tree])
+        super().__init__(rules, shapes, dtypes, leaves.state or leaves.flat, rows[tree])
         object.__setattr__(self, "_leaves", leaves)
         object.__setattr__(self, "_announced", False)
 
@@ -213,7 +213,7 @@ class Resolution(ResolvedTable, Shown):
         """Compare with another Resolution: the changes, and their cost.
 
         Args:
-            other: the later one; maybe of other rules, mesh or tree. Leaves are
+            other: the later Resolution; rules, mesh and tree may differ. Leaves are
                 identified by their paths.
         """
         if not isinstance(other, Resolution):
@@ -238,7 +238,8 @@ class Resolution(ResolvedTable, Shown):
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warn about unused rules and large unmatched leaves; for consumers.
 
-        Each once for a rule set. Rules that the others (`besides`) use are not unused.
+        Each warning is given once per rule set. Rules that the Resolutions in `besides`
+        use do not count as unused.
         """
         if self.rules.strict is False or self._announced:
             return
@@ -267,7 +268,7 @@ def decided(leaves: Leaves, rules: RuleSet) -> Resolution:
     """Decide every leaf; one ResolveError lists all that do not fit the rules."""
     rows = decide(leaves, rules)
     wrong = {at: row.problem for at, row in enumerate(rows) if row.problem}
-    if wrong and leaves.state is not None:  # it may be a parameter: a list of all
+    if wrong and leaves.state is not None:  # a parameter may be wrong: list all leaves
         treedef = jax.tree.structure([0] * len(rows))
         leaves = dataclasses.replace(leaves, state=None, treedef=treedef)
     resolution = Resolution(rules, leaves, rows)

@@ -40,9 +40,9 @@ def resolve(
             Linen variables, an optax state, a TrainState, a tree of arrays or
             `jax.ShapeDtypeStruct`s, or any tree of these.
         rules: a `LayoutMap` or a `RuleSet`.
-        params: where `tree` is optimizer state alone: its parameters.
-        tx: where the tree does not hold it: the optax transformation that made the
-            optimizer state; needed for states with factored moments.
+        params: the parameters, if `tree` is only their optimizer state.
+        tx: the optax transformation that made the optimizer state, if the tree does not
+            hold it; needed for states with factored moments.
         strict: True makes unused rules and large unmatched leaves an error.
 
     Returns:
@@ -86,7 +86,7 @@ def resolve_tree(
 ) -> Resolution:
     """Resolve a tree, or optimizer state whose parameters are not in it.
 
-    `layouts` has the current layout of each of `params`; without them the rules decide.
+    `layouts` has the current layout of each parameter; without them the rules decide.
     `names` is as for `flatten`.
     """
     flat = flatten(tree, names)
@@ -116,10 +116,10 @@ _MOST_TREES = 4
 def resolve_or_recall(tree: Any, rules: RuleSet, names: Names | None) -> Resolution:
     """Look the tree up by structure, shapes and dtypes before anything is matched.
 
-    `names` has the paths of shared Variables, if the tree does not tell.
+    `names` has the paths of shared Variables, if the tree does not show them.
     """
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
-        # What its Resolution is a tree of.
+        # Its Resolution has the structure of its State.
         names, tree = names_of_shared(tree), nnx_state(tree)
     trees = rules._resolved
     for known_names, resolution in tuple(trees):
@@ -150,7 +150,7 @@ def _is_alike(tree: Any, known: Leaves) -> bool:
 
 
 def rule_set_of(rules: Any, what: str) -> RuleSet:
-    """The frozen rules of a `LayoutMap`; a `RuleSet` as it is.
+    """The frozen rules of a `LayoutMap`; a `RuleSet` is returned unchanged.
 
     `what` names the call in the error for anything else.
     """

@@ -1,8 +1,8 @@
 """Flatten any tree: each leaf with its path, its section and its role.
 
-JAX tells the children of every node (`tree_flatten_with_path`), but of dicts, which it
-sorts. The tree is cut into sections: a module inside a dict, Linen's `params`, an
-optimizer state.
+The children of a node are those that JAX lists (`tree_flatten_with_path`); plain dicts
+are sorted here, as JAX sorts them. The tree is cut into sections: a module inside a
+dict, Linen's `params`, an optimizer state.
 """
 
 import collections
@@ -50,7 +50,7 @@ def plain_tree(tree: Any) -> Any:
 def flatten(tree: Any, names: Names | None = None) -> Flat:
     """Flatten any tree with its paths.
 
-    `names` has the paths of shared Variables, if the tree does not tell.
+    `names` has the paths of shared Variables, if the tree does not show them.
     """
     flattening = _Flattening()
     flattening.section(tree, "", "parameter", is_root=True)
@@ -75,8 +75,8 @@ def _check_that_paths_differ(paths: Sequence[str]) -> None:
         )
 
 
-# What a node is. Boxes are Variables (`random` for random state, `moment` for that of
-# an optimizer) and Linen's; a `model` is an NNX object, a State or a TrainState; a
+# Kinds of nodes. Boxes are Variables (`random` for random state, `moment` for optimizer
+# state) and Linen's; a `model` is an NNX object, a State or a TrainState; a
 # `tuple` may be a state of optax.
 _Kind = Literal[
     "leaf", "box", "random", "moment", "linen", "model", "tuple", "dict", "node"
@@ -103,7 +103,7 @@ class _Flattening:
         self.has_odd_keys = False  # keys that are not strings, but may read the same
 
     def flat(self) -> Flat:
-        """What was added."""
+        """All leaves and sections that were added."""
         sections: list[Section] = []
         stops = [*(start for start, *_ in self.starts[1:]), len(self.paths)]
         for (start, prefix, role), stop in zip(self.starts, stops, strict=True):
@@ -123,16 +123,16 @@ class _Flattening:
         )
 
     def enter(self, prefix: str, role: Role) -> None:
-        """The leaves that are added from now on are in this section."""
+        """Start a section: leaves that are added from now on belong to it."""
         self.here = prefix, role
         self.starts.append((len(self.paths), prefix, role))
 
     def section(
         self, tree: Any, prefix: str, role: Role, *, is_root: bool = False
     ) -> None:
-        """Add the leaves of a tree whose paths start at it.
+        """Add the leaves of a tree as a section.
 
-        `is_root` tells that it is the user's whole tree, or one of several arguments.
+        `is_root`: it is the user's whole tree, or one of several arguments.
         """
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
@@ -194,7 +194,7 @@ class _Flattening:
                 self.add(child, part)
 
     def params(self, tree: Any) -> set[str]:
-        """The key of parameters that are not a single array."""
+        """`"params"`, unless the parameters are a single array."""
         return set() if self.kind(tree) == "leaf" else {"params"}
 
     def below(self, node: Any, start: str) -> None:
@@ -225,7 +225,7 @@ class _Flattening:
                 self.add(child, path)
 
     def add(self, node: Any, path: str | None) -> None:
-        """Add the leaves of a node; the path of a root is None, as "" is a key's."""
+        """Add the leaves of a node; the path of a root is None, as "" may be a key."""
         kind, start = self.kind(node), "" if path is None else f"{path}/"
         prefix, role = self.here
         if kind == "leaf":
@@ -244,7 +244,7 @@ class _Flattening:
         return is_named and self.kind(node) not in _WHOLE
 
     def is_section(self, node: Any) -> bool:
-        """Whether a node among parameters is a section wherever it is."""
+        """Whether a node among parameters always starts a section."""
         kind = self.kind(node)
         return kind == "model" or (kind == "tuple" and is_optax_state(node))
 
@@ -253,7 +253,7 @@ class _Flattening:
         first, around = len(self.leaves), self.here
         if kind != "linen":
             metadata, value = metadata_of(box), box.get_raw_value()
-            # An empty tuple has a meaning too: replicated.
+            # An empty tuple counts too: it means replicated.
             is_annotated = not _LAYOUT_METADATA.isdisjoint(metadata) and any(
                 metadata.get(key) is not None for key in _LAYOUT_METADATA
             )
@@ -271,7 +271,7 @@ class _Flattening:
             self.fixed.update(range(first, len(self.leaves)))
 
     def part(self, key: Any) -> str:
-        """The part of a path that is made of a key."""
+        """Escape a key for a path, and remember it."""
         self.parts[key] = part = escape(key)
         self.has_odd_keys |= type(key) is not str
         return part
@@ -317,7 +317,7 @@ def _kind_of(node: Any) -> _Kind:
 
 
 def _is_optimizer_with_model(children: Mapping[Any, Any]) -> bool:
-    """Whether a State is that of an `nnx.ModelAndOptimizer`."""
+    """Whether these are the children of an `nnx.ModelAndOptimizer`'s State."""
     # An optimizer without state has no opt_state.
     return (
         "model" in children
@@ -359,8 +359,8 @@ def _refused(where: str, node: Any, error: Exception) -> StructureError:
 def _without_saved_boxes(tree: Any, flat: Flat) -> Sequence[str]:
     """Paths in Orbax's metadata of an `nnx.State`, or of a dict of States, unboxed.
 
-    There a Variable is a dict with the one key `value`. A single parameter may have
-    that name, so it is a box only where every leaf of the State has it.
+    In such metadata a Variable is a dict with the single key `value`. A parameter may
+    have that name too, so it counts as a box only if every leaf of the State has it.
     """
     kinds = set(map(type, flat.leaves))
     orbax = {kind: kind.__module__.startswith("orbax.") for kind in kinds}
@@ -375,8 +375,8 @@ def _without_saved_boxes(tree: Any, flat: Flat) -> Sequence[str]:
 
     def is_boxed(path: str) -> bool:
         child, _, below = path.partition("/")
-        is_one = boxed[child] and child in folders and below != "value"
-        return is_one or all(boxed.values())
+        is_in_state = boxed[child] and child in folders and below != "value"
+        return is_in_state or all(boxed.values())
 
     return [
         path.removesuffix("value").removesuffix("/") if is_boxed(whole) else path

@@ -35,10 +35,10 @@ write_value = vars(nnx.Variable)["_raw_value"].__set__
 
 
 def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:
-    """The metadata of a Variable; to be read only."""
+    """The metadata of a Variable; do not change it."""
     try:
         return variable._var_metadata
-    except AttributeError:  # of a class for `hijax=True`
+    except AttributeError:  # a class for `hijax=True`
         return variable.get_metadata()
 
 
@@ -77,7 +77,7 @@ def was_made_here(node: Any) -> bool:
 
 
 def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
-    """Give a Variable all that another one holds, its level of tracing too."""
+    """Give a Variable the content of another, including its level of tracing."""
     for name in _SLOTS:
         object.__setattr__(variable, name, getattr(other, name))
 
@@ -89,21 +89,20 @@ def is_nnx_object(node: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_nnx_type(kind: type) -> bool:
-    return issubclass(kind, nnx.Pytree)  # slow, as its metaclass is in Python
+    return issubclass(kind, nnx.Pytree)  # slow: its metaclass is in Python
 
 
 def is_object(node: Any) -> bool:
-    """Whether a node is an NNX object or a Variable."""
     return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
 def nnx_state(node: Any, *filters: Any) -> Any:
-    """`nnx.state` with every shared Variable once."""
+    """`nnx.state` that lists every shared Variable once."""
     return nnx.state(node, *filters, graph=True)
 
 
 def nnx_split(node: Any) -> tuple[Any, Any]:
-    """`nnx.split` with every shared Variable once: GraphDef and State."""
+    """`nnx.split` that lists every shared Variable once: GraphDef and State."""
     graphdef, state = nnx.split(node, graph=True)
     return graphdef, state
 
@@ -128,7 +127,7 @@ def objects_of(node: Any) -> list[Any]:
 
 
 def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The same, each with its path."""
+    """Like `objects_of`, but each with its path."""
     parts = nnx.iter_graph(node, graph=True)
     return [(path, part) for path, part in parts if is_object(part)]
 
@@ -146,7 +145,7 @@ METACLASS = type(nnx.Pytree)
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """No mesh in context, also inside `jit`, `eval_shape` and any mesh context."""
+    """Run without a mesh in context, even inside `jit`, `eval_shape` or a mesh."""
     empty = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(empty):
         yield
@@ -177,7 +176,7 @@ def set_note(module: Any, note: Any) -> None:
 def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
     """Replace `__call__` of every class of NNX modules by `wrap(class, __call__)`.
 
-    In all threads; as for `patched`, `wrap` must not depend on the block.
+    This affects all threads. As for `patched`, `wrap` must not depend on the block.
     """
     with contextlib.ExitStack() as stack:
         for owner in _with_subclasses(nnx.Module):

@@ -20,13 +20,13 @@ TAG = "flax_layoutmap"
 
 
 class Graph:
-    """NNX objects as they are at this moment.
+    """A snapshot of NNX objects.
 
     Attributes:
         graphdefs: the structure of each object.
         parts: the Variables, and the arrays in no Variable, in the order of the graphs.
-        values: what these hold.
-        leaves: the arrays in all of them; `treedef` is that of `values`.
+        values: the value of each part.
+        leaves: the leaves of `values`, whose structure is `treedef`.
         nodes: all objects and Variables; their order numbers them in the graphdefs.
     """
 
@@ -45,7 +45,7 @@ class Graph:
         self.leaves, self.treedef = jax.tree.flatten(self.values)
 
     def after(self, objects: Iterable[Any]) -> "Graph":
-        """These objects now; their graphdefs tell which nodes were here before."""
+        """Flatten these objects; their graphdefs tell which nodes this graph has."""
         with nnx.update_context(TAG) as context:
             context.inner_ref_outer_index = self._numbers
             return Graph(objects, TAG)
@@ -66,7 +66,7 @@ class Graph:
         ]
 
     def is_like(self, other: "Graph") -> bool:
-        """Whether it has the same objects, in the same structure and shapes."""
+        """Whether both have the same objects, with the same structure and shapes."""
         return (
             list(map(id, self.nodes)) == list(map(id, other.nodes))
             and self.treedef == other.treedef
@@ -75,9 +75,9 @@ class Graph:
         )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(first: Any, second: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(first == second)
     except ValueError:  # constants such as NumPy arrays
         return False
 
@@ -85,15 +85,15 @@ def _are_equal(one: Any, other: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectNumber:
-    """Stands for an NNX object or a Variable, by its number, in a function's result."""
+    """Stands for an NNX object or a Variable in a function's result, by its number."""
 
     number: int
 
 
 def without_objects(tree: Any, nodes: Iterable[Any]) -> tuple[Any, bool]:
-    """A result with `ObjectNumber` for each of these nodes, and whether there is one.
+    """Replace these nodes in a result by `ObjectNumber`s, and tell if any were there.
 
-    An `nnx.State` has none: it holds values.
+    An `nnx.State` stays as it is: it holds values.
     """
     number = {id(node): at for at, node in enumerate(nodes)}
     replaced: list[int] = []
@@ -111,7 +111,7 @@ def without_objects(tree: Any, nodes: Iterable[Any]) -> tuple[Any, bool]:
 
 
 def with_objects(tree: Any, nodes: Sequence[Any]) -> Any:
-    """The result again; the inverse of `without_objects`."""
+    """The inverse of `without_objects`."""
     return jax.tree.map(
         lambda node: nodes[node.number] if isinstance(node, ObjectNumber) else node,
         tree,
@@ -124,7 +124,7 @@ def with_objects(tree: Any, nodes: Sequence[Any]) -> Any:
 # Each path of a shared Variable → all of its paths.
 Names = Mapping[str, tuple[str, ...]]
 
-# Names of one Variable that are looked for.
+# The most paths of a Variable that are looked for.
 _MOST_NAMES = 256
 
 
@@ -169,15 +169,15 @@ def _paths_of_shared(root: Any) -> Iterator[list[str]]:
         for parent, name in edges[node]:
             if parent == id(root):
                 yield name
-            elif parent not in below:  # an object may hold one that holds it
+            elif parent not in below:  # objects may contain each other
                 yield from (f"{p}/{name}" for p in paths(parent, below | {node}))
 
     for node in nodes if is_shared else ():
-        # No rule is for random state, which every layer may share.
+        # Rules do not apply to random state, which all layers may share.
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState):
-            some = [*itertools.islice(paths(id(node)), _MOST_NAMES)]
-            if len(some) > 1:
-                yield some
+            names = [*itertools.islice(paths(id(node)), _MOST_NAMES)]
+            if len(names) > 1:
+                yield names
 
 
 # ------------------------------------------------------------------- constants
@@ -186,7 +186,7 @@ _BY_IDENTITY = (jax.Array, nnx.Pytree, nnx.Variable)
 
 
 class Uncomparable(TypeError):
-    """What cannot be compared: a constant, in `args`, or a call as a whole."""
+    """A constant (in `args`), or a call as a whole, cannot be compared."""
 
 
 def is_hashable(value: Any) -> bool:
@@ -202,7 +202,8 @@ def contents(value: Any) -> Any:
     """A hashable description of a value: equal for values that hold the same.
 
     Parts are compared by `==`, hash and type; JAX arrays and NNX objects by identity;
-    what cannot be hashed by the parts that `pickle` finds, or it raises Uncomparable.
+    unhashable values by the parts that `pickle` finds. Raises Uncomparable if `pickle`
+    finds none.
     """
     text = io.BytesIO()
     reader = _Reader(text, protocol=4)
@@ -224,7 +225,7 @@ class _Reader(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, _BY_IDENTITY):
-            # Equal to another method of the very same object, which it keeps alive.
+            # Equal only to a method of the same object, which it keeps alive.
             self.parts.append(types.MethodType(id, value))
         elif type(value) is not tuple and is_hashable(value):
             self.parts.append((type(value), value, hash(value)))

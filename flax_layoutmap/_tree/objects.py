@@ -1,8 +1,8 @@
 """Find NNX objects in arguments, and move them out of the trace that made them.
 
-What comes out of a trace is a copy. But an `__init__` may have kept `self`, in a
-registry or a method that is bound to it, or a Variable in a plain object. So the
-objects themselves get what the copies hold, and are the result.
+The result of a trace is a copy. But an `__init__` may have stored `self`, in a registry
+or a bound method, or a Variable in a plain object. So the original objects get the
+content of the copies, and are returned.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ NO_NUMBERS = "OSUMm"
 
 
 def has_mixed_keys(node: Any) -> bool:
-    """Whether a node is a dict with keys that JAX cannot sort, to flatten it."""
+    """Whether a node is a dict that JAX cannot flatten, as its keys do not sort."""
     return isinstance(node, dict) and len(set(map(type, node))) > 1
 
 
 def leaves_in(tree: Any) -> list[Any]:
-    """The leaves of arguments: arrays, also those in NNX objects, and all else."""
+    """The leaves of arguments, including the arrays in NNX objects."""
     held = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
     return [part for part in _flat(tree) if not is_object(part)] + jax.tree.leaves(held)
 
@@ -51,7 +51,7 @@ def _flat(tree: Any) -> list[Any]:
 
 
 def unfit(leaf: Any) -> str | None:
-    """Describe a NumPy array that JAX cannot hold, or only with other numbers."""
+    """Describe a NumPy array that JAX cannot hold without changing its values."""
     if not isinstance(leaf, np.ndarray | np.generic):
         return None
     if leaf.dtype.kind in NO_NUMBERS or leaf.dtype.names:
@@ -66,12 +66,12 @@ def unfit(leaf: Any) -> str | None:
 
 
 def originals_of(node: Any) -> list[Any]:
-    """The objects of a graph that this trace made, in order, else None; for `adopt`."""
+    """The objects of a graph, with None for those that this trace did not make."""
     return [part if was_made_here(part) else None for part in objects_of(node)]
 
 
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
-    """Give the content of a copied graph to the originals, and return their graph."""
+    """Give the content of a copied graph to the originals, and return these."""
     copies = objects_of(copy)
     kept = {
         id(new): old
@@ -79,39 +79,40 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
         if old is not None
     }
 
-    def ours(value: Any) -> Any:
+    def original(value: Any) -> Any:
         return kept.get(id(value), value)
 
     def content(value: Any) -> Any:
         if is_object(value):
-            return ours(value)
+            return original(value)
         parts = jax.tree.leaves(value, is_leaf=is_object)
         if not any(id(part) in kept for part in parts):
             return value
-        return jax.tree.map(ours, value, is_leaf=is_object)
+        return jax.tree.map(original, value, is_leaf=is_object)
 
     for new in copies:
         if not is_nnx_object(new):
-            if ours(new) is not new:
-                replace_content(ours(new), new)
+            if original(new) is not new:
+                replace_content(original(new), new)
             continue
         attributes = {name: content(value) for name, value in vars(new).items()}
         # Not through Flax, for which the original still belongs to the trace.
-        object.__setattr__(ours(new), "__dict__", attributes)
-    return ours(copy)
+        object.__setattr__(original(new), "__dict__", attributes)
+    return original(copy)
 
 
 # ------------------------------------------------ objects that depend on a trace
 
 
 def settle_constants(node: Any) -> None:
-    """Make static attributes that are traced arrays data of their NNX objects.
+    """Turn static attributes that are traced arrays into data of their NNX objects.
 
-    Flax decides what is data when an attribute is set, and a traced array is not a
-    `jax.Array` for 0.12.8 with jax 0.10.2. Others that hold one raise StructureError.
+    Flax decides what is data when an attribute is set, and Flax 0.12.8 with jax 0.10.2
+    does not recognise a traced array. Other static attributes that contain one raise
+    StructureError.
     """
     refuse_references(node)
-    # Those that were made here become the result themselves.
+    # Objects that this trace made become part of the result.
     objects = objects_of(node)
     made = {id(part) for part in objects if was_made_here(part)}
     for owner in filter(is_nnx_object, objects):
@@ -130,7 +131,7 @@ def settle_constants(node: Any) -> None:
 
 
 def refuse_references(node: Any) -> None:
-    """Raise where a Variable of an NNX object is a reference to its value."""
+    """Raise if a Variable of an NNX object is a reference to its value."""
     for variable in variables_of(node):
         if not is_plain_variable(variable):
             is_hijax = metadata_of(variable).get("hijax")

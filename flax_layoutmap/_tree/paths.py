@@ -9,8 +9,8 @@ unboxed Linen variables, an optimizer state or a checkpoint:
 - a module is read through `nnx.state`, so that a tied Variable appears once; its other
   paths are names of the same leaf;
 - a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique;
-  so is, as in a URL, what has no glyph (a line break is `%0A`), so that a path is one
-  line wherever it is shown.
+  characters without a glyph are written as in a URL (a line break is `%0A`), so that a
+  path is one line wherever it is shown.
 
 A tree is cut into sections: a module inside a dict, Linen's `params`, an optimizer
 state. Rules see the path within its section, so that they hold for any wrapping, and
@@ -33,20 +33,20 @@ from flax_layoutmap._tree.flax_internals import is_nnx_object
 
 Role = Literal["parameter", "optimizer", "other"]
 
-# Other names of a leaf that messages show.
+# How many other names of a leaf messages show.
 _MOST_SHOWN = 2
 
 _NUMBER = re.compile("[0-9]+")
 
 
 class Leaf(NamedTuple):
-    """What one leaf of a tree is called.
+    """The names of one leaf of a tree.
 
     Attributes:
         path: path within the section.
         prefix: what precedes it in the whole tree: `model/params/`, or nothing.
         role: whether the section holds parameters or the state of an optimizer.
-        others: the other paths of a shared Variable, in no order.
+        others: the other paths of a shared Variable, in any order.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Leaf(NamedTuple):
         return self.prefix + self.path if self.path else self.prefix.removesuffix("/")
 
     def names(self) -> tuple[str, ...]:
-        """Every path within the whole tree: several of a shared Variable."""
+        """Every path within the whole tree: several for a shared Variable."""
         return self.full_path, *(self.prefix + other for other in self.others)
 
     def label(self) -> str:
@@ -107,7 +107,7 @@ class Flat:
 
     @functools.cached_property
     def records(self) -> list[Leaf]:
-        """What each leaf is called."""
+        """The names of each leaf."""
         return [
             Leaf(path, prefix, role, self.others.get(at, ()))
             for start, stop, prefix, role in self.sections
@@ -132,19 +132,19 @@ class Flat:
         return [s.role for s in self.sections for _ in range(s.start, s.stop)]
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
-        """The forms that rules see of a leaf's path, or of another in its section."""
+        """The forms that rules see of a leaf's path, or another path in its section."""
         prefix = self.section(at).prefix
         for name in self.unseen:
             prefix = prefix.removeprefix(name)
         return forms(prefix, self.paths[at] if path is None else path)
 
     def forms_of_names(self, at: int) -> list[tuple[str, ...]]:
-        """The forms of each path of a leaf: several of a shared Variable."""
+        """The forms of each path of a leaf: several for a shared Variable."""
         others = self.others.get(at, ())
         return [self.forms(at), *(self.forms(at, path) for path in others)]
 
     def representatives(self) -> Iterable[int]:
-        """One position for each distinct path, without regard to numbers."""
+        """One position for each distinct path, ignoring numbers in it."""
         paths = _NUMBER.sub("0", "\n".join(self.paths)).split("\n")
         first: dict[tuple[str, str], int] = {}
         for start, stop, prefix, _ in self.sections:
@@ -190,13 +190,13 @@ class Roots:
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], trees: Any) -> "Roots":
-        """The inverse."""
+        """The inverse of `tree_flatten_with_keys`."""
         return cls(dict(zip(names, trees, strict=True)))
 
 
 def escape(key: object) -> str:
-    """One part of a path, from one key."""
-    # Of a str-Enum, the value.
+    """The part of a path for a key."""
+    # The value of a str-Enum, not its name.
     text = str.__str__(key) if isinstance(key, str) else str(key)
     if "/" in text or "%" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
@@ -209,7 +209,7 @@ def escape(key: object) -> str:
 
 
 def unescape(part: str) -> str:
-    """The key that `escape` made a part of."""
+    """The inverse of `escape`, as a string."""
     return unquote(part, errors="surrogatepass")
 
 
@@ -230,14 +230,14 @@ def join_keys(entries: Any) -> str:
 
 
 def is_train_state(node: Any) -> bool:
-    """Whether a node has what Flax's TrainStates have: params, opt_state and tx."""
+    """Whether a node has the fields of Flax's TrainStates: params, opt_state, tx."""
     names = ("params", "opt_state", "tx")
     return dataclasses.is_dataclass(node) and all(hasattr(node, x) for x in names)
 
 
 def is_optimizer(node: Any) -> bool:
     """Whether an NNX object is an optimizer: it has opt_state and tx."""
-    # By its own attributes: an nnx.Rngs returns a stream for any name.
+    # Not by hasattr: an nnx.Rngs has a stream for any name.
     return is_nnx_object(node) and {"opt_state", "tx"} <= vars(node).keys()
 
 
@@ -259,7 +259,7 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
             if at not in flat.fixed:
                 path = flat.paths[at]
                 key = prefix + path if path in taken else path
-                while key in taken:  # a leaf has the path within a section
+                while key in taken:  # it is also the path of a leaf in its section
                     key = f"./{key}"
                 taken.add(key)
                 keys[at] = key
@@ -267,7 +267,7 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
 
 
 def is_optax_state(node: Any) -> bool:
-    """Whether a node is a state of optax, or a tuple of some."""
+    """Whether a node is a state of optax, or a tuple of such states."""
     if not isinstance(node, tuple):
         return False
     if hasattr(node, "_fields"):

@@ -47,7 +47,7 @@ _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 
 
-# What a function raises in a trace if it reads values.
+# Raised in a trace by a function that reads values.
 _READS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -94,17 +94,17 @@ class Traced:
     _after: Any
 
     def values_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of one entry per leaf of `abstract`, those of the computed leaves."""
+        """Pick the entries of computed leaves, from one per leaf of `abstract`."""
         pairs = zip(leaves, self._slots, strict=True)
         return [leaf for leaf, slot in pairs if slot is not None]
 
     def leaves_of(self, values: Sequence[Any]) -> list[Any]:
-        """Leaves in the order of `abstract`, from those that were computed."""
+        """All leaves in the order of `abstract`, given the computed ones."""
         pairs = zip(jax.tree.leaves(self.abstract), self._slots, strict=True)
         return [leaf if slot is None else values[slot] for leaf, slot in pairs]
 
     def update_inputs(self, values: Sequence[Any]) -> None:
-        """Write the new state of NNX arguments (an `Rngs` that counted) back."""
+        """Write back the new state of NNX arguments, such as an `Rngs` that counted."""
         states = self._after.unflatten(values)
         for node, state in zip(self._input_nodes, states, strict=True):
             # Values only: the metadata of the trace must not reach the caller.
@@ -123,8 +123,8 @@ def trace(
     """Trace `make(*args, **kwargs)` once, abstractly.
 
     Arrays among the arguments (`jax.ShapeDtypeStruct` too) and NNX objects are inputs;
-    everything else is static. With `own_objects`, the result must not hold an object
-    from outside that is not an argument; otherwise it gets a copy of it.
+    everything else is static. If the result contains an object from outside that is
+    not an argument, this raises with `own_objects`; otherwise the object is copied.
     """
     nodes, inputs, rebuilt_arguments = _taken_apart((tuple(args), dict(kwargs or {})))
     for node in nodes:
@@ -180,7 +180,7 @@ def trace(
         leaf if slot is None else shapes[slot]
         for leaf, slot in zip(leaves, slots, strict=True)
     ]
-    leaves.clear()  # those of the trace
+    leaves.clear()  # these are traced values
     return Traced(
         abstract=jax.tree.unflatten(treedef, abstract),
         names=names,
@@ -194,9 +194,10 @@ def trace(
 
 
 def _taken_apart(arguments: Any) -> tuple[list[Any], list[Any], Callable[..., Any]]:
-    """The NNX objects in arguments, each once; all arrays; and a function of arrays.
+    """The NNX objects in arguments, each once; all arrays; and a function.
 
-    It returns the arguments with these arrays, and the copies of the objects in them.
+    The function takes new arrays, and returns the arguments with these arrays, and the
+    copies of the objects in them.
     """
     slots, treedef = jax.tree.flatten(
         arguments, is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node)
@@ -235,16 +236,16 @@ def _refuse_others(nodes: Sequence[Any]) -> None:
     for part in (part for node in nodes for part in objects_of(node)):
         if not was_made_here(part):
             raise StructureError(
-                f"the constructor keeps a {type(part).__name__} that was there before: "
-                "pass it as an argument, or make the whole model with flm.create(make, "
-                "layout_map)"
+                f"the constructor keeps a {type(part).__name__} that was made outside "
+                "of it: pass it as an argument, or make the whole model with "
+                "flm.create(make, layout_map)"
             )
 
 
 def _split(result: Any) -> tuple[list[Any], Any, Callable[[Sequence[Any]], Any]]:
-    """The leaves of a result, their treedef, and a function of other leaves.
+    """The leaves of a result, their treedef, and a function that rebuilds the result.
 
-    It returns the result with these, in its first call in the same objects.
+    The function takes new leaves. Its first call returns the same objects.
     """
     parts, graph_treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
     _refuse_shared(list(filter(is_nnx_object, parts)), "result", "return")
@@ -264,14 +265,14 @@ def _split(result: Any) -> tuple[list[Any], Any, Callable[[Sequence[Any]], Any]]
                 parts[at] = nnx.merge(graphdef, parts[at])
                 if originals:
                     parts[at] = adopt(originals[at], parts[at])
-        originals.clear()  # what is made must not be kept alive
+        originals.clear()  # do not keep the result alive
         return jax.tree.unflatten(graph_treedef, parts)
 
     return leaves, treedef, rebuild
 
 
 def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
-    """Raise where objects share a Variable: split apart, each would have a copy."""
+    """Raise if objects share a Variable: each would get a copy of it."""
     owners: dict[int, int] = {}
     for number, node in enumerate(nodes):
         for variable in variables_of(node):
@@ -293,7 +294,7 @@ def _is_array(value: Any) -> bool:
 
 def _is_value(leaf: Any) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return False  # the function has traced something itself
+        return False  # the function itself has traced something
     return isinstance(leaf, bool | int | float | complex) or _is_array(leaf)
 
 

@@ -399,7 +399,7 @@ class Bad(nnx.Module):
 def test_a_constructor_that_cannot_be_traced(
     mesh: flm.DeviceMesh, is_read: bool
 ) -> None:
-    text = "reads the value of an array" if is_read else "that was there before"
+    text = "reads the value of an array" if is_read else "that was made outside"
     with pytest.raises(flm.errors.StructureError, match=f"{text}(?s:.)*flm.create"):
         with flm.layout_map_scope(rules(mesh, kernel=COLUMN)):
             Bad(is_read)

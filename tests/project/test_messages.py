@@ -314,7 +314,7 @@ BEGINNINGS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "the function changes the structure of its argument, a Linear,": lambda: trace(
             grow, (nnx.Linear(2, 2, rngs=nnx.Rngs(0)),)
         ),
-        "the constructor keeps a Param that was there before": keeps_another,
+        "the constructor keeps a Param that was made outside of it": keeps_another,
         "two objects of the result, a Linear and a List, share a Param": shared_results,
         "a Variable with ref=True is a reference": lambda: trace(
             lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))

@@ -69,7 +69,7 @@ def test_match_is_known_to_an_array_only(mesh: flm.DeviceMesh) -> None:
     for use in (layout.spec, layout.sharding, lambda: layout.shard_shape((8, 8))):
         with pytest.raises(flm.LayoutError, match="has a MATCH dim, which only"):
             use()
-    with pytest.raises(flm.errors.RuleError, match=r"\(MATCH\), which only relayout"):
+    with pytest.raises(flm.errors.RuleError, match="MATCH dim, which only relayout"):
         flm.LayoutMap(mesh)["kernel"] = (MATCH, "model")
 
 
