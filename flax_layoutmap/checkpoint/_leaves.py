@@ -161,17 +161,18 @@ class Selection:
 
     def useless(self, paths: Iterable[str]) -> list[str]:
         """A problem for each pattern of `include` that finds none of the paths."""
-        paths = list(paths)
-        return [
-            f"include={without_leaf(pattern, paths)}"
-            for pattern in self._include
-            if pattern.pattern and not any(map(pattern.search, paths))
-        ]
+        return useless("include", self._include, list(paths))
 
 
-def without_leaf(pattern: re.Pattern[str], paths: Sequence[str]) -> str:
-    near = closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])
-    return f"{pattern.pattern!r} finds no leaf; the closest paths are {near}"
+def useless(
+    option: str, patterns: Iterable[re.Pattern[str]], paths: Sequence[str]
+) -> list[str]:
+    return [
+        f"{option}={pattern.pattern!r} finds no leaf; the closest paths are "
+        f"{closest(pattern.pattern, paths[:2000], count=3) or list(paths[:3])}"
+        for pattern in patterns
+        if pattern.pattern and not any(map(pattern.search, paths))
+    ]
 
 
 def pattern_pairs(option: str, given: Any) -> list[tuple[re.Pattern[str], Any]]:
@@ -287,9 +288,6 @@ def _held(result: Leaf) -> Leaf:
         f"JAX would cut {result.dtype} to {jax.dtypes.canonicalize_dtype(result.dtype)}"
         "; set jax_enable_x64, give a NumPy array as target, or exclude it"
     )
-
-
-# --------------------------------------------------------------------------- trees
 
 
 def rules_of(layout_map: Any) -> RuleSet | None:

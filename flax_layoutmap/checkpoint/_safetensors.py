@@ -114,19 +114,14 @@ def _files_of(where: str) -> tuple[list[str], dict[str, str] | None]:
         if os.path.exists(os.path.join(where, name)):
             return _files_of(os.path.join(where, name))
     names = sorted(os.listdir(where))
-    files = [
-        os.path.join(where, name)
-        for name in names
-        if name.endswith(".safetensors")
-        and not name.startswith(".")
-        # A part with a tag counts only if an index names it.
-        and not ((ours := WRITTEN.fullmatch(name)) and ours["tag"])
-    ]
-    if not files:
+    files = [name for name in names if re.fullmatch(r"[^.].*\.safetensors", name)]
+    # A part with a tag counts only if an index names it.
+    tagged = {x[0] for x in map(WRITTEN.fullmatch, files) if x and x["tag"]}
+    if not {*files} - tagged:
         raise CheckpointError(
             f"the directory {where} has no .safetensors files; it holds {names[:5]}"
         )
-    return files, None
+    return [os.path.join(where, name) for name in files if name not in tagged], None
 
 
 def _files_of_index(index: str) -> tuple[list[str], dict[str, str]]:
@@ -327,9 +322,6 @@ def mapped(tensor: Tensor) -> Array:
         raise CheckpointError(f"{tensor} cannot be read: {error}") from error
     # NumPy and XLA expect that a bool is 0 or 1.
     return Lazy(tensor.shape, lambda box: values[box] != 0) if is_bool else values
-
-
-# ------------------------------------------------------------------ scaled blocks
 
 
 def scaled(weights: Array, scales: Array, block: int, dtype: Any) -> Lazy:

@@ -67,14 +67,10 @@ def restore_safetensors(
             leaf: see `flm.checkpoint.mappings`, which also has ready mappings.
             `(None, name)`, with a regular expression, lists tensors that no leaf needs.
             None maps a leaf `a/b/c` to the tensor `a.b.c`.
-        layout_map: as in `restore`.
-        mesh: as in `restore`.
-        include: as in `restore`.
-        exclude: as in `restore`.
-        dtype: as in `restore`.
         missing: as in `restore`, for leaves without a tensor or an entry.
         unexpected: as in `restore`, for tensors that no leaf uses.
-        progress: as in `restore`.
+
+    The other arguments are those of `restore`.
 
     Returns:
         A tree of the target's type; or a dict by names.

@@ -35,7 +35,7 @@ from flax_layoutmap.checkpoint._leaves import (
     leaf_of,
     nested,
     problem_list,
-    without_leaf,
+    useless,
 )
 from flax_layoutmap.checkpoint._metadata import (
     KEY,
@@ -199,9 +199,8 @@ def _renamed(
     leaves: Mapping[str, Leaf], rules: Sequence[tuple[re.Pattern[str], Any]]
 ) -> dict[str, Leaf]:
     """The leaves by new names: the first pattern found in one is replaced."""
-    for pattern, _ in rules:
-        if not any(map(pattern.search, leaves)):
-            raise CheckpointError(f"rename={without_leaf(pattern, list(leaves))}")
+    for problem in useless("rename", [pattern for pattern, _ in rules], list(leaves)):
+        raise CheckpointError(problem)
     new = {path: path for path in leaves}
     for path in leaves:
         for pattern, by in (rule for rule in rules if rule[0].search(path)):

@@ -106,10 +106,7 @@ def pure_states() -> dict[str, Any]:
 
 # What a script saves with Orbax → a function that makes it, and other targets for it.
 TREES: dict[str, tuple[Callable[[], Any], Sequence[Callable[[], Any]]]] = {
-    "NNX states": (
-        states,
-        [lambda: {k: nnx.to_pure_dict(v) for k, v in states().items()}],
-    ),
+    "NNX states": (states, [pure_states]),
     "TrainState": (train_state, [lambda: nn.meta.unbox(train_state())]),
     "unboxed": (lambda: nn.meta.unbox(train_state()), [train_state]),
     "params": (lambda: {"params": nn.meta.unbox(train_state()).params}, []),
