@@ -184,7 +184,7 @@ def create_optimizer(
             return nnx.Optimizer(model, tx, wrt=wrt)  # its layout_map_scope fills it
     layouts, mesh = layouts_of(params)
     # Only the optimizer section of the map applies.
-    own = rules.with_changes(rules=(), names=(), activations=()).on(mesh)
+    optimizer_rules = rules.with_changes(rules=(), names=(), activations=()).on(mesh)
     with Agreement("creating the optimizer", mesh) as agreement:
         if is_module:
             traced = trace(
@@ -192,7 +192,9 @@ def create_optimizer(
             )
         else:
             traced = trace(tx.init, (params,), keep_inputs=False)
-        resolution = resolve_tree(traced.abstract, own, params, tx, layouts=layouts)
+        resolution = resolve_tree(
+            traced.abstract, optimizer_rules, params, tx, layouts=layouts
+        )
         resolution.announce()
         agreement.add(lambda: {"keys and constants": trace_lines(traced)})
         agreement.add(resolution.fingerprint_lines)
@@ -247,17 +249,18 @@ def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
             )
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            own = DeviceMesh(sharding.mesh)
-            mesh = mesh or own
-            spec, kind = _spec_of_state(owner, own, sharding), sharding.memory_kind
-            layouts.append(TensorLayout(spec, own, memory_kind=kind))
+            leaf_mesh = DeviceMesh(sharding.mesh)
+            mesh = mesh or leaf_mesh
+            spec = _spec_of_state(owner, leaf_mesh, sharding)
+            kind = sharding.memory_kind
+            layouts.append(TensorLayout(spec, leaf_mesh, memory_kind=kind))
         else:
             problems.append(f"{path} {show_shape(leaf.shape)}: {sharding}")
     if problems or mesh is None:
         listed = bullet_list(problems or ["(there are no parameters)"])
         raise MeshError(
             "create_optimizer follows the layouts of the model, but these parameters "
-            f"are on no mesh:\n{listed}\nmake the model with flm.create(make, "
+            f"are not on a mesh:\n{listed}\nmake the model with flm.create(make, "
             "layout_map), or move it with layout_map.place(model)"
         )
     return layouts, mesh

@@ -298,9 +298,9 @@ class _Scope:
         for birth in self._births:
             values |= birth.arrays(shardings, values)
         for model in models:
-            pairs = [(values.get(id(x), x), own) for x, own in model.pairs()]
+            pairs = [(values.get(id(x), x), sharding) for x, sharding in model.pairs()]
             # Tracers belong to a transformation around the block.
-            new = [x if isinstance(x, Tracer) else put(x, own) for x, own in pairs]
+            new = [x if isinstance(x, Tracer) else put(x, s) for x, s in pairs]
             structure = jax.tree.structure(model.state)
             nnx.update(model.root, jax.tree.unflatten(structure, new))
             settle_metadata(model.state, model.resolution)  # in place

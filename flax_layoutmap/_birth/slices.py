@@ -157,13 +157,14 @@ def _in_line(
             yield eqn.replace(invars=read, outvars=made)
             continue
         jaxpr, consts = inner
-        own: dict[Any, Any] = dict(zip(jaxpr.invars, read, strict=True))
+        inner_names: dict[Any, Any] = dict(zip(jaxpr.invars, read, strict=True))
         # A jaxpr may be called several times, so its variables get new names.
         new = [*jaxpr.constvars, *(v for e in jaxpr.eqns for v in e.outvars)]
-        own |= {var: Var(var.aval) for var in new}
-        values |= {own[v]: x for v, x in zip(jaxpr.constvars, consts, strict=True)}
-        yield from _in_line(jaxpr.eqns, own, values)
-        results = (_renamed(var, own) for var in jaxpr.outvars)
+        inner_names |= {var: Var(var.aval) for var in new}
+        constants = zip(jaxpr.constvars, consts, strict=True)
+        values |= {inner_names[var]: constant for var, constant in constants}
+        yield from _in_line(jaxpr.eqns, inner_names, values)
+        results = (_renamed(var, inner_names) for var in jaxpr.outvars)
         names |= zip(eqn.outvars, results, strict=True)
 
 
@@ -192,10 +193,10 @@ def _on_mesh(value: Any, mesh: Mesh) -> Any:
         return value
     if not getattr(value, "committed", False) and value.size <= _MANY:
         return value
-    own, auto = getattr(value, "sharding", None), retyped(mesh, AxisType.Auto)
+    given, auto = getattr(value, "sharding", None), retyped(mesh, AxisType.Auto)
     spec = PartitionSpec() if value.size <= _SMALL else spread(value.shape, auto).spec
-    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
-        spec = own.spec if retyped(own.mesh, AxisType.Auto) == auto else spec
+    if isinstance(given, NamedSharding) and isinstance(given.mesh, Mesh):
+        spec = given.spec if retyped(given.mesh, AxisType.Auto) == auto else spec
     return put(value, NamedSharding(auto, spec))
 
 
@@ -238,9 +239,9 @@ def _counters(trace: _Trace, outputs: Sequence[Any]) -> dict[Any, Any]:
         if ready.issuperset(read) and all(map(_is_counter, eqn.outvars)):
             ready.update(eqn.outvars)
     keys = dict.fromkeys(filter(_is_key, ready))
-    own = [v for v in outputs if v in ready and (v in keys or _size(v) <= _SMALL)]
+    counters = [v for v in outputs if v in ready and (v in keys or _size(v) <= _SMALL)]
     _, read = trace.part(outputs, keys | trace.values)
-    new = [v for v in dict.fromkeys([*read, *own]) if v not in trace.values]
+    new = [v for v in dict.fromkeys([*read, *counters]) if v not in trace.values]
     part, read = trace.part(new, trace.values)
     mesh = _set_mesh() and trace.mesh
     # Operations put their literals on the mesh of the context.
@@ -271,7 +272,7 @@ def _computed(trace: _Trace, outputs: Sequence[_Output]) -> list[Any]:
         counters = _counters(trace, [var for var, _ in outputs])
         keys = {var: value for var, value in counters.items() if _is_key(var)}
         known = trace.values | keys
-        made = [_without_program(var, own, counters) for var, own in outputs]
+        made = [_without_program(var, s, counters) for var, s in outputs]
         left = [at for at, array in enumerate(made) if array is None]
         jobs = []
         for at in left:

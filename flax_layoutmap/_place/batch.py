@@ -34,12 +34,12 @@ _Leaves = list[tuple[str, Any]]
 class _Share(NamedTuple):
     """How many of the parts of a global batch a process passes."""
 
-    own: int
+    passed: int
     parts: int
 
     def total(self, leaf: Any) -> int:
         """Rows of the global array when this process passes `leaf`."""
-        return len(leaf) if _is_global(leaf) else len(leaf) * self.parts // self.own
+        return len(leaf) if _is_global(leaf) else len(leaf) * self.parts // self.passed
 
 
 def distribute_batch(
@@ -97,7 +97,7 @@ def distribute_batch(
             jax.make_array_from_process_local_data(
                 sharding, np.asarray(leaf), (share.total(leaf), *leaf.shape[1:])
             )
-            if share.own < share.parts and has_rows(leaf) and not _is_global(leaf)
+            if share.passed < share.parts and has_rows(leaf) and not _is_global(leaf)
             else put(leaf, sharding)
             for leaf, sharding in zip(arrays, shardings, strict=True)
         ]
@@ -170,7 +170,7 @@ def _multiple_of(multiple: Any, rows: Rows) -> int:
     rules = rule_set_of(multiple, "pad_batch(batch, multiple), without a number,")
     if rules.mesh is None:
         need_devices(rules, "pad_batch")
-    return _share_on(rules, rows).own
+    return _share_on(rules, rows).passed
 
 
 # ------------------------------------------------------------- leaves and rows
@@ -265,7 +265,7 @@ def _share(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
     if rows == "global":
         return _Share(parts, parts)
     if sum(map(len, {*map(frozenset, held.values())})) != parts:
-        shown = {process: sorted(own) for process, own in sorted(held.items())}
+        shown = {number: sorted(parts) for number, parts in sorted(held.items())}
         raise MeshError(
             'rows="local" needs processes that hold the same parts of the batch or '
             f"none in common, but they hold {reprlib.repr(shown)}; use another order "
@@ -286,7 +286,7 @@ def _row_count(leaves: _Leaves, share: _Share) -> int | None:
             total = share.total(leaf)
             note = "" if total == len(leaf) else f", of {total} rows in all"
             note = ", global already" if _is_global(leaf) else note
-            totals[total] = total * share.own // share.parts
+            totals[total] = total * share.passed // share.parts
             shown.append(f"{path} {show_shape(leaf.shape)}{note}")
     if len(totals) > 1:
         raise LayoutError(
@@ -304,13 +304,13 @@ def clash_of_rows(count: int, rules: RuleSet) -> str | None:
 
 
 def _check_divides(count: int, rules: RuleSet, rows: Rows, share: _Share) -> None:
-    if count % share.own == 0:
+    if count % share.passed == 0:
         return
     problem = clash_of_rows(count, rules)
-    if share.own < share.parts:
+    if share.passed < share.parts:
         problem = (
-            f"dim 0 of size {count} does not divide by {share.own}, for this process "
-            f"fills {share.own} of the {share.parts} parts"
+            f"dim 0 of size {count} does not divide by {share.passed}, for this process "
+            f"fills {share.passed} of the {share.parts} parts"
         )
     more = "" if rows == "local" or jax.process_count() == 1 else f', rows="{rows}"'
     raise LayoutError(

@@ -1,6 +1,6 @@
-"""The layouts that are considered, the formula that ranks them, and their rules.
+"""Candidate layouts, the formula that ranks them, and their rules.
 
-Each axis of the mesh has one job: the batch alone (parameters are copied along it), the
+Each mesh axis has a job: it shards only the batch (parameters are copied along it), the
 batch and parameters (FSDP), or dims of parameters (tensor and expert parallelism).
 """
 
@@ -24,30 +24,30 @@ Spec = tuple[Axes, ...]  # the axes of each dim of an array
 
 
 class Job(NamedTuple):
-    """What an axis does."""
+    """The job of a mesh axis."""
 
     name: str
-    classes: frozenset[int] = frozenset()  # those that it shards
+    classes: frozenset[int] = frozenset()  # classes of dims that it shards
 
 
 Jobs = Mapping[str, Job]  # axis → its job
 _FSDP, _DATA = Job("data + parameters"), Job("data")
-_MOST = 4  # choices of classes for an axis
-# A parameter is gathered twice, and its gradient summed, for about its bytes each.
+_MOST = 4  # most choices of classes for an axis
+# A parameter is gathered twice and its gradient summed: about its bytes each time.
 _GATHERS = 3
-# A sum sends twice an activation; 4 of 7 products have one, as gate and up share it.
+# A sum sends an activation twice; 4 of 7 products have a sum (gate and up share it).
 _SUMS = 2 * 4 / 7
-# Operations for a parameter and a token: 2 forward, 4 backward.
+# Operations per parameter and token: 2 forward, 4 backward.
 _FORWARD, _TRAINING = 2, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout of everything."""
+    """A layout of the whole step."""
 
-    name: str  # what each axis does
-    batch: Axes  # those that shard the batch
-    placed: Axes  # those that shard classes of dims
+    name: str  # the jobs of the axes
+    batch: Axes  # axes that shard the batch
+    placed: Axes  # axes that shard classes of dims
     specs: tuple[Spec, ...]  # of the parameters
     outputs: tuple[Spec, ...]
 
@@ -69,30 +69,30 @@ class Layouts:
         for position, arrays in enumerate(dims.parameters):
             for number in sorted({*arrays.classes} - {ALONE, ROWS}):
                 self.members.setdefault(number, set()).add(position)
-        # The class of most parameters.
+        # The class that most parameters have.
         self.model_dim = max(
             self.members, key=lambda n: len(self.members[n]), default=ALONE
         )
 
     def parts(self, axes: Iterable[str]) -> int:
-        """The number of parts that axes cut an array into."""
+        """The number of parts into which axes split an array."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def bundles(self) -> list[Job]:
-        """The classes that an axis may shard at a time: no two of one parameter.
+        """Bundles of classes that an axis may shard together.
 
-        A class with all others that share no parameter with it: heads, hidden units
-        and the vocabulary are one bundle, as in Megatron.
+        Classes of a bundle share no parameters: heads, hidden units and the vocabulary
+        are a bundle, as in Megatron.
         """
         parameters, members = self.dims.parameters, self.members
         others = {n: at for n, at in members.items() if n != self.model_dim}
         useful = [
             number
             for number, positions in others.items()
-            # A dim of one parameter and no output is indexed, by a loop or a lookup.
+            # A dim of a single parameter and no output is only indexed (loop, lookup).
             if len(positions) > 1
             or any(number in output.classes for output in self.dims.outputs)
-            # Parts of heads, where the heads themselves are a class.
+            # Skip parts of heads if the heads are a class.
             if not any(positions < wider for wider in others.values())
         ]
         useful.sort(key=lambda n: -sum(parameters[at].bytes for at in others[n]))
@@ -110,13 +110,13 @@ class Layouts:
         return [Job(name, bundle) for bundle, name in named.items()][:_MOST]
 
     def fully_sharded(self) -> list[Candidate]:
-        """Each parameter over all axes, along the model dim, and along its longest."""
+        """Each parameter over all axes, along the model dim or its longest dim."""
         jobs = dict.fromkeys(self.sizes, _FSDP)
         full, other = self._candidate(jobs), self._candidate(jobs, by_length=True)
         return [full, dataclasses.replace(other, name=f"{full.name}, longest dims")]
 
     def candidates(self) -> list[Candidate]:
-        """Every layout but full sharding; of those that exchange equal axes, one."""
+        """Every layout except full sharding; only one if equal axes are exchanged."""
         alike: set[object] = set()
         different: dict[object, Candidate] = {}
         choices = [_FSDP, _DATA, *self.bundles()]
@@ -129,7 +129,7 @@ class Layouts:
                 different.setdefault((candidate.batch, candidate.specs), candidate)
         _, *others = different.values()
         flat = itertools.chain.from_iterable
-        # Those in which each axis shards the batch or parameters.
+        # Each axis must shard the batch or parameters.
         return [c for c in others if {*self.sizes} <= {*c.batch, *flat(flat(c.specs))}]
 
     def _candidate(self, jobs: Jobs, by_length: bool = False) -> Candidate:
@@ -150,10 +150,10 @@ class Layouts:
         return Candidate(name, batch, placed, specs, outputs)
 
     def _spec(self, jobs: Jobs, batch: Axes, by_length: bool, arrays: Arrays) -> Spec:
-        """The axes of each dim: first those of classes, then those that store.
+        """The axes of each dim: first the axes of classes, then FSDP axes.
 
-        These are on dims without a class; if possible on the model dim (the sums of
-        gradients then send the least), else on the longest, of equal ones the last.
+        FSDP axes go on dims without a class: if possible on the model dim (gradient
+        sums then send the least), else on the longest dim, the last if equal.
         """
         shape, classes = arrays.shape, arrays.classes
         spec: list[Axes] = [()] * len(shape)
@@ -184,7 +184,7 @@ class Layouts:
         return total
 
     def seconds(self, candidate: Candidate, flops: float) -> float:
-        """About how long a step takes; the `flops` of all devices tell its tokens."""
+        """Estimated time of a step; the `flops` of all devices determine its tokens."""
         trains = self.dims.is_training
         each = [
             (arrays, math.prod(arrays.shape) * len(arrays.paths), spec)
@@ -211,9 +211,10 @@ class Layouts:
         return seconds + max(flops * work / total / rows / self.chip.flops, read)
 
     def _summed(self, arrays: Arrays, spec: Spec, axis: str) -> float:
-        """Bytes for a token of the activations that are summed along an axis.
+        """Bytes per token of the activations that are summed along an axis.
 
-        Those of a matrix by its dims on the side of the axis; of stacked layers, each.
+        For a matrix these are its bytes divided by the dims on the side of the axis;
+        stacked layers count each.
         """
         dims = [*zip(spec, arrays.classes, arrays.shape, strict=True)]
         on_model = any(axis in axes and c == self.model_dim for axes, c, _ in dims)
@@ -226,7 +227,7 @@ class Layouts:
         return _SUMS * arrays.bytes / inner / (1 if self.dims.is_training else 2)
 
     def _sending(self, size: float, axes: Sequence[str]) -> float:
-        """Seconds to gather or to reduce an array of some bytes over axes."""
+        """Seconds to gather or reduce an array of `size` bytes over axes."""
         parts = self.parts(axes)
         if not {*axes}.isdisjoint(self.between):
             return size * (1 - 1 / parts) / (self.chip.dcn_bytes_per_second or math.inf)
@@ -241,7 +242,7 @@ class Layouts:
 
 
 def rules_of(dims: StepDims, candidate: Candidate, mesh: DeviceMesh) -> LayoutMap:
-    """Few rules for a layout."""
+    """Make a few rules for a layout."""
     rules = LayoutMap(mesh, batch=candidate.batch)
     if not any(map(any, candidate.specs)):
         rules[".*"] = None
@@ -259,10 +260,10 @@ def rules_of(dims: StepDims, candidate: Candidate, mesh: DeviceMesh) -> LayoutMa
 
 
 def _specs_of_paths(dims: StepDims, candidate: Candidate) -> dict[str, Spec]:
-    """Path → spec; `()` for what is small, so that it needs no rule.
+    """Path → spec; `()` for small parameters, which need no rule.
 
-    Without the name of the argument, which neither `flm.create` nor optimizer state
-    knows, unless two parameters with the same path within theirs differ.
+    Paths do not start with the name of the argument, which `flm.create` and optimizer
+    state do not have, unless parameters with equal paths in two arguments differ.
     """
     specs: dict[str, Spec] = {
         path: () if arrays.is_small else spec
@@ -272,7 +273,7 @@ def _specs_of_paths(dims: StepDims, candidate: Candidate) -> dict[str, Spec]:
     inner = collections.defaultdict(set)
     for path, spec in specs.items():
         inner[path.partition("/")[2]].add(spec)
-    inner[""] = set()  # of an argument that is an array
+    inner[""] = set()  # the path of an argument that is a bare array
     return {
         end if len(inner[end := path.partition("/")[2]]) == 1 else path: spec
         for path, spec in specs.items()
@@ -280,7 +281,7 @@ def _specs_of_paths(dims: StepDims, candidate: Candidate) -> dict[str, Spec]:
 
 
 def _activations(modules: Mapping[str, Spec], batch: Axes) -> dict[str, Any]:
-    """Pattern → layout of outputs: one where rows alone are split, else for layers."""
+    """Pattern → layout of outputs: one pattern if only rows are split, or by layer."""
     if not modules or not batch:
         return {}
     if all(spec and spec[0] and not any(spec[1:]) for spec in modules.values()):

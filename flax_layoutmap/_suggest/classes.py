@@ -1,8 +1,9 @@
 """Which dims of a step's parameters and outputs are sharded together.
 
-The step is lowered once, replicated. Then one dim is sharded at a time, with all others
-open, and Shardy propagates it: the dims that follow are a class, such as the hidden
-units of `up` and `down`, the heads, or the model dim. Names do not matter.
+The step is lowered once, replicated. Then a single dim is sharded at a time, with all
+other dims open, and Shardy propagates the sharding: the dims that follow are a class,
+such as the hidden units of `up` and `down`, the heads, or the model dim. Names of
+parameters are not used.
 """
 
 import dataclasses
@@ -18,12 +19,12 @@ from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap.convert._shardings import NEVER_ASKED
 from flax_layoutmap.pod._lower import functions_of, lower_step, operations_in
 
-Node = tuple[str, str, int]  # section and path of an array, and number of its dim
-# The class of dims that follow the first dims of the data, and that of dims alone.
+Node = tuple[str, str, int]  # section and path of an array, and a dim
+# The class of dims that follow dim 0 of the data, and of dims without a class.
 ROWS, ALONE = -1, -2
 
-_LITTLE = 1e-3  # parameters of a smaller share of the bytes stay replicated
-# The index of a layer that has parts: `layers/3/up/kernel`, not `layers/3/kernel`.
+_LITTLE = 1e-3  # parameters with a smaller share of the bytes stay replicated
+# The index of a layer with submodules: `layers/3/up/kernel`, not `layers/3/kernel`.
 _LAYER = re.compile(r"\d+(?=/[^/]+/)")
 _OUTPUT = re.compile(r"(activations|names)\[([^\]]*)\]")
 _OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
@@ -31,11 +32,11 @@ _OLD_KEYS = ("tensor<2xui32>", "tensor<4xui32>")
 
 @dataclasses.dataclass(slots=True)
 class Arrays:
-    """Parameters of equal layers in all arguments, or one output: of one layout."""
+    """An output, or the same parameter of equal layers; all have the same layout."""
 
-    section: str  # "rules", or of outputs "activations" or "names"
-    paths: tuple[str, ...]  # of parameters with the name of the argument first
-    shape: tuple[int, ...]  # of each
+    section: str  # "rules"; for outputs "activations" or "names"
+    paths: tuple[str, ...]  # for parameters starting with the argument's name
+    shape: tuple[int, ...]  # of each array
     bytes: int = 0  # of all parameters
     state_bytes: int = 0  # of their optimizer state
     is_small: bool = False  # whether they stay replicated
@@ -46,8 +47,8 @@ class Arrays:
 class StepDims:
     """The arrays of a step, with the classes of their dims."""
 
-    data: Mapping[str, int]  # path → first dim of what is split over the batch axes
-    parameters: list[Arrays]  # those of the most bytes first
+    data: Mapping[str, int]  # path → dim 0 of arrays split over the batch axes
+    parameters: list[Arrays]  # sorted by bytes, largest first
     outputs: list[Arrays]
     is_training: bool  # whether the step computes gradients
     notes: list[str]
@@ -60,7 +61,7 @@ def dims_of(
     state: Mapping[str, Any],
     mesh: DeviceMesh,
 ) -> StepDims:
-    """Lower a step, of which some arguments are `state`, and find classes of dims."""
+    """Lower a step with the arguments `state`, and find its classes of dims."""
     from jax.extend.mlir.ir import MLIRError
 
     rules = LayoutMap(mesh, batch=(), strict=False, indivisible="replicate")
@@ -94,7 +95,7 @@ def dims_of(
 
 
 def _outputs_of(module: Any) -> list[Arrays]:
-    """Outputs that are constrained in the program, if always of one shape."""
+    """Outputs that the program constrains, if they always have the same shape."""
     shapes = defaultdict(set)
     for section, path, op in _constraints(module):
         shapes[section, path].add(tuple(op.results[0].type.shape))
@@ -119,7 +120,7 @@ def _parameters_of(state: Mapping[str, Any], rules: LayoutMap) -> list[Arrays]:
     for (_, shape), members in alike.items():
         paths = tuple(leaf.path for leaf in members)
         size = sum(leaf.bytes_per_device for leaf in members)
-        # A path or an end of it is the name of its optimizer state.
+        # Optimizer state names its parameter by its path or an end of the path.
         ends = [p.split("/", n)[-1] for p in paths for n in range(p.count("/") + 1)]
         more = sum(moments.pop(end, 0) for end in ends)
         is_small = size + more < _LITTLE * total
@@ -134,12 +135,12 @@ def _classes_of(
     parameters: Sequence[Arrays],
     data: Mapping[str, int],
 ) -> dict[Node, int]:
-    """The class of each dim; `paths` are those of the arguments, in order."""
+    """The class of each dim; `paths` are the paths of the arguments, in order."""
     sizes = sorted((size, axis) for axis, size in mesh.axis_sizes.items() if size > 1)
     classes: dict[Node, int] = {}
 
     def spread(number: int, dims: Mapping[str, int], lengths: Iterable[int]) -> None:
-        """Give a class to dims (path → dim) of some lengths, and to what follows."""
+        """Give a class to dims (path → dim) of these lengths and to following dims."""
         fits = [axis for n, axis in sizes if not any(length % n for length in lengths)]
         if fits and dims:
             for node in _following(module, fits[0], paths, dims):
@@ -157,7 +158,7 @@ def _classes_of(
 def _following(
     module: Any, axis: str, paths: Sequence[str], seeds: Mapping[str, int]
 ) -> Iterator[Node]:
-    """The dims that an axis shards if it shards the `seeds`, and all else is open."""
+    """The dims that an axis shards if it shards the `seeds` and others are open."""
     from jax.extend.mlir.ir import ArrayAttr, Attribute, DictAttr
     from jax.extend.mlir.passmanager import PassManager
 
@@ -193,7 +194,7 @@ def _following(
 
 
 def _constraints(module: Any) -> Iterator[tuple[str, str, Any]]:
-    """Section and path of each output that a program constrains, and the operation."""
+    """Section, path and operation of each output that a program constrains."""
     for op in operations_in(module):
         if op.name in ("sdy.sharding_constraint", "sdy.reshard"):
             name = str(op.location).partition('"')[2].partition('"')[0]

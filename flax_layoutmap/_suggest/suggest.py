@@ -1,4 +1,4 @@
-"""flm.suggest: rules for a step on a mesh, and what was tried."""
+"""flm.suggest: find rules for a step on a mesh."""
 
 import dataclasses
 import inspect
@@ -36,23 +36,23 @@ from flax_layoutmap.pod._topologies import GENERATIONS, topology_or_none
 if TYPE_CHECKING:
     from rich.text import Text
 
-ASSUMED = GENERATIONS["v5p"]  # without a topology
+ASSUMED = GENERATIONS["v5p"]  # if there is no topology
 GIVEN = "the rules given"
-_SECONDS_EACH = 2e-6  # of each collective, whatever its size
+_SECONDS_EACH = 2e-6  # latency of each collective
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """Rules that were tried, and the report of a step with them."""
 
-    name: str  # what each axis does (`"data over fsdp"`), or `GIVEN`
+    name: str  # the jobs of the axes (`"data over fsdp"`), or `GIVEN`
     layout_map: LayoutMap
     plan: PodReport
-    limit_bytes: int  # that a device may hold
+    limit_bytes: int  # of a device
 
     @property
     def seconds(self) -> float:
-        """The time of a step, for comparing: nothing overlaps, nothing was timed."""
+        """The estimated time of a step, to compare choices; assumes no overlap."""
         report, where = self.plan, self.plan.topology
         chip = ASSUMED if where is None else where.generation
         links = sum(report.seconds_bound.values())
@@ -65,12 +65,12 @@ class Choice:
 
     @property
     def held_bytes(self) -> int:
-        """The peak of memory of a device, or what is at rest where that is unknown."""
+        """The peak memory of a device, or the bytes at rest if it is unknown."""
         return self.plan.memory.peak_bytes or self.plan.memory.at_rest_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a device can hold it, as far as that is known."""
+        """Whether a device can hold it, as far as is known."""
         return self.plan.fits is not False and self.held_bytes <= self.limit_bytes
 
 
@@ -80,9 +80,9 @@ class Suggestion(Shown):
 
     Attributes:
         step: name of the step.
-        tried: the layouts that were tried, the best first.
-        why: one sentence.
-        notes: what else to know.
+        tried: the layouts that were tried, best first.
+        why: a sentence that explains the choice.
+        notes: further remarks.
     """
 
     __module__ = "flax_layoutmap"
@@ -103,7 +103,7 @@ class Suggestion(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether a device can hold the step, as far as that is known."""
+        """Whether a device can hold the step, as far as is known."""
         return self.tried[0].fits
 
     def _lines(self, width: int | None) -> "Iterator[Text]":
@@ -119,7 +119,7 @@ class Suggestion(Shown):
         yield from coloured_lines(["", *wrapped(self._remarks(), width)], axes)
 
     def _code(self) -> list[str]:
-        """The lines that make a map of these rules; they run without the devices."""
+        """Code that makes a map of these rules, without devices."""
         rules = self.layout_map.freeze()
         mesh = quoted(str(rules.mesh))
         return [
@@ -172,7 +172,7 @@ class Suggestion(Shown):
 
 # ------------------------------------------------------------------------- search
 
-_ASKED = 6  # the layouts asked about beside full sharding and the rules given
+_ASKED = 6  # most layouts to ask about, besides full sharding and the given rules
 _EQUAL = 1e-3  # times that differ by a smaller share count as equal
 
 
@@ -190,26 +190,27 @@ def suggest(
 ) -> Suggestion:
     """Suggest rules for a step on a mesh, without devices.
 
-    Each axis of the mesh is for the batch alone, for the batch and parameters (FSDP),
-    or for dims of parameters that belong together, which Shardy's propagation tells
-    without names. Of the layouts that fit a formula chooses six; `flm.pod.plan` is
-    asked about these, full sharding in two ways, and the rules given. The fastest that
-    fits is suggested: print the result.
+    Each mesh axis shards only the batch, the batch and parameters (FSDP), or related
+    dims of parameters, which are found by Shardy's propagation, not by names. A formula
+    selects six of the layouts that fit; `flm.pod.plan` is run for these, for two ways
+    of full sharding, and for the given rules. The fastest layout that fits is
+    suggested: print the result.
 
     Args:
         step: as for `flm.pod.plan`.
         *args: as for `flm.pod.plan`; shapes are enough.
         mesh: as for `flm.pod.plan`; its axes are Auto.
-        topology: as for `flm.pod.plan`; None assumes links, products and memory of v5p.
-        slices: how many slices of it.
-        hbm: bytes of one device that the step may use; None takes what the compiler
-            allows on the topology.
-        layout_map: rules to compare with; None takes those of a function of `flm.jit`.
-        donate_argnames: arguments that are state, beside NNX objects and containers of
-            floating-point arrays whose first dims differ. Rules are for state; other
-            arguments are data, split over the batch axes.
-        engine: whom to ask, as for `flm.pod.plan`.
-        **kwargs: arguments of the step by name.
+        topology: as for `flm.pod.plan`; None assumes the speed and memory of v5p.
+        slices: the number of slices.
+        hbm: bytes of one device that the step may use; None takes the compiler's limit
+            on the topology.
+        layout_map: rules to compare with; None takes the rules of an `flm.jit`
+            function.
+        donate_argnames: arguments that are state, in addition to NNX objects and
+            containers of floating-point arrays whose first dims differ. Rules apply to
+            state; other arguments are data, split over the batch axes.
+        engine: as for `flm.pod.plan`.
+        **kwargs: keyword arguments of the step.
 
     Raises:
         LayoutError: the step cannot be lowered, or has no state.
@@ -241,7 +242,7 @@ def suggest(
     refused: dict[str, LayoutError] = {}  # by text
 
     def ask(name: str, layout_map: LayoutMap) -> None:
-        """Try rules, once; a note where the step does not go with them."""
+        """Plan the step with new rules; add a note if it fails."""
         asked = [choice.layout_map.freeze() for choice in tried]
         if name != GIVEN and layout_map.freeze() in asked:
             return
@@ -257,7 +258,7 @@ def suggest(
 
     with shown_progress(f"suggesting rules for {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore", LayoutWarning)
-        # What is taken for state need not be returned.
+        # A step need not return the arguments that count as state.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         state = _state_of(step, args, kwargs, donate_argnames)
         dims = dims_of(step, args, kwargs, state, on)
@@ -294,7 +295,7 @@ def suggest(
 def _to_ask(
     layouts: Layouts, full: Candidate, tried: Sequence[Choice], limit: int
 ) -> list[Candidate]:
-    """The other layouts to ask about, by the report of full sharding."""
+    """Choose the other layouts to ask about, from the report of full sharding."""
     flops = data = more = 0
 
     def least(of: Candidate) -> int:
@@ -304,14 +305,14 @@ def _to_ask(
         memory, rows = choice.plan.memory, layouts.parts(full.batch)
         flops = choice.plan.flops_per_device * rows
         data = memory.at_rest.get("data", 0) * rows
-        # What full sharding needs besides, any layout needs.
+        # Any layout needs the temporary memory of full sharding.
         more = max(0, (memory.peak_bytes or 0) - least(full))
     held = [other for other in layouts.candidates() if least(other) <= limit - more]
     return sorted(held, key=lambda held: layouts.seconds(held, flops))[:_ASKED]
 
 
 def _best_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """What fits by time, of equal times by memory; then the rest by memory."""
+    """Sort choices that fit by time, then by memory; then others by memory."""
     least = min((choice.seconds for choice in choices if choice.fits), default=0.0)
 
     def rank(choice: Choice) -> tuple[bool, float, int]:
@@ -324,14 +325,14 @@ def _best_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 def _state_of(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], donated: Any
 ) -> dict[str, Any]:
-    """The arguments that rules are for, by name: those that are named, and state."""
+    """The arguments that are state, by name: the donated, and those recognised."""
     named = frozenset([donated] if isinstance(donated, str) else donated)
     slots = slots_of(inspect.signature(step).bind(*args, **kwargs))
     return {s.name: v for s, v in slots if s.is_among(named) or _is_state(v)}
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a value holds an NNX object, or floats that have no rows in common."""
+    """Whether a value has an NNX object, or floats with different first dims."""
     leaves = jax.tree.leaves(value, is_leaf=is_nnx_object)
     if any(map(is_nnx_object, leaves)):
         return True
@@ -341,7 +342,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _why(tried: Sequence[Choice], among: Sequence[Candidate]) -> str:
-    """One sentence: why the best, which is the first, is the best."""
+    """A sentence that explains why the first choice is the best."""
     best = tried[0]
     held, limit = human_bytes(best.held_bytes), human_bytes(best.limit_bytes)
     if not best.fits:
@@ -351,14 +352,14 @@ def _why(tried: Sequence[Choice], among: Sequence[Candidate]) -> str:
         )
     if best.name == GIVEN:
         return "the rules given are the fastest that were tried: keep them"
-    chosen = next(one for one in among if one.name == best.name)
+    chosen = next(each for each in among if each.name == best.name)
     if not any(map(any, chosen.specs)):
         return (
             f"the model is small: every device keeps a copy, {held} of {limit}; pass "
             "hbm= for rules that need less"
         )
     over = "+".join(chosen.placed)
-    if over and any(one.fits and one.name == among[0].name for one in tried):
+    if over and any(c.fits and c.name == among[0].name for c in tried):
         return (
             f"to sum activations over {over} takes less time than to gather parameters"
         )

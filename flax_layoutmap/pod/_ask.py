@@ -1,7 +1,7 @@
 """Ask XLA's partitioner or libtpu about a lowered step, in a child process.
 
-libtpu ends its process on some shapes, crashes with another JAX, and hangs where it
-queries the cloud's metadata server. It is therefore never loaded here.
+libtpu ends its process on some shapes, crashes with other versions of JAX, and may hang
+when it queries the cloud's metadata server. So it is never loaded in this process.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from typing import Any
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap.pod._topologies import Topology, split_over_slices
 
-# Most devices of the CPU client of jaxlib; it rejects 4,096.
+# The most devices that jaxlib's CPU client supports; it rejects 4,096.
 MOST_DEVICES = 2048
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
-# Without these libtpu queries the cloud for metadata, and logs to files.
+# Without these, libtpu queries the cloud for metadata and logs to files.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,7 +47,7 @@ class Code:
     """A lowered program, for another process with the same jaxlib."""
 
     bytecode: bytes
-    free_results: list[bool]  # those without a sharding, which XLA chooses
+    free_results: list[bool]  # for each result, whether XLA chooses its sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Answer:
     """The answer of the child."""
 
     program: str | None  # partitioned or final; None if it does not fit
-    given: str  # before XLA changed it
+    given: str  # the program before XLA changed it
     # Bytes on one device that libtpu allocates: "temporary", and "allocated" for all.
     memory: Mapping[str, int]
     too_large: tuple[int, int] | None  # bytes needed and available, if it does not fit
@@ -70,9 +70,9 @@ def ask(
     timeout: float,
     options: Mapping[str, Any],
 ) -> Answer:
-    """Ask libtpu, or without a topology XLA's partitioner, about a program.
+    """Ask libtpu, or XLA's partitioner without a topology, about a program.
 
-    `sizes` are those of the mesh axes; LayoutError is raised after `timeout` seconds.
+    `sizes` has the sizes of the mesh axes. Raises LayoutError after `timeout` seconds.
     """
     request: dict[str, Any] = {
         "topology": None,
@@ -105,15 +105,15 @@ def ask(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """Who is asked about a program, for messages."""
+    """The program that is asked, for messages."""
 
     who: str
     where: str  # the topology, or the number of devices
     timeout: float  # seconds
-    warning: str | None  # of another libtpu than the pinned one
+    warning: str | None  # if libtpu is not the pinned version
 
     def answer_of(self, folder: Path, code: int | None, log: str) -> Answer:
-        """The answer of a child that ended with an exit code, and its output."""
+        """The answer of a child, from its exit code and its output."""
         result = folder / "result.json"
         if not result.is_file():
             raise LayoutError(self.how_it_ended(code, log))
@@ -158,7 +158,7 @@ class _Asked:
 
 
 def has_libtpu() -> bool:
-    """Whether libtpu is installed, or named by TPU_LIBRARY_PATH."""
+    """Whether libtpu is installed, or TPU_LIBRARY_PATH is set."""
     return bool(os.environ.get("TPU_LIBRARY_PATH")) or _version() is not None
 
 
@@ -170,7 +170,7 @@ def _version() -> str | None:
 
 
 def check_libtpu() -> str | None:
-    """Require libtpu; return a warning if it is not the one that JAX pins."""
+    """Require libtpu; return a warning if it is not the version that JAX pins."""
     pinned, version = wanted_libtpu(), _version()
     if not has_libtpu():
         raise LayoutError(
@@ -188,7 +188,7 @@ def check_libtpu() -> str | None:
 
 
 def wanted_libtpu() -> str | None:
-    """The libtpu that the installed JAX pins, such as `"0.0.42"`."""
+    """The version of libtpu that the installed JAX pins, such as `"0.0.42"`."""
     pins = map(_PIN.match, importlib.metadata.requires("jax") or [])
     return next((pin[1] for pin in pins if pin), None)
 
@@ -200,17 +200,17 @@ def _environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        # A job's own cluster and flags are not the child's.
+        # Settings of the user's job do not apply to the child.
         if name not in ("LIBTPU_INIT_ARGS", "TPU_PROCESS_BOUNDS", "XLA_FLAGS")
     }
     if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
-        # On a TPU VM the library's lock guards the chips; elsewhere there are none.
+        # The lock of libtpu is only needed where there are chips.
         kept["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     return kept | _ENVIRONMENT
 
 
 def _run(folder: Path, timeout: float) -> tuple[int | None, str]:
-    """Run the child; its exit code (None if it was killed here) and its stderr."""
+    """Run the child; return its exit code (None after a timeout) and its stderr."""
     with (folder / "stderr.txt").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],

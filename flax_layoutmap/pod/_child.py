@@ -1,15 +1,15 @@
 """The child process of `flm.pod.plan`, which runs XLA on one program.
 
-It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package, as
+It runs as a file, `python -P _child.py FOLDER`, and does not import this package.
 libtpu may end the process at any moment. The folder has `request.json` and
-`module.mlirbc`; the answer is in `program.txt`, `given.txt` and, last and atomically,
-`result.json`.
+`module.mlirbc`; the answer is in `program.txt`, `given.txt` and finally `result.json`,
+which is written atomically.
 
-The module goes to the compiler by the client's own interface, the one place where the
-package uses `jaxlib`: `jax.export` would lose what is donated, and needs `flatbuffers`.
+The module is passed to the compiler through the client, the only use of `jaxlib` in
+this package: `jax.export` would lose donated arguments, and needs `flatbuffers`.
 
-Nearly all of a compile is code generation. XLA writes its programs to files before
-that, so the process ends when the one that is wanted is there.
+Most of the time of a compile is code generation. XLA writes its programs to files
+before that, so the process ends as soon as the wanted file exists.
 """
 
 import functools
@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The compiler writes these one after the other; the last one begins when the others
-# are complete.
+# The compiler writes these in order; when the last exists, the others are complete.
 _GIVEN = "before_optimizations.txt"
 _PARTITIONED = ".after_spmd-partitioning."
 _PROGRAM = "after_optimizations.txt"
@@ -42,12 +41,12 @@ def main(folder: Path) -> None:
 
 
 def _fail(folder: Path, kind: type, error: BaseException, trace: Any) -> None:
-    """Answer with an error, such as one of the compiler."""
+    """Answer with an error, for example from the compiler."""
     _end(folder, {"error": f"{kind.__name__}: {error}"})
 
 
 def _partition(folder: Path, request: dict[str, Any]) -> None:
-    """XLA's partitioner, by the CPU client that is part of jaxlib."""
+    """Run XLA's partitioner with the CPU client of jaxlib."""
     import numpy as np
     from jaxlib import xla_client
 
@@ -64,7 +63,7 @@ def _partition(folder: Path, request: dict[str, Any]) -> None:
 
 
 def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
-    """The partitioned program; None until all of it is there, the entry last."""
+    """The partitioned program; None until it is complete (the entry is last)."""
     # XLA does not partition for one device.
     for path in dump.glob(f"*{_GIVEN if devices == 1 else _PARTITIONED}*"):
         text = path.read_text(encoding="utf-8")
@@ -74,7 +73,7 @@ def _partitioned(dump: Path, devices: int) -> dict[str, str] | None:
 
 
 def _compile(folder: Path, request: dict[str, Any]) -> None:
-    """Compile a lowered module by libtpu ahead of time, without devices."""
+    """Compile a lowered module ahead of time with libtpu, without devices."""
     import numpy as np
     from jax.experimental import topologies
     from jax.interpreters import mlir
@@ -98,7 +97,7 @@ def _compile(folder: Path, request: dict[str, Any]) -> None:
 
 
 def _dump_to(folder: Path) -> dict[str, Any]:
-    """Options of XLA that make it write its programs."""
+    """Options that make XLA write its programs to files."""
     dump = folder / "dump"
     dump.mkdir()
     return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
@@ -110,10 +109,10 @@ def _answer_early(
     written: Callable[[Path], Any],
     compile_all: Callable[[], Any],
 ) -> None:
-    """Compile, and answer as soon as `written` finds the program in the dump.
+    """Compile, and answer as soon as `written` returns the dumped program.
 
-    It returns the texts by name, with what else to answer, or None while they are not
-    there.
+    `written` returns the texts by name, with further entries of the answer, or None
+    while they do not exist.
     """
     is_compiled = threading.Event()
 
@@ -146,7 +145,7 @@ def _assigned(dump: Path) -> dict[str, Any] | None:
 
 
 def _dumped(dump: Path, name: str) -> str:
-    """A text of the compiler; of several, that of the step, which is the largest."""
+    """A text of the compiler; the largest file of this name is the step's."""
     paths = sorted(dump.glob(f"*.{name}"), key=lambda path: path.stat().st_size)
     return paths[-1].read_text(encoding="utf-8")
 
@@ -154,8 +153,8 @@ def _dumped(dump: Path, name: str) -> str:
 def allocated(buffers: str) -> dict[str, int]:
     """Bytes of a device's memory by kind, from the text of a buffer assignment.
 
-    Allocations with a color are in other memories, such as that of the vector unit or
-    of the host; thread-local ones are those of computations within the program.
+    Allocations with a color are in other memories, such as vector memory or the host's;
+    thread-local allocations belong to computations within the program.
     """
     sizes = {"temporary": 0, "allocated": 0}
     for size, kind in _ALLOCATION.findall(buffers):
@@ -175,7 +174,7 @@ def _end(folder: Path, answer: dict[str, Any]) -> None:
 
 
 def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
-    """The devices in the order of the mesh, along the links if JAX finds such one."""
+    """The devices in mesh order, along the links if JAX has such an order."""
     import numpy as np
     from jax.experimental import mesh_utils
 
@@ -217,7 +216,6 @@ def _options(ids: Any, options: dict[str, Any], request: dict[str, Any]) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

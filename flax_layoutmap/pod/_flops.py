@@ -26,10 +26,10 @@ _WORK = re.compile(r" (?:dot|convolution|while|fusion|call|conditional|async-sta
 def trips(module: Module, where: str, loop: Instruction) -> int | None:
     """The trip count of a loop; None if unknown.
 
-    The CPU compiler writes it down. The TPU's does not: it is found from the start
-    (a constant in the initial tuple), the bound (the one constant of the condition),
-    and the step (what the body adds), which is 2 for the loops of collective matrix
-    products, and the start 1 where the first iteration was peeled off.
+    The CPU compiler writes it down, but the TPU compiler does not. Then it is computed
+    from the start (a constant in the initial tuple), the bound (the only constant of
+    the condition) and the step (which the body adds). The step is 2 in loops of
+    collective matrix products; the start is 1 if the first iteration was peeled off.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -56,7 +56,7 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
 
 
 def _constants(module: Module, computation: str) -> set[int]:
-    """The integer constants of a computation and those that it calls."""
+    """The integer constants of a computation and of the computations it calls."""
     constants: set[int] = set()
     for line in module.computations.get(computation, []):
         number = _constant(line.instruction)
@@ -73,7 +73,7 @@ def _constant(op: Instruction | None) -> int | None:
 def _operand(
     module: Module, where: str, op: Instruction | None, at: int
 ) -> Instruction | None:
-    """An operand of an instruction, or what that is a copy of."""
+    """An operand of an instruction, or the value that it is a copy of."""
     while op is not None and at < len(op.operands):
         op, at = module.instruction(where, op.operands[at]), 0
         if op is None or op.opcode not in _COPIES:
@@ -82,9 +82,9 @@ def _operand(
 
 
 def flops_of(module: Module) -> int:
-    """Operations of a step: two for each multiplication of a product.
+    """Operations of a step: two for each multiplication in matrix products.
 
-    The bodies of loops count as often as they run, and all branches count.
+    Loop bodies count as often as they run, and all branches count.
     """
 
     @functools.cache
@@ -122,7 +122,7 @@ def _convolution(
     given: tuple[int, ...],
     kernel: tuple[int, ...],
 ) -> int:
-    """Multiplications of a convolution, without those with padding or holes.
+    """Multiplications of a convolution, excluding padding and holes.
 
     libtpu writes matrix products as convolutions, and their batch dims as spatial dims
     with holes.
@@ -145,7 +145,7 @@ def _convolution(
 
 
 def _hits(fields: dict[str, str], at: int, given: int, kernel: int, places: int) -> int:
-    """Pairs of an output's and a kernel's place that read an element of the operand."""
+    """Pairs of output and kernel positions that read an element of the operand."""
 
     def number(name: str, default: int) -> int:
         return int(fields[name].split("x")[at]) if name in fields else default

@@ -1,10 +1,10 @@
 """Read the collectives from the text of a compiled program.
 
 Every line that communicates is handled in one of three ways: it is read, it repeats an
-operation that was read (the TPU compiler writes one asynchronous gather into several
-fusions), or it is listed as unread. None is dropped.
+operation that was read (the TPU compiler writes an asynchronous gather into several
+fusions), or it is listed as unread. No line is dropped.
 
-The axes of a collective are those along which the places of its groups differ.
+A collective runs over the axes along which the coordinates in its groups differ.
 `replica_groups` has four forms: lists, an iota with a transposition, a mesh with
 anonymous axes, and such a mesh over other device ids.
 """
@@ -33,11 +33,11 @@ from flax_layoutmap.pod._report_text import KINDS, Collective, Kind
 
 _KINDS: dict[str, Kind] = {
     **{kind: kind for kind in KINDS},
-    # As `_merge.py` writes an all-reduce of which every device keeps its part.
+    # Written by `merge` for an all-reduce of which every device keeps its part.
     "all-reduce-scatter": "reduce-scatter",
     "ragged-all-to-all": "all-to-all",
 }
-# Transfers between slices, by the runtime's name.
+# Transfers between slices, by their name in the runtime.
 _BETWEEN_SLICES: dict[str, Kind] = {
     **{kind.upper().replace("-", "_"): kind for kind in KINDS},
     "ONE_TO_ONE": "collective-permute",
@@ -62,19 +62,19 @@ _MESH = re.compile(
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?\s*)*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
-# `'a'`, or a part of it: `'a':(2)4` is 4 of it, after a factor of 2.
+# `'a'`, or a part of the axis: `'a':(2)4` has size 4, after a factor of 2.
 _PICKED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 class _Unread(Exception):
-    """Why an operation cannot be read."""
+    """An operation cannot be read; the text says why."""
 
 
 class Grid:
-    """The mesh as a compiled program numbers it.
+    """The mesh, with devices numbered as in a compiled program.
 
-    The first axes go over the slices. A program of several may count the devices, its
-    `partitions`, of one alone.
+    The first axes go over the slices. The `partitions` of a program for several slices
+    may be the devices of a single slice.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Grid:
         count = math.prod(sizes)
         firsts = np.arange(slices) * (count // slices)
         self._firsts = np.unravel_index(firsts, sizes)
-        # Of each id of the program: its slice, and its coordinates.
+        # For each id in the program: its slice and its coordinates.
         places = np.arange(min(partitions, count))
         self._slice_of = places * slices // count
         self._coordinates = np.unravel_index(places, sizes)
@@ -97,7 +97,7 @@ class Grid:
         return tuple(name for name, each in coordinates if _differ(each[groups]))
 
     def crosses(self, groups: np.ndarray) -> bool:
-        """Whether members of one group are on different slices."""
+        """Whether a group has members on different slices."""
         return _differ(self._slice_of[groups])
 
     def axes_between_slices(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def _differ(groups: np.ndarray) -> bool:
 
 
 def groups_of(attributes: str, partitions: int) -> np.ndarray | None:
-    """The groups of a collective, one row each; None where they cannot be read."""
+    """The groups of a collective, one per row; None if they cannot be read."""
     try:
         if iota := _IOTA.search(attributes):
             return _ids(*iota.group(2, 3)).reshape(_numbers(iota[1]))
@@ -127,7 +127,7 @@ def groups_of(attributes: str, partitions: int) -> np.ndarray | None:
 
 
 def pairs_of(attributes: str) -> np.ndarray | None:
-    """Source and target of a permute, one row for each pair that moves something."""
+    """Source and target of a permute, a row for each pair that moves data."""
     written = _PAIRS.search(attributes)
     if written is None:
         return None
@@ -151,7 +151,7 @@ def _of_mesh(
 ) -> np.ndarray:
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(written)}
     ids = _ids(shape or str(math.prod(axes.values())), order)
-    # Each axis is cut where a part of it begins or ends.
+    # Axes are split where their parts begin or end.
     sizes: list[int] = []
     picked: list[int] = []
     parts = collections.defaultdict(list)
@@ -177,7 +177,7 @@ def _of_mesh(
 class Program:
     """The communication of a compiled program."""
 
-    collectives: tuple[Collective, ...]  # of each operation in each call
+    collectives: tuple[Collective, ...]  # for each operation and call
     unread: tuple[str, ...]  # lines that could not be read, loops of unknown length
     notes: tuple[str, ...]  # warnings about the counts
 
@@ -195,13 +195,13 @@ def read_program(
     """Read the collectives of a compiled program, by mesh axis.
 
     Args:
-        program: what `compiled.as_text()` gives, or a dump of the optimised program.
+        program: the text of `compiled.as_text()`, or a dump of the optimised program.
         sizes: name of each mesh axis → its size.
         slices: number of slices, over which the first axes go.
         paths: path of each argument.
-        results: result → path of the leaf that it updates; the first ones count.
+        results: result → path of the leaf that it updates; earlier entries win.
         parameters: the arguments that are parameters.
-        new_parameters: the results that are.
+        new_parameters: the results that are new parameters.
     """
     module = split(program) if isinstance(program, str) else program
     shape = tuple(sizes.values())
@@ -228,7 +228,7 @@ class _Reader:
     sources: Sources
     active: dict[str, list[Line]] = dataclasses.field(default_factory=dict)
     seen: set[Line] = dataclasses.field(default_factory=set)
-    # Of each operation the line that runs least often.
+    # For each operation, the line that runs least often.
     sites: dict[object, _Site] = dataclasses.field(default_factory=dict)
     trouble: dict[object, str] = dataclasses.field(default_factory=dict)
     branching: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -257,7 +257,7 @@ class _Reader:
         self.trouble[line] = f"{why}: {text}"
 
     def lines_of(self, home: str) -> list[Line]:
-        """The lines of a computation that communicate, or call one that does."""
+        """The lines of a computation that communicate, directly or in a call."""
         if home not in self.active:
             self.active[home] = [
                 line
@@ -267,7 +267,7 @@ class _Reader:
         return self.active[home]
 
     def walk(self, home: str, executions: int, calls: tuple[Call, ...]) -> None:
-        """Visit a computation and those that it calls."""
+        """Visit a computation and the computations that it calls."""
         for line in self.lines_of(home):
             op = line.instruction
             self.seen.add(line)
@@ -291,7 +291,7 @@ class _Reader:
                 self.walk(name, times, (*calls, (home, op)))
 
     def visit(self, site: _Site) -> None:
-        """Keep a line that communicates, unless it ends what another began."""
+        """Keep a line that communicates, unless it ends an operation begun before."""
         opcode, between_slices = site.op.opcode, _TRANSFER.search(site.line.text)
         if _END.search(opcode) or opcode == "recv" and between_slices:
             return
@@ -301,10 +301,10 @@ class _Reader:
             self.fails(site.line, "unknown form")
 
     def keep(self, site: _Site) -> None:
-        """Keep a line, which is an operation, or one of several lines of one.
+        """Keep a line, merged with other lines of the same operation.
 
-        An asynchronous gather is in each of the fusions that it overlaps with, with one
-        chain id.
+        An asynchronous gather is in each of the fusions that it overlaps with, with the
+        same chain id.
         """
         attributes = site.op.attributes
         chain, channel = _CHAIN.search(attributes), _CHANNEL.search(attributes)
@@ -320,7 +320,7 @@ class _Reader:
         opcode = op.opcode.removesuffix("-start")
         kind, parts = _KINDS[opcode], op.type
         if opcode != op.opcode and kind != "all-reduce" and isinstance(parts, tuple):
-            parts = parts[1]  # of operand, result, context
+            parts = parts[1]  # the result, of (operand, result, context)
         if kind == "collective-permute":
             groups = pairs_of(op.attributes)
         else:
@@ -335,18 +335,18 @@ class _Reader:
         return kind, arrays, groups
 
     def between_slices(self, site: _Site) -> tuple[Kind, list[Array]]:
-        """Kind and arrays of what is sent to another slice."""
+        """Kind and arrays of a transfer to another slice."""
         transfer = _TRANSFER.search(site.line.text)
         sent_as = transfer[1] if transfer else ""
         if sent_as not in _BETWEEN_SLICES:
             raise _Unread(f"unknown transfer {sent_as!r}")
-        # The token and the context follow what is sent.
+        # Token and context follow the arrays.
         kind, parts = _BETWEEN_SLICES[sent_as], site.op.type
         arrays = arrays_of(parts[0]) if isinstance(parts, tuple) and parts else []
         return kind, _widened(arrays, self.grid.slices if kind == "all-gather" else 1)
 
     def records(self, site: _Site) -> Iterator[Collective]:
-        """One record for each leaf that an operation moves, usually one."""
+        """A record for each leaf that an operation moves, usually a single leaf."""
         if site.op.opcode == "send":
             kind, arrays = self.between_slices(site)
             axes, members = self.grid.axes_between_slices(), self.grid.slices

@@ -1,6 +1,6 @@
 """Parse the text of a compiled program: computations, instructions, types.
 
-An instruction that cannot be read is None, so that the caller can count it.
+Instructions that cannot be read are None, so that callers can count them.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-# What may stand between parentheses: at most four others, one in another.
+# Text between parentheses, with up to four nested levels.
 _INSIDE = r"[^()]*"
 for _ in range(4):
     _INSIDE = rf"[^()]*(?:\({_INSIDE}\)[^()]*)*"
@@ -28,17 +28,17 @@ _NAME = re.compile(r"%([\w.\-#]+)")
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r", index=(\d+)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
-# `bf16[4,8]{1,0:T(8,128)}`, and what tuples of such have besides.
+# `bf16[4,8]{1,0:T(8,128)}`, and the punctuation and comments of tuples.
 _TYPE = re.compile(
     r"([a-z]\w*)\[((?:<?=?\d+,?)*)\](?:\{[^{}]*\})?|[()]|/\*.*?\*/|[,\s]"
 )
 
-# What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
+# Called computations: `calls=%one`, `branch_computations={%one, %two}`.
 _REFERENCE = re.compile(r"([\w\-]+)=(%[\w.\-]+|\{%[^{}]*\})")
 _COMMUNICATES = re.compile(
     r"[\s)}](?:(?:all|collective|reduce-scatter|ragged-all)(?:-[a-z]+)*|send|recv)\("
 )
-# Kernels that are called by name and, by that name, communicate.
+# Custom calls that communicate, judging by their names.
 _CALLS_OUT = re.compile(
     r'custom_call_target="[^"]*(?:all_?reduce|all_?gather|all_?to_?all|'
     r'reduce_?scatter|collective_?permute|ragged|remote)[^"]*"',
@@ -59,7 +59,7 @@ _OTHER_TYPES = {
 
 @functools.cache
 def _element_type(name: str) -> tuple[str, int] | None:
-    """NumPy's name and the bits of an element type.
+    """NumPy's name of an element type, and its number of bits.
 
     >>> _element_type("f8e4m3fn"), _element_type("s4"), _element_type("token")
     (('float8_e4m3fn', 8), ('int4', 4), None)
@@ -73,7 +73,7 @@ def _element_type(name: str) -> tuple[str, int] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """The type of one array: NumPy's name of its dtype, and its shape."""
+    """The type of an array: NumPy's name of its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
-    # A parameter's place, a tuple element's index, an integer constant's value.
+    # Position of a parameter, index of a tuple element, or an integer constant.
     number: int | None = None
 
     @property
@@ -111,18 +111,18 @@ class Line:
 
     @functools.cached_property
     def name(self) -> str:
-        """Name of the instruction; empty for what is not one."""
+        """Name of the instruction; empty if the line is not an instruction."""
         result = _RESULT.match(self.text)
         return result[1] if result else ""
 
     @functools.cached_property
     def instruction(self) -> Instruction | None:
-        """The instruction; None where it has another form."""
+        """The instruction; None if it cannot be read."""
         return _read_line(self.text)
 
     @functools.cached_property
     def communicates(self) -> bool:
-        """Whether it moves data between devices, or may do so and cannot be read."""
+        """Whether the line moves data between devices, or may and cannot be read."""
         patterns = (_COMMUNICATES, _CALLS_OUT, _GROUPED)
         if not any(pattern.search(self.text) for pattern in patterns):
             return False
@@ -157,7 +157,7 @@ class Module:
         }
 
     def instruction(self, computation: str, name: str) -> Instruction | None:
-        """An instruction by its name, or of `name#1` that of the element."""
+        """The instruction of this name; `name#1` is an element of its tuple."""
         name, *indices = name.split("#")
         line = self.by_name.get((computation, name))
         op = None if line is None else line.instruction
@@ -173,7 +173,7 @@ class Module:
         return op
 
     def changed(self, made: Mapping[Line, Instruction]) -> "Module":
-        """The program with other instructions in the place of some lines."""
+        """The program with some lines replaced by new instructions."""
         computations = {
             name: [_written(made[line]) if line in made else line for line in lines]
             for name, lines in self.computations.items()
@@ -192,7 +192,7 @@ class Module:
         }
 
     def parameters(self) -> list[Array]:
-        """The arguments of the program, in order; of a partitioned one their shards."""
+        """The arguments of the program in order; their shards, if it is partitioned."""
         lines = self.computations.get(self.entry, ())
         ops = [line.instruction for line in lines if " parameter(" in line.text]
         ops = [op for op in ops if op is not None and op.opcode == "parameter"]
@@ -208,13 +208,13 @@ class Module:
 
 
 def rendezvous(attributes: str) -> str:
-    """The name that a `send` to another slice and its `recv` share, or nothing."""
+    """The name that a `send` to another slice and its `recv` share, or `""`."""
     name = _RENDEZVOUS.search(attributes)
     return name[1] if name else ""
 
 
 def split(text: str) -> Module:
-    """Take a program apart into its computations."""
+    """Split a program into its computations."""
     computations: dict[str, list[Line]] = {}
     entry = ""
     for is_entry, name, body in _COMPUTATION.findall(text):
@@ -245,7 +245,7 @@ def _read_line(text: str) -> Instruction | None:
 
 
 def _read_type(written: str) -> Type | None:
-    """Read `bf16[4,8]{1,0}` or a tuple of such; None where it has another form."""
+    """Read `bf16[4,8]{1,0}` or a tuple of types; None for other forms."""
     open_tuples: list[list[Type]] = [[]]
     for token in _TYPE.finditer(written):
         if token[0] == "(":
@@ -286,5 +286,5 @@ def called_by(text: str) -> list[str]:
 
 
 def operand_names(text: str) -> list[str]:
-    """The names on a line but for its own: operands, and computations it calls."""
+    """Names of the operands on a line, and of the computations that it calls."""
     return _NAME.findall(text.partition(" = ")[2])

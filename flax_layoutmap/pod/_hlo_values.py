@@ -1,9 +1,9 @@
 """Follow the values of a compiled program backwards, from results to arguments.
 
-A value goes through fusions, loops, branches, tuples and transfers between slices.
-`origin` follows what a collective moves to the argument that it is a part of, or to the
-parameters that it is computed from; `results_of` follows a result through the
-elementwise operations of an optimizer to the collectives that sum its gradient.
+Values are followed through fusions, loops, branches, tuples and transfers between
+slices. `origin` follows the operand of a collective to the argument that it is a part
+of, or to the parameters that it is computed from; `results_of` follows a result through
+the elementwise operations of an optimizer to the collectives that sum its gradient.
 """
 
 import collections
@@ -24,7 +24,7 @@ from flax_layoutmap.pod._hlo_text import (
     rendezvous,
 )
 
-# The place of a call: the computation that it is in, and the calling instruction.
+# A call: the computation that contains it, and the calling instruction.
 Call = tuple[str, Instruction]
 # Computation and name of a collective → its operand → results of the program.
 Results = dict[tuple[str, str], dict[int, list[int]]]
@@ -39,7 +39,7 @@ _ELEMENTWISE = frozenset(
     select sign sqrt subtract
     """.split()
 )
-# How many operands of an operation are moved by it: converted, cut, sent.
+# Operation → number of operands that it moves (converts, slices, sends).
 _MOVED = dict.fromkeys(
     """
     all-gather all-gather-done all-gather-start all-to-all async-done async-update
@@ -56,21 +56,21 @@ _MOVED_TO_RESULT = {
     "dynamic-update-slice": 2,
     "scatter": 1,
 }
-# A value that is computed from parameters by these is one of the parameters.
+# A value that these compute from parameters counts as the parameters.
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
 _CONSTANTS = frozenset(("constant", "iota", "partition-id"))
 _CALLS = frozenset(("fusion", "call", "call-start", "async-start", "conditional"))
-# The parts of one array, concatenated again after they were moved separately.
+# Concatenates the parts of an array that were moved separately.
 _JOINS = '"ConcatBitcast"'
 _STEPS = 400
-# A program of many layers without a scan has this many values behind its results.
+# A program with many unrolled layers has as many values before its results.
 _STEPS_OF_RESULTS = 500_000
 _DEEPEST_TUPLE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """The result of an instruction, or an element of it, in one call."""
+    """The result of an instruction, or an element of a tuple, in a call."""
 
     module: Module
     where: str
@@ -81,21 +81,21 @@ class Value:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same value."""
+        """A key that is equal for the same value."""
         calls = tuple((where, call.name) for where, call in self.calls)
         return self.where, self.name, self.wanted, calls
 
     @property
     def instruction(self) -> Instruction | None:
-        """The instruction that it is a result of; None where that cannot be read."""
+        """The instruction that computes it; None if it cannot be read."""
         return self.module.instruction(self.where, self.name)
 
     def before(self, op: Instruction, *, sums: bool) -> Iterator["Value"]:
-        """The values that it is made of; `op` is its instruction.
+        """The values from which it is made; `op` is its instruction.
 
-        With `sums` these are all that an optimizer makes it of elementwise, sums over
-        devices and the rounds of a loop included; else the one that it is moved from,
-        or several of which it is one.
+        With `sums`, these are all values that it is computed from elementwise, as by an
+        optimizer, including sums over devices and previous rounds of a loop. Otherwise,
+        it is the value that it was moved from, or several if it is one of them.
         """
         opcode, operands = op.opcode, op.operands
         place = self.place_in(op) if sums else None
@@ -131,7 +131,7 @@ class Value:
             yield from self.of(operands if sums else operands[:1])
 
     def place_in(self, op: Instruction) -> int | None:
-        """The operand of a collective that it is the result of; else None."""
+        """The operand of a collective whose result it is; else None."""
         if op.opcode == "send":
             return 0
         if not _COLLECTIVE.fullmatch(op.opcode):
@@ -141,13 +141,13 @@ class Value:
     def of(
         self, names: Sequence[str], wanted: tuple[int, ...] | None = None
     ) -> Iterator["Value"]:
-        """Other values of the same computation, which it is made of."""
+        """Values of the same computation, by name."""
         for name in names:
             given = self.wanted if wanted is None else wanted
             yield dataclasses.replace(self, name=name, wanted=given)
 
     def _into(self, call: Instruction) -> Iterator["Value"]:
-        """The results of the called computations: of a conditional, all of them."""
+        """The results of the called computations; all branches of a conditional."""
         calls = (*self.calls, (self.where, call))
         for name in _called(call):
             root = self.module.root(name)
@@ -155,7 +155,7 @@ class Value:
                 yield Value(self.module, name, root.name, calls, self.wanted)
 
     def _out(self, number: int) -> Iterator["Value"]:
-        """The operand of the call that a parameter of a computation is."""
+        """The operand of the call for a parameter of its computation."""
         if not self.calls:
             return
         where, call = self.calls[-1]
@@ -168,13 +168,13 @@ class Value:
     def _unmasked(self, operands: Sequence[str]) -> list[str]:
         """The operands of a select that are not broadcast constants.
 
-        In a lookup in a sharded table each device has zeros for rows of other devices.
+        In a lookup in a sharded table, rows of other devices are masked with zeros.
         """
         ops = [(name, self.module.instruction(self.where, name)) for name in operands]
         return [name for name, op in ops[1:] if op is None or op.opcode != "broadcast"]
 
     def _is_kept(self, loop: Instruction) -> bool:
-        """Whether it is an element that a loop gives back as it was given."""
+        """Whether it is an element that a loop returns unchanged."""
         for result in self._into(loop) if self.wanted else ():
             root = result.instruction
             if root is not None and root.opcode == "tuple":
@@ -186,19 +186,19 @@ class Value:
 
 
 def _called(call: Instruction) -> list[str]:
-    """The computations that an instruction takes its result from."""
+    """The computations that compute the result of an instruction."""
     return called_by(call.attributes)[call.opcode == "while" :]  # after its condition
 
 
 def origin(
     start: Value, parameters: Collection[int] = ()
 ) -> tuple[list[int], list[str]]:
-    """Follow a value to arguments; `parameters` are those of the model.
+    """Follow a value to arguments; `parameters` are the model's arguments.
 
     Returns:
-        Position of the argument that it is a part of, or those of the parameters that
-        it is computed from, the largest first; empty for other values. Then the
-        attributes of the instructions on the way, the nearest first.
+        The position of the argument that it is a part of, or the positions of the
+        parameters that it is computed from (largest first), or empty; and the
+        attributes of the instructions on the way (nearest first).
     """
     attributes, sizes, computed = list[str](), dict[int, int](), False
     todo = [start]
@@ -229,10 +229,10 @@ def origin(
 def results_of(
     module: Module, order: Sequence[int], parameters: Collection[int] = ()
 ) -> Results:
-    """Find the result of the program that each collective contributes to elementwise.
+    """Find the results of the program that each collective contributes to elementwise.
 
-    Of several results the first in `order` counts, but for `parameters`, which are
-    first: the compiler packs small sums of several into one array.
+    The first result in `order` wins. `parameters`, which come first, are all kept, as
+    the compiler packs the small sums of several into an array.
     """
     results: Results = collections.defaultdict(dict)
     root = module.root(module.entry)
@@ -265,7 +265,7 @@ def results_of(
 
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-# Frames of these libraries are skipped; a model may be installed with pip, too.
+# Frames of these libraries are skipped, but not of models installed with pip.
 _LIBRARIES = re.compile(
     r"-packages[/\\](?:jax|jaxlib|flax|optax|chex)[/\\]|[/\\]contextlib\.py$"
 )
@@ -273,7 +273,7 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Frames:
-    """The tables at the head of a program: files, functions, lines, stacks."""
+    """The tables at the start of a program: files, functions, lines, stacks."""
 
     def __init__(self, text: str) -> None:
         self._files = _rows(text, "FileNames")
@@ -297,7 +297,7 @@ class Frames:
             innermost = innermost or source
             if not _LIBRARIES.search(file) and not file.startswith(_OURS):
                 return source
-            # Printed one too high: 1 means no parent.
+            # Numbers are too high by 1, and 1 means no parent.
             at = frame.get("parent_frame_id", 1) - 1
         return innermost
 
@@ -313,16 +313,16 @@ def _fields(row: str) -> Mapping[str, int]:
 
 
 def _plain(row: str) -> str:
-    """A text, in which what is not ASCII is escaped byte by byte."""
+    """Decode a text in which bytes of non-ASCII characters are escaped."""
     row = row.strip('"').encode().decode("unicode_escape")
     return row.encode("latin-1").decode("utf-8", "replace")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Paths and lines of the collectives of one program.
+    """Paths and source lines of the collectives of a program.
 
-    The attributes are as `read_program` takes them.
+    The attributes are as for `read_program`.
     """
 
     module: Module
@@ -334,7 +334,7 @@ class Sources:
     def __call__(
         self, home: str, op: Instruction, calls: Sequence[Call]
     ) -> tuple[list[tuple[str, ...]], str | None]:
-        """The paths of the leaves that each operand is or updates; the source line."""
+        """The paths of each operand, or of leaves that it updates; and the source."""
         paths: list[tuple[str, ...]] = []
         attributes = [op.attributes]
         if not _FRAME.search(op.attributes):
@@ -371,9 +371,9 @@ class Sources:
         return readers
 
     def _reader(self, home: str, name: str) -> str:
-        """The first line that reads a value and has a source line, through copies.
+        """The first line that reads a value, through copies, and has a source line.
 
-        The partitioner of jaxlib 0.12 gives the collectives that it inserts none.
+        In jaxlib 0.12, collectives that the partitioner inserts have none.
         """
         for _ in range(_STEPS):
             line = self._readers.get((home, name))

@@ -27,7 +27,7 @@ from flax_layoutmap._step.shardings import avals_of, is_on_host
 from flax_layoutmap._step.trace import mesh_context
 from flax_layoutmap.pod._topologies import Topology, split_over_slices
 
-# Arrays of fewer bytes are not worth a warning.
+# Smaller arrays, in bytes, are not worth a warning.
 MANY_BYTES = 1 << 20
 
 
@@ -47,9 +47,9 @@ class Lowered:
 
     name: str
     program: Any  # the `jax.stages.Lowered`
-    leaves: list[Leaf]  # one for each argument of the program, in order
-    # Position of a result → that of the argument in the same place of an equal tree:
-    # its new value, or its gradient.
+    leaves: list[Leaf]  # the arguments of the program, in order
+    # Position of a result (a new value or a gradient) → position of the argument at the
+    # same place of an equal tree.
     updates: dict[int, int]
     notes: list[str]  # warnings about the arguments
 
@@ -60,9 +60,10 @@ class Lowered:
 def rules_and_mesh(
     step: Any, mesh: Any, layout_map: Any, topology: Topology | None
 ) -> tuple[RuleSet | None, DeviceMesh]:
-    """The rules on an abstract mesh, and that mesh: the first that is given.
+    """The rules on an abstract mesh, and this mesh.
 
-    The step may bring rules, and the rules a mesh.
+    Without `layout_map` the rules are those of the step; without `mesh` the mesh is
+    that of the rules.
     """
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
@@ -80,7 +81,7 @@ def rules_and_mesh(
 
 
 def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
-    """A mesh without devices; a size of -1 takes what the topology has left."""
+    """A mesh without devices; the topology determines a size of -1."""
     if mesh is None:
         return None
     if isinstance(mesh, str | Mapping):
@@ -91,15 +92,15 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
     given = as_mesh(mesh)
     assert given is not None
     jax_mesh: Any = given.jax_mesh
-    # The abstract mesh of these devices: a shard_map compares the kind of device, too.
+    # JAX's abstract mesh keeps the device kind, which shard_map compares.
     return given if given.is_abstract else as_mesh(jax_mesh.abstract_mesh)
 
 
 # -------------------------------------------------------------------------- errors
 
-# Another mesh than the plan's.
+# The step uses another mesh than the plan.
 _OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
-# Axes are named, and no mesh is in context.
+# The step names axes, but there is no mesh in the context.
 _LACKS_MESH = re.compile(
     r"mesh.*empty|empty.*mesh|not found in mesh: \(\)|not under a mesh context",
     re.DOTALL | re.IGNORECASE,
@@ -141,10 +142,10 @@ def lower_step(
 
 
 def _in_its_mesh(call: Callable[[], Lowered], mesh: Any) -> Lowered:
-    """Lower, and again in the context of the mesh if the step needs one and has none.
+    """Lower; if the step needs a mesh in its context, retry with one.
 
-    Constraints that name axes alone, as under `jax.set_mesh`, need one; a shard_map
-    with a mesh of devices refuses an abstract one.
+    Constraints without a mesh, as under `jax.set_mesh`, need a mesh in the context,
+    but a shard_map with a mesh of devices rejects an abstract mesh there.
     """
     try:
         return call()
@@ -159,7 +160,7 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: Any) -> Lowered:
 
 
 def _check_mesh(lowered: Lowered, mesh: Any) -> None:
-    """Raise MeshError where the step names another mesh than the plan's."""
+    """Raise MeshError if the step uses another mesh than the plan."""
     for op in lowered.program.compiler_ir("stablehlo").body.operations:
         if op.operation.name == "sdy.mesh":
             axes = _MESH.findall(str(op.attributes["mesh"]))
@@ -197,7 +198,7 @@ def _lower_step(
     with mesh_context(rules, leaves):
         traced = program.jitted.trace(*avals)
         lowered = _lower(traced, job.name)
-    # The program has the arguments that it uses, called `leaves[3]`.
+    # The program only has the arguments that it uses, as `leaves[3]`.
     main = functions_of(lowered.compiler_ir("stablehlo").operation)["main"]
     names = [str(argument.location) for argument in main.arguments]
     kept = [int(name.partition("[")[2].partition("]")[0]) for name in names]
@@ -217,7 +218,7 @@ def _lower_step(
 
 
 def _lower(traced: Any, name: str) -> Any:
-    """Lower a trace for TPUs; callbacks into Python are refused."""
+    """Lower a trace for TPUs; callbacks into Python are errors."""
     try:
         return traced.lower(lowering_platforms=("tpu",))
     except ValueError as error:
@@ -241,7 +242,7 @@ def functions_of(module: Any) -> dict[str, Any]:
 
 
 def operations_in(above: Any) -> Iterator[Any]:
-    """All operations inside of one."""
+    """All operations inside an operation."""
     for region in above.regions:
         for block in region.blocks:
             for op in block.operations:
@@ -255,7 +256,7 @@ def operations_in(above: Any) -> Iterator[Any]:
 def _leaves_of(
     arguments: Sequence[Argument], donated: set[int], avals: Sequence[Any]
 ) -> list[Leaf]:
-    """Path, role and memory of all leaves; `avals` have the program's shardings."""
+    """Path, role and memory kind of all leaves; `avals` have the shardings."""
     leaves: list[Leaf] = []
     for argument in arguments:
         paths, owners = argument.flat.full_paths(), argument.owners()
@@ -274,7 +275,7 @@ def _leaves_of(
 
 
 def _role(role: str, leaf: Any) -> str:
-    """Counters and random state are not parameters; quantised matrices are."""
+    """Counters and random state are not parameters, but quantised matrices are."""
     dtype = getattr(leaf, "dtype", np.int32)
     is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     if role != "parameter" or jax.numpy.issubdtype(dtype, np.inexact):
@@ -283,9 +284,9 @@ def _role(role: str, leaf: Any) -> str:
 
 
 def _split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
-    """The leaves of an argument that is data, split over the batch axes.
+    """The leaves of a data argument, split over the batch axes.
 
-    A leaf that came with a sharding over axes of the mesh keeps its spec.
+    A leaf with a sharding over axes of the mesh keeps its spec.
     """
     mesh: Any = None if rules is None else rules.mesh
     placed: list[Any] = []
@@ -315,10 +316,10 @@ def _split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
 
 
 def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
-    """Find the trees of arguments in a tree of shapes, each once.
+    """Find the trees of arguments in a result, a tree of shapes.
 
-    Returns the position of a leaf of the result → that over the leaves of all
-    arguments.
+    Each is found once. Returns positions of the result's leaves → positions among the
+    leaves of all arguments.
     """
     shapes, treedef = jax.tree.flatten(result)
     numbers = treedef.unflatten(range(len(shapes)))
@@ -342,7 +343,7 @@ def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
 
 
 def _notes_of(arguments: Sequence[Argument], rules: RuleSet) -> Iterator[str]:
-    """A warning where all arguments, also what seems to be state, are data."""
+    """Warn if all arguments count as data, although some seem to be state."""
     if any(each.is_state for each in arguments) or len(arguments) < 2:
         return
     containers = [each.name for each in arguments if each.is_container and each.leaves]
@@ -357,7 +358,7 @@ def _notes_of(arguments: Sequence[Argument], rules: RuleSet) -> Iterator[str]:
 
 
 def _closed_over(traced: Any, name: str) -> Iterator[str]:
-    """A warning about the arrays that a traced function closes over."""
+    """Warn about large arrays that a traced function closes over."""
     constants = {id(array): array for array in traced.jaxpr.consts}.values()
     large = [array for array in constants if array.nbytes >= MANY_BYTES]
     if large:

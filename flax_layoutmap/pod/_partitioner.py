@@ -1,16 +1,15 @@
-"""What XLA's partitioner is given, and what is made of its program.
+"""Prepare programs for XLA's partitioner, and merge collectives in its results.
 
-The CPU client partitions a program as JAX wrote it. The compiler for TPUs brings it
-into a normal form before: calls are inlined, a scatter with batch dims gets iota
-indices, and a product with a vector in each batch becomes a multiplication and a sum.
-Without this, 33 instead of 44 of the 57 figures of `benchmarks/plan.py` are within 5 %
-of libtpu's.
+The CPU client partitions a program as JAX wrote it. The compiler for TPUs normalises it
+first: calls are inlined, a scatter with batch dims gets iota indices, and a product
+with a vector in each batch becomes a multiplication and a sum. Without this, 33 instead
+of 44 of the 57 figures of `benchmarks/plan.py` are within 5 % of libtpu's.
 
-The partitioner makes a collective for each operation that needs one. What XLA merges
-afterwards on every accelerator is merged here: equal operations become one; a sum of
-all-reduces becomes one all-reduce of a sum; an all-reduce of which every device keeps
-its slice becomes a reduce-scatter. Without this, what a device sends is 1.3 to 2.2
-times too much.
+The partitioner inserts a collective for each operation that needs it. The merges that
+XLA applies afterwards on every accelerator are applied here: equal operations become
+one; a sum of all-reduces becomes an all-reduce of a sum; an all-reduce of which every
+device keeps a slice becomes a reduce-scatter. Without this, the bytes that a device
+sends are overestimated by a factor of 1.3 to 2.2.
 """
 
 import collections
@@ -34,17 +33,17 @@ from flax_layoutmap.pod._lower import functions_of, operations_in
 
 # ------------------------------------------------------------------------ before
 
-# JAX lowers its own functions once for all calls, without a source line.
+# JAX lowers library functions once for all calls, without a source line.
 _HAS_FILE = re.compile(r'"[^"]+":\d+:\d+')
 
 
 def code_of(lowered: Any) -> Code:
-    """The code of a lowered step, for another process."""
+    """The bytecode of a lowered step, for another process."""
     return _code(lowered.compiler_ir("stablehlo").operation)
 
 
 def code_to_partition(lowered: Any) -> Code:
-    """The code of a lowered step in normal form."""
+    """The bytecode of a lowered step in normal form."""
     module = lowered.compiler_ir("stablehlo").operation
     with module.context:
         module = module.clone()
@@ -69,7 +68,7 @@ def _code(module: Any) -> Code:
 
 
 def _inlined(module: Any) -> Any:
-    """The step of a module, with all calls in it inlined."""
+    """The step of a module, with all calls inlined."""
     functions, done = functions_of(module), set[str]()
 
     def flatten(name: str) -> Any:
@@ -83,7 +82,7 @@ def _inlined(module: Any) -> Any:
 
 
 def _inline(call: Any, callee: Any) -> None:
-    """Replace a call by a copy of what it calls."""
+    """Replace a call by a copy of the called function."""
     with ir.InsertionPoint(call):
         copy = callee.operation.clone()
     block = copy.regions[0].blocks[0]
@@ -109,7 +108,7 @@ def _index_rows(op: Any) -> None:
     place, at = (len(op.operands) - 1) // 2, numbers.index_vector_dim
     indices = op.operands[place]
     shape = list(indices.type.shape)
-    # Slices, such as what is written to a cache, are sharded alike either way.
+    # Scatters of slices, such as cache updates, are sharded the same either way.
     if not batch or len(numbers.update_window_dims) or at != len(shape) - 1:
         return
     with ir.InsertionPoint(op), op.location:
@@ -131,16 +130,16 @@ def _multiply(op: Any) -> None:
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     summed = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
-    # A label for each dim: "b0" of a batch, "s0" for those that are summed.
+    # A label for each dim: "b0" for batch dims, "s0" for summed dims.
     labels = [
         _labels(value.type.rank, {"b": batch[at], "s": summed[at]}, "lr"[at])
         for at, value in enumerate(op.operands)
     ]
-    own = [[label for label in each if label[0] in "lr"] for each in labels]
-    if len(summed[0]) and all(own):
+    unshared = [[label for label in each if label[0] in "lr"] for each in labels]
+    if len(summed[0]) and all(unshared):
         return
-    result = [*(f"b{n}" for n in range(len(batch[0]))), *own[0], *own[1]]
-    # If some are summed, one side has the dims of both; as it is larger, it stays.
+    result = [*(f"b{n}" for n in range(len(batch[0]))), *unshared[0], *unshared[1]]
+    # If dims are summed, one side has the dims of both, and keeps its order.
     product = max(labels, key=len) if len(summed[0]) else result
     sizes: dict[str, int] = {}
     for each, value in zip(labels, op.operands, strict=True):
@@ -152,8 +151,8 @@ def _multiply(op: Any) -> None:
         for each, value in zip(labels, op.operands, strict=True):
             dims = sorted(map(product.index, each))
             order = [product[dim] for dim in dims]
-            own_kind = ir.RankedTensorType.get(value.type.shape, element)
-            turned = _transposed(stablehlo.convert(own_kind, value), each, order)
+            value_kind = ir.RankedTensorType.get(value.type.shape, element)
+            turned = _transposed(stablehlo.convert(value_kind, value), each, order)
             places = ir.DenseI64ArrayAttr.get(dims)
             factors.append(stablehlo.broadcast_in_dim(kind, turned, places))
         made = stablehlo.multiply(*factors)
@@ -226,9 +225,9 @@ class _Merged:
         self.partitions = module.partitions or 1
         self.body = functools.cache(self._body)
         self.lines = {line.name: line for line in lines if line.instruction is not None}
-        # A name → that of an equal operation before it.
+        # A name → the name of an equal earlier operation.
         self.same: dict[str, str] = {}
-        # Instructions with the first of equal operations as operands.
+        # Instructions whose operands are the first of equal operations.
         self.ops: dict[str, Instruction] = {}
         self.users: dict[str, list[Instruction]] = collections.defaultdict(list)
         first: dict[object, str] = {}
@@ -245,12 +244,12 @@ class _Merged:
                     self.same[name] = equal
 
     def first(self, operand: str) -> str:
-        """The name of the first of equal values, `w` or its element `w#1`."""
+        """The name of the first value equal to `w`, or to its element `w#1`."""
         name, *indices = operand.split("#")
         return "#".join([self.same.get(name, name), *indices])
 
     def changes(self) -> dict[Line, Instruction]:
-        """The lines that change → their new instructions."""
+        """Changed lines → their new instructions."""
         made: dict[Line, Instruction] = {}
         joined = self.joined()
         for name, line in self.lines.items():
@@ -268,24 +267,24 @@ class _Merged:
     # ------------------------------------------------------------ equal operations
 
     def key(self, op: Instruction) -> object:
-        """Equal for equal operations."""
+        """A key that is the same for equal operations."""
         if op.opcode == "all-gather":
             arrays = [(array.dtype, array.bytes) for array in arrays_of(op.type)]
             sources = [self.behind(name, _TURNED) for name in op.operands]
             return *arrays, *sources, self.groups(op)
-        # Constants and the like have no operands: their text tells them apart.
+        # Operations without operands, such as constants, differ in their text.
         written = "" if op.operands else _unnamed(self.lines[op.name].text)
         rest = _APPLIED.sub(lambda name: self.body(name[1]), _unnamed(op.attributes))
         return op.opcode, op.operands, op.type, rest, written
 
     def behind(self, name: str, opcodes: frozenset[str]) -> str:
-        """The value that another is made of by some operations."""
+        """The value from which these operations make a value."""
         while (op := self.ops.get(name)) and op.opcode in opcodes:
             name = op.operands[0]
         return name
 
     def _body(self, computation: str) -> str:
-        """The text of a reduction with numbers for names: equal ones have many."""
+        """The text of a reduction with numbered names, to find equal reductions."""
         lines = self.module.computations.get(computation, ())
         text = "\n".join(_UNLIKE.sub("", line.text) for line in lines)
         numbers: dict[str, int] = {}
@@ -296,8 +295,8 @@ class _Merged:
     # ------------------------------------------------------------------------ sums
 
     def joined(self) -> set[str]:
-        """All-reduces that are merged into another, to whose result they are added."""
-        # A value → the all-reduces that it is the sum of, and how it is sliced.
+        """All-reduces that are merged into another, as their results are added."""
+        # A value → the all-reduces whose sum it is, and how it is sliced.
         sums: dict[str, tuple[list[Instruction], object]] = {}
         joined: set[str] = set()
         for op in self.ops.values():
@@ -321,7 +320,7 @@ class _Merged:
         return joined
 
     def adds(self, op: Instruction) -> bool:
-        """Whether an all-reduce is a sum, and not a maximum or another reduction."""
+        """Whether an all-reduce is a sum, not a maximum or another reduction."""
         applied = _APPLIED.search(op.attributes)
         root = None if applied is None else self.module.root(applied[1])
         return root is not None and root.opcode == "add"
@@ -331,7 +330,7 @@ class _Merged:
         return op.attributes if groups is None else groups.tobytes()
 
     def is_scattered(self, op: Instruction) -> bool:
-        """Whether every device keeps a slice of an all-reduce alone."""
+        """Whether every device only keeps a slice of an all-reduce."""
         first = self.slice_of(op.name) if len(op.operands) == 1 else None
         groups = groups_of(op.attributes, self.partitions)
         if first is None or groups is None:
@@ -344,7 +343,7 @@ class _Merged:
         return members > 1 and len(cut) == 1 and math.prod(part) * members == count
 
     def slice_of(self, name: str) -> Instruction | None:
-        """The first slice of a value of which only slices are used; else None."""
+        """The first slice of a value if only its slices are used; else None."""
         todo, seen, first = [name], {name}, None
         for value in todo:
             if not self.users[value]:
@@ -361,7 +360,7 @@ class _Merged:
 
 
 def _copied(op: Instruction, of: str) -> Instruction:
-    """A copy in the place of an instruction, through which values can be followed."""
+    """A copy that replaces an instruction, so that values can be followed."""
     metadata = _METADATA.search(op.attributes)
     attributes = metadata[0] if metadata else ""
     return dataclasses.replace(op, opcode="copy", operands=(of,), attributes=attributes)

@@ -51,37 +51,37 @@ def plan(
 ) -> PodReport:
     """Plan the collectives and memory of a step on a mesh, in seconds.
 
-    The step is traced and lowered for a mesh without devices, and another process asks
-    libtpu, which compiles it as on the slice, or XLA's partitioner, which is part of
-    jaxlib. Nothing is allocated, whatever the size of the model or of the mesh. The
-    report says who was asked. The partitioner's figures are within 25 % of libtpu's for
-    most axes, and leave out what the compiler needs beside the arguments.
+    The step is traced and lowered for a mesh without devices. Another process then runs
+    libtpu, which compiles it as for the slice, or XLA's partitioner, which is part of
+    jaxlib. No arrays are allocated, whatever the size of the model or the mesh. The
+    partitioner's figures are within 25 % of libtpu's for most axes, and leave out the
+    memory that the compiler needs besides the arguments.
 
     Args:
-        step: a function, planned as `flm.jit` runs it, or what `flm.jit`, `jax.jit` or
-            `nnx.jit` made of one; options of the last two do not count.
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, NNX objects with either
-            (`nnx.eval_shape(make)`). State is laid out by the rules, data over the
-            `batch` axes.
-        mesh: as a line, `"fsdp=16,tensor=4"`, or anything that `DeviceMesh` accepts;
-            devices are not needed. With a topology one size may be -1. None takes that
-            of the rules.
-        layout_map: the rules; None takes those of a function of `flm.jit`.
-        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`: adds the limit of
-            memory and the least time on the links.
-        slices: how many slices of it.
-        donate_argnames: arguments that are given away, and state.
-        engine: `"libtpu"` or `"partitioner"`. None takes libtpu where it is installed
-            and there is a topology. The partitioner takes up to 2,048 devices.
+        step: a function, planned as `flm.jit` runs it, or the result of `flm.jit`,
+            `jax.jit` or `nnx.jit`; options of the last two are ignored.
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or NNX objects with
+            either (`nnx.eval_shape(make)`). State is laid out by the rules, data over
+            the `batch` axes.
+        mesh: `"fsdp=16,tensor=4"`, or anything that `DeviceMesh` accepts; devices are
+            not needed. With a topology, one size may be -1. None takes the mesh of the
+            rules.
+        layout_map: the rules; None takes the rules of an `flm.jit` function.
+        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`: adds the memory
+            limit and the minimum time on the links.
+        slices: the number of slices.
+        donate_argnames: arguments that are donated, and are state.
+        engine: `"libtpu"` or `"partitioner"`. None takes libtpu if it is installed and
+            there is a topology. The partitioner supports up to 2,048 devices.
         timeout: seconds after which the other process is ended.
         compiler_options: options of libtpu by name, such as
-            `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
-        **kwargs: arguments of the step by name.
+            `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller memory budget.
+        **kwargs: keyword arguments of the step.
 
     Raises:
-        LayoutError: the step calls back into Python, or has no rules; there is no such
-            engine; XLA or libtpu refuses the step, dies, or does not finish in time.
-        MeshError: the mesh does not lie on the topology.
+        LayoutError: the step calls back into Python, or has no rules; or XLA or libtpu
+            rejects the step, crashes, or does not finish in time.
+        MeshError: the mesh does not fit on the topology.
 
     Example:
         >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
@@ -149,16 +149,15 @@ def compile(step: Any, *args: Any, topology: Any, **options: Any) -> PodReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """A lowered step, and where it is to run."""
+    """A lowered step, and where it would run."""
 
     lowered: Lowered
     mesh: DeviceMesh
     topology: Topology | None
     timeout: float  # seconds
-    options: Mapping[str, Any]  # of libtpu's compiler
+    options: Mapping[str, Any]  # for libtpu's compiler
 
     def by_partitioner(self) -> PodReport:
-        """The report by XLA's partitioner."""
         code = code_to_partition(self.lowered.program)
         sizes = self.mesh.axis_sizes
         answer = ask(code, sizes, None, timeout=self.timeout, options={})
@@ -166,10 +165,10 @@ class _Plan:
         return self.report("partitioner", answer.given, merge(answer.program))
 
     def by_libtpu(self, *, insists: bool) -> PodReport:
-        """The report by libtpu; by the partitioner where it has none.
+        """The report by libtpu, or else by the partitioner.
 
-        That is where the step does not fit, or, unless it `insists` on libtpu, where
-        libtpu fails.
+        The partitioner is used if the step does not fit, or, unless the user `insists`
+        on libtpu, if libtpu fails.
         """
         assert self.topology is not None
         code, sizes = code_of(self.lowered.program), self.mesh.axis_sizes
@@ -195,7 +194,7 @@ class _Plan:
         return _warned(report, after=answer.warnings)
 
     def report(self, engine: Engine, given: str, module: Module) -> PodReport:
-        """The report of a program; `given` is that before it was partitioned."""
+        """The report of a program; `given` is its text before partitioning."""
         lowered, where = self.lowered, self.topology
         shards = module.parameters()
         program = self.read(module)
@@ -224,11 +223,11 @@ class _Plan:
         )
 
     def read(self, module: Module) -> Program:
-        """The collectives, with the paths of the step's leaves."""
+        """Read the collectives, with the paths of the step's leaves."""
         leaves, updates = self.lowered.leaves, self.lowered.updates
         parameters = {n for n, leaf in enumerate(leaves) if leaf.role == "parameter"}
         new = [r for r, at in updates.items() if at in parameters]
-        # A sum that both are computed from counts as the parameter's.
+        # A gradient used for both counts as the parameter's, which is first.
         new_state = [r for r, at in updates.items() if leaves[at].role == "optimizer"]
         return read_program(
             module,
@@ -260,11 +259,11 @@ def _memory_of(
 def _seconds_bound(
     collectives: Sequence[Collective], sizes: Mapping[str, int], topology: Topology
 ) -> dict[str, float]:
-    """Axes (`"fsdp"`, `"data+fsdp"`, `"data (DCN)"`) → seconds in a step, at least.
+    """Axes (`"fsdp"`, `"data+fsdp"`, `"data (DCN)"`) → minimum seconds in a step.
 
-    Bandwidth alone: no latency, no overlap. An axis that covers whole dims of the slice
-    uses their links; another may use every link of a chip. Links of unknown bandwidth
-    are left out.
+    Only bandwidth counts: no latency, no overlap. An axis that covers whole dims of the
+    slice uses their links; other axes may use every link of a chip. Links of unknown
+    bandwidth are left out.
     """
     within, _ = split_over_slices(sizes, topology)
     dims = _dims_of_axes(dict(zip(sizes, within, strict=True)), topology.shape)
@@ -281,7 +280,7 @@ def _seconds_bound(
 def _dims_of_axes(
     sizes: Mapping[str, int], shape: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The dims of a slice that each axis covers in full; all where it shares one."""
+    """The dims of a slice that each axis covers in full; all dims if it shares one."""
     every = tuple(dim for dim, size in enumerate(shape) if size > 1)
     left, dims = list(every), dict[str, tuple[int, ...]]()
     for name, size in sizes.items():
@@ -320,7 +319,7 @@ def _warned(
 
 
 def _warnings_of(lowered: Lowered, shards: Sequence[Array]) -> Iterator[str]:
-    """The warnings about arguments, of which a device has the `shards`."""
+    """The warnings about arguments; a device holds their `shards`."""
     yield from lowered.notes
     leaves = lowered.leaves
     kept = [at for at in lowered.updates.values() if not leaves[at].is_donated]

@@ -24,8 +24,8 @@ from flax_layoutmap.pod._topologies import Topology
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Collectives that send fewer bytes than this in a step do not count for `expect`, such
-# as the mean of a loss or the norm of gradients.
+# `expect` ignores collectives that send fewer bytes than this in a step, such as the
+# mean of a loss or the norm of gradients.
 _SMALL = 64 * 1024
 
 
@@ -36,22 +36,22 @@ class PodReport(Shown):
     Made by `flm.pod.plan` and `flm.pod.compile`.
 
     Attributes:
-        engine: who was asked: `"libtpu"`, or `"partitioner"` (XLA's).
+        engine: the source of the figures, `"libtpu"` or `"partitioner"` (XLA's).
         step: name of the step.
         mesh: the mesh, without devices.
-        topology: the slices that it is on, or None.
-        fits: whether libtpu accepts it; of the partitioner False where what is at rest
-            is too much already, else None.
+        topology: the slices of the mesh, or None.
+        fits: whether it fits according to libtpu; from the partitioner, False if the
+            arguments alone are too large, else None.
         memory: bytes on one device.
         collectives: in the order of the program.
         flops_per_device: operations of the matrix products of a step, on one device.
-        flops_total: the same of the step, before it is partitioned.
-        compute_seconds: the least time for them; None without a topology.
-        seconds_bound: axes (`"fsdp"`, `"data (DCN)"`) → least time of their
-            collectives, bandwidth alone: no latency, no overlap.
-        unread: part of the program that could not be read → how often.
+        flops_total: the same for the whole step, before it is partitioned.
+        compute_seconds: the minimum time for them; None without a topology.
+        seconds_bound: axes (`"fsdp"`, `"data (DCN)"`) → minimum time of their
+            collectives from bandwidth alone: no latency, no overlap.
+        unread: part of the program that could not be read → number of occurrences.
         warnings: messages to read.
-        paths: every leaf of the arguments.
+        paths: paths of all leaves of the arguments.
         took_seconds: wall-clock seconds of the plan.
     """
 
@@ -107,8 +107,8 @@ class PodReport(Shown):
         """Return the bytes that one device sends in a step.
 
         Args:
-            axis: over this mesh axis only.
-            kind: by collectives of this kind only.
+            axis: count only this mesh axis.
+            kind: count only collectives of this kind.
         """
         self._check(axis, kind)
         return sum(
@@ -128,18 +128,18 @@ class PodReport(Shown):
     ) -> None:
         """Assert that exactly these kinds of collectives run over an axis.
 
-        One whose axes are unknown counts for every axis.
+        Collectives with unknown axes count for every axis.
 
         Args:
             axis: a mesh axis.
-            kinds: such as `{"all-reduce"}`; `set()` for none.
-            small_bytes: collectives of one kind over the same axes do not count where
-                they send less than this together in a step.
+            kinds: for example `{"all-reduce"}`; `set()` for none.
+            small_bytes: ignore collectives of the same kind and axes that together send
+                less than this in a step.
             allow_unread: pass even if parts of the program could not be read.
 
         Raises:
-            AssertionError: other kinds run over it, or one of them does not; or
-                `report.unread` is not empty.
+            AssertionError: other kinds run over the axis, or an expected kind does not;
+                or `report.unread` is not empty.
         """
         wanted = {kinds} if isinstance(kinds, str) else set(kinds)
         for kind in (None, *wanted):
@@ -169,18 +169,18 @@ class PodReport(Shown):
     ) -> None:
         """Assert that no collective matches.
 
-        One whose axes are unknown counts for every axis.
+        Collectives with unknown axes count for every axis.
 
         Args:
             path: regex, searched in the path of the leaf that is moved.
-            kind: such as `"all-gather"`.
+            kind: for example `"all-gather"`.
             axis: a mesh axis.
             small_bytes: as for `expect`.
             allow_unread: as for `expect`.
 
         Raises:
-            AssertionError: there is one, or `report.unread` is not empty.
-            LayoutError: no leaf matches the path, so that nothing would be forbidden.
+            AssertionError: a collective matches, or `report.unread` is not empty.
+            LayoutError: no leaf matches the path, so the check would always pass.
         """
         given = {"path": path, "kind": kind, "axis": axis}
         what = ", ".join(f"{key}={value!r}" for key, value in given.items() if value)
@@ -206,13 +206,13 @@ class PodReport(Shown):
         self._check_all_read(allow_unread)
 
     def compare(self, other: "PodReport") -> str:
-        """Return a table of this report and another, of another layout or mesh."""
+        """Return a table that compares this report with another."""
         return _report_text.comparison(self, other)
 
     # ------------------------------------------------------------------- checks
 
     def _check(self, axis: str | None, kind: str | None) -> None:
-        """Raise LayoutError for an axis or a kind that there is not."""
+        """Raise LayoutError for an axis or a kind that does not exist."""
         names: Sequence[str] = self.mesh.axis_names
         if axis is not None and axis not in names:
             raise LayoutError(
@@ -225,7 +225,7 @@ class PodReport(Shown):
             )
 
     def _pattern(self, path: str) -> re.Pattern[str]:
-        """A pattern of paths; raises LayoutError if it is in no argument's."""
+        """Compile a pattern of paths; raises LayoutError if it matches no argument."""
         try:
             pattern = re.compile(path)
         except re.error as error:
@@ -257,7 +257,7 @@ def _may_be_over(collective: Collective, axis: str) -> bool:
 
 
 def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
-    """Those of a kind and axes that send at least so many bytes together in a step."""
+    """Collectives whose kind and axes send at least `small_bytes` in a step."""
     some = list(some)
     sums = _report_text.sums_by(some, lambda each: (each.kind, each.axes))
     return [each for each in some if sums[each.kind, each.axes][2] >= small_bytes]

@@ -1,4 +1,4 @@
-"""The records in a PodReport, and its lines."""
+"""The records of a PodReport, and its text."""
 
 import collections
 import dataclasses
@@ -29,20 +29,19 @@ class Collective:
     """One collective operation of a step.
 
     Attributes:
-        kind: what it does.
-        axes: the mesh axes it runs over; empty where they are unknown.
-        bytes: payload of one execution on one device, before the wire factor: the
+        kind: for example `"all-reduce"`.
+        axes: the mesh axes it runs over; empty if unknown.
+        bytes: payload of an execution on one device, before the wire factor: the
             operand of an all-reduce, a reduce-scatter or a permute, the result of an
             all-gather or an all-to-all.
-        wire_bytes: what one device sends in one execution.
-        executions: how often it runs in one step, loops multiplied.
-        dtype: such as `"bfloat16"`.
+        wire_bytes: bytes that one device sends in an execution.
+        executions: how often it runs in a step, including loops.
+        dtype: for example `"bfloat16"`.
         shape: shape of the payload on one device.
-        path: the argument leaf that it moves, or whose gradient; None for others, such
-            as activations.
-        joined: other leaves that it moves or sums, as they were joined with that one
-            before.
-        source: `"model.py:36 Attention.__call__"`; None where it is unknown.
+        path: the argument leaf that it moves, or whose gradient it sums; None for
+            others, such as activations.
+        joined: other leaves that it moves or sums together with `path`.
+        source: `"model.py:36 Attention.__call__"`; None if unknown.
         over_dcn: whether it crosses slices.
     """
 
@@ -71,12 +70,12 @@ class Collective:
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """What one device sends in one step."""
+        """Bytes that one device sends in a step."""
         return self.wire_bytes * self.executions
 
 
 def axes_text(collective: Collective) -> str:
-    """`fsdp`, `data+fsdp`, `data (DCN)`; `?` where they are unknown."""
+    """`fsdp`, `data+fsdp`, `data (DCN)`; `?` if they are unknown."""
     text = "+".join(collective.axes) or "?"
     return f"{text} (DCN)" if collective.over_dcn else text
 
@@ -88,11 +87,11 @@ class Memory:
     Attributes:
         at_rest: role of the arguments (`"parameter"`, `"optimizer"`, `"data"`,
             `"other"`) → bytes of their shards in the memory of the device.
-        host_at_rest: the same for the shards that a `memory_kind` keeps on its host.
-        temporary_bytes: what the step needs besides, by libtpu; None without it.
-        peak_bytes: all that libtpu allocates, gaps included; None without it.
-        limit_bytes: what the compiler allows on the device; None without a topology.
-        note: what the figures leave out.
+        host_at_rest: the same for shards that a `memory_kind` keeps in host memory.
+        temporary_bytes: further memory that the step needs; None without libtpu.
+        peak_bytes: everything that libtpu allocates, including gaps; None without it.
+        limit_bytes: the compiler's limit on the device; None without a topology.
+        note: memory that the figures leave out.
     """
 
     __module__ = "flax_layoutmap.pod"
@@ -128,7 +127,6 @@ _CELL = 16
 
 
 def lines(report: Report, width: int | None) -> "Iterator[Text]":
-    """Title, two tables, remarks."""
     axes = report.mesh.axis_names
     yield from coloured_lines([*wrapped([title(report)], width), ""], axes)
     yield from coloured_grid(_by_axis(report), axes)
@@ -143,7 +141,6 @@ def lines(report: Report, width: int | None) -> "Iterator[Text]":
 
 
 def title(report: Report) -> str:
-    """The title of the report."""
     where = f" ({report.topology})" if report.topology else ""
     devices = "1 device" if report.mesh.size == 1 else f"{report.mesh.size} devices"
     return visible(
@@ -158,7 +155,7 @@ def title(report: Report) -> str:
 def sums_by(
     collectives: Iterable[Collective], key: Callable[[Collective], Any]
 ) -> dict[Any, tuple[int, int, int]]:
-    """Key → executions, payload and bytes sent in a step of the collectives with it."""
+    """Key → executions, payload and sent bytes of its collectives in a step."""
     sums: dict[Any, tuple[int, int, int]] = {}
     for each in collectives:
         times, payload, sent = sums.get(key(each), (0, 0, 0))
@@ -168,7 +165,7 @@ def sums_by(
 
 
 def _by_axis(report: Report) -> Grid:
-    """One row per axes and kind, the most bytes first."""
+    """A row per axes and kind, sorted by bytes (largest first)."""
     sums = sums_by(report.collectives, lambda each: (axes_text(each), each.kind))
     by_axes: collections.Counter[str] = collections.Counter()
     for (axes, _), (_, _, sent) in sums.items():
@@ -204,7 +201,7 @@ def _largest(rows: "Sequence[Row]", width: int | None) -> Grid:
 
 
 class Row(NamedTuple):
-    """Equal collectives of all layers."""
+    """The same collective in all layers."""
 
     path: str
     axes: str
@@ -215,7 +212,7 @@ class Row(NamedTuple):
 
 
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
-    """One row per path, source, kind and axes; layers are folded."""
+    """A row per path, source, kind and axes; layers are folded."""
     sums = sums_by(
         collectives,
         lambda c: (c.path or "-", axes_text(c), c.kind, c.source or ""),

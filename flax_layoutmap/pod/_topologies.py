@@ -1,6 +1,6 @@
 """TPU generations as plain data, and their slices by name.
 
-The figures are what the compiler does not report: memory, links, available sizes.
+The figures are those that the compiler does not report: memory, links, slice sizes.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from flax_layoutmap._core.errors import MeshError, did_you_mean
 from flax_layoutmap._core.mesh_shape import over_slices
 
 Shape = tuple[int, ...]
-# Chips on one host along each dim; a slice that is smaller has one host.
+# Chips on one host along each dim; smaller slices have one host.
 _HOST: Shape = (2, 2, 1)
 _NAME = re.compile(
     r"(?P<generation>[a-z0-9 ]+?)\s*"
@@ -27,21 +27,21 @@ class Generation:
     """One generation of TPU.
 
     Attributes:
-        name: `"v5p"`.
-        dims: dims of the network between the chips: 2 or 3.
+        name: for example `"v5p"`.
+        dims: dims of the network between chips: 2 or 3.
         devices_per_chip: JAX devices on one chip.
         megacore: whether the two cores of a chip are one device.
         counts_cores: whether an accelerator type counts TensorCores, two to a chip;
             otherwise it counts chips.
         max_chips: chips of the largest slice.
-        small_shapes: the shapes below those of the general rule.
+        small_shapes: shapes that are smaller than the general rule allows.
         hbm_limit_bytes: memory of one device that the compiler lets a program use.
-        hbm_bytes_per_second: how fast one device reads it.
+        hbm_bytes_per_second: bandwidth of this memory.
         flops: peak of one device in bfloat16, in floating-point operations per second.
-        link_bytes_per_second: one link between chips, in one direction; None where
-            it is not known.
-        dcn_bytes_per_second: share of one chip in the network between slices; None
-            where it is not known.
+        link_bytes_per_second: bandwidth of a link between chips, in one direction;
+            None if unknown.
+        dcn_bytes_per_second: share of a chip in the network between slices; None if
+            unknown.
     """
 
     __module__ = "flax_layoutmap.pod"
@@ -60,18 +60,18 @@ class Generation:
 
     @property
     def max_dim(self) -> int | None:
-        """For two dims, the side of a whole pod, whose links form a ring."""
+        """With two dims, the side of a full pod, whose links form a ring; else None."""
         return self.small_shapes[-1][-1] if self.dims == 2 else None
 
 
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _FLAT_V2 = ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16))
 _FLAT_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
-_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # and of whole 4x4x4 cubes
+_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # and shapes of whole 4x4x4 cubes
 _CUBE_7 = ((1, 1, 1), *_CUBE)
 
-# In the order of the fields of a Generation: after the shapes GiB, GB each second,
-# 10**12 operations each second, and GB each second of a link and of the network.
+# In the order of the fields of a Generation. Units after the shapes: GiB, GB/s memory,
+# 10**12 operations/s, GB/s link, GB/s network.
 # fmt: off
 _TABLE = (
     ("v2", 2, 2, False, True, 256, _FLAT_V2, 7.48, 358, 22.5, None, None),
@@ -98,7 +98,7 @@ GENERATIONS = {
 # Sources: devices_per_chip and hbm_limit_bytes were measured with libtpu 0.0.42 (the
 # limit is in its error), 2026-11. max_chips, small_shapes, flops and
 # dcn_bytes_per_second: Google Cloud TPU documentation and MaxText's table of slices,
-# 2026-11, but v4's network: jax-ml/scaling-book, 2025-02. hbm_bytes_per_second: TpuInfo
+# 2026-11; v4's network: jax-ml/scaling-book, 2025-02. hbm_bytes_per_second: TpuInfo
 # of jax.experimental.pallas.tpu, 2026-11. link_bytes_per_second: jax-ml/scaling-book,
 # 2025-02; tpu7x from the Google Cloud TPU documentation. Rings: MaxText's table; v2 and
 # v3 inferred from their pods.
@@ -119,9 +119,9 @@ class Topology:
     """One or more slices of TPU chips, from `flm.pod.topology`.
 
     Attributes:
-        generation: the generation's figures.
-        shape: chips along each dim of one slice.
-        slices: how many slices, joined by the network of the data center.
+        generation: the figures of the generation.
+        shape: chips along each dim of a slice.
+        slices: the number of slices, connected by the network of the data center.
     """
 
     __module__ = "flax_layoutmap.pod"
@@ -131,14 +131,14 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Name such as `"v5p:4x4x4"`, without the number of slices."""
+        """The name, for example `"v5p:4x4x4"`, without the number of slices."""
         return f"{self.generation.name}:{_by_x(self.shape)}"
 
     @property
     def chips_per_host(self) -> Shape:
-        """Chips of one host along each dim, as one process has them."""
+        """Chips of a host (one process) along each dim."""
         if self.generation.dims == 2 and math.prod(self.shape) <= 8:
-            return self.shape  # eight chips of v5e and v6e are on one host
+            return self.shape  # v5e and v6e have hosts with eight chips
         return tuple(map(min, _HOST, self.shape))
 
     @property
@@ -162,7 +162,7 @@ class Topology:
     def compiler_arguments(self) -> tuple[str, dict[str, Any]]:
         """Return the arguments of `jax.experimental.topologies.get_topology_desc`.
 
-        Its defaults are no rings, and each core of v4 as a device.
+        By default it has no rings, and each core of v4 is a device.
         """
         wrap, host = self.wrap, self.chips_per_host
         options: dict[str, Any] = {
@@ -183,10 +183,10 @@ def topology(name: "str | Topology", *, slices: int | None = None) -> Topology:
     """Return the topology of a TPU slice from its name.
 
     Args:
-        name: `"v5p:4x4x4"`, chips along each dim, or an accelerator type,
-            `"v5p-128"`, `"v5litepod-16"`, which takes the shape closest to a cube. A
-            Topology is taken as it is.
-        slices: how many such slices; 1 where it is left out.
+        name: `"v5p:4x4x4"` (chips along each dim), or an accelerator type
+            (`"v5p-128"`, `"v5litepod-16"`), for the shape closest to a cube; or a
+            Topology.
+        slices: the number of slices; 1 by default.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -194,8 +194,8 @@ def topology(name: "str | Topology", *, slices: int | None = None) -> Topology:
         >>> str(slices), slices.devices, slices.hosts
         ('2 × v5p:4x4x4', 128, 32)
 
-    Plain JAX: `jax.experimental.topologies.get_topology_desc`, which needs libtpu,
-    and takes shapes that do not exist.
+    Plain JAX: `jax.experimental.topologies.get_topology_desc`, which needs libtpu and
+    accepts shapes that do not exist.
     """
     if slices is not None and (not isinstance(slices, int) or slices < 1):
         raise MeshError(f"slices must be a whole number, 1 or more, got {slices!r}")
@@ -261,7 +261,7 @@ def _shape_of_count(generation: Generation, count: int) -> Shape:
 
 
 def _no_slice(generation: Generation, asked: str, chips: float) -> MeshError:
-    """The error for a shape or number that no slice has."""
+    """The error for a shape or number of chips that no slice has."""
 
     def distance(shape: Shape) -> tuple[float, Shape]:
         return abs(math.log(math.prod(shape) / max(chips, 1))), shape
@@ -286,7 +286,7 @@ def _by_x(shape: Shape) -> str:
 def split_over_slices(
     sizes: Mapping[str, int], topology: Topology
 ) -> tuple[list[int], list[int]]:
-    """Sizes of the mesh axes inside one slice, and over the slices."""
+    """The sizes of the mesh axes inside a slice, and over the slices."""
     count = math.prod(sizes.values())
     line = ",".join(f"{name}={size}" for name, size in sizes.items())
     if count != topology.devices:
