@@ -138,12 +138,12 @@ NO_OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (lambda _: 3, SGD, nnx.Param, "or a tree of arrays as model; got the int 3"),
     (lambda _: {"w": [1.0]}, SGD, nnx.Param, "as model; w/0 is the float 1.0"),
     (layer, SGD, nnx.BatchStat, "BatchStat selects no Variables of the Linear, which"),
-    (lambda _: {}, SGD, nnx.Param, "are on no mesh:\n  - (there are no parameters)"),
+    (lambda _: {}, SGD, nnx.Param, "are not on a mesh:\n  - (there are no parameters)"),
     (
         lambda _: {"kernel": np.ones((8, 8))},
         SGD,
         nnx.Param,
-        "on no mesh:\n  - kernel (8,8): None\nmake the model with flm.create(make, lay",
+        "not on a mesh:\n  - kernel (8,8): None\nmake the model with flm.create(make",
     ),
 ]
 
