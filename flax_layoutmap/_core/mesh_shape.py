@@ -187,7 +187,7 @@ def _errors_of_jax(what: str) -> Iterator[None]:
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
-    """Split axes over slices, first axes first: the parts of each; None if impossible.
+    """How many slices to split each axis over, first axes first; None if impossible.
 
     >>> over_slices((4, 8), 8), over_slices((4, 12), 3)
     ([4, 2], None)

@@ -2,8 +2,8 @@
 
 Precedence, for a parameter: an explicit layout on the variable, a rule, Flax metadata,
 the kernel that it belongs to, replicated. For optimizer state: an optimizer rule, the
-layout of its parameter, its current layout, replicated. Random state and
-leaves that are not arrays are replicated.
+layout of its parameter, its current layout, replicated. Random state and leaves that
+are not arrays are replicated.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
 
 
 def _not_sharded(leaves: Leaves) -> Iterator[tuple[int, Reason]]:
-    """The leaves that no rule applies to: random state, and those not arrays."""
+    """Leaves that no rule applies to: random state, and those that are not arrays."""
     fixed = leaves.flat.fixed
     if fixed or not all(issubclass(x, np.dtype) for x in set(map(type, leaves.dtypes))):
         for at, dtype in enumerate(leaves.dtypes):

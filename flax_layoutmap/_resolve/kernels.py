@@ -249,7 +249,7 @@ def _match_alone(made: Decisions, at: int, kernel: int) -> MatchedRules:
     positions, key = matcher.match(flat.forms(at))
     for path in (None, made.leaves.plain.get(kernel)):
         of_kernel = matcher.matching_patterns(flat.forms(kernel, path))
-        positions = tuple(at_rule for at_rule in positions if at_rule not in of_kernel)
+        positions = tuple(rule for rule in positions if rule not in of_kernel)
     return MatchedRules(positions, key if key in positions else None)
 
 

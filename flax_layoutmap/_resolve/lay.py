@@ -98,7 +98,6 @@ class Decisions:
     def replicated(
         self, reason: Reason, shape: Shape, matched: tuple[int, ...] = (), **more: Any
     ) -> Decision:
-        """The decision to replicate a leaf."""
         mesh, dims, more["matched"] = self.rules.mesh, ((),) * len(shape), matched
         shard = None if mesh is None else shape
         return Decision(dims, PartitionSpec(), mesh, shard, reason, **more)

@@ -23,7 +23,7 @@ from flax_layoutmap._tree.paths import Flat, Section, parameter_keys
 
 # For each dim of a leaf: which dim of its parameter or kernel it is, or None.
 Dims = tuple[int | None, ...]
-# The kernels that a LoRA matrix may belong to: position, and its dims of the kernel.
+# The kernels that a LoRA matrix may belong to: position, and the dims that it has.
 Kernels = Sequence[tuple[int, Dims]]
 # One entry per dim: names of mesh axes, or of Flax's logical axes.
 Names = tuple[tuple[str, ...], ...]

@@ -233,36 +233,37 @@ def _nearness(prefix: str, place: str) -> tuple[int, bool]:
 
 
 def _origin(
-    shape: Shape, owners: Sequence[str], of: Shape, traced: Dims | None
+    shape: Shape, owners: Sequence[str], owner_shape: Shape, traced: Dims | None
 ) -> Origin:
-    """The origin of a leaf; `of` is the shape of its first owner."""
+    """The origin of a leaf; `owner_shape` is the shape of its first owner."""
     if not owners:
         return Origin(None, None if shape else (), "belongs to no parameter")
-    choices = possible_dims(shape, of)
+    choices = possible_dims(shape, owner_shape)
     dims = choices[0] if len(choices) == 1 else None
-    if traced is not None and _fits(traced, shape, of):
+    if traced is not None and _fits(traced, shape, owner_shape):
         dims = traced
-    why = f"no known relation to the parameter's shape {of}"
+    why = f"no known relation to the parameter's shape {owner_shape}"
     return Origin(owners[0], dims, why, tuple(owners[1:]))
 
 
-def _fits(dims: Dims, shape: Shape, of: Shape) -> bool:
+def _fits(dims: Dims, shape: Shape, owner_shape: Shape) -> bool:
     """Whether the traced dims say anything, and agree with the shapes."""
     return any(dim is not None for dim in dims) and all(
-        dim is None or (dim < len(of) and of[dim] == size)
+        dim is None or (dim < len(owner_shape) and owner_shape[dim] == size)
         for dim, size in zip(dims, shape, strict=True)
     )
 
 
-def possible_dims(shape: Shape, of: Shape) -> list[Dims]:
+def possible_dims(shape: Shape, owner_shape: Shape) -> list[Dims]:
     """The dims of a parameter that a leaf of state may have, by their sizes."""
-    extra, every = len(shape) - len(of), range(len(of))
+    extra, every = len(shape) - len(owner_shape), range(len(owner_shape))
     choices: list[Dims]
     if extra >= 0:  # like the parameter, or several copies of it
-        choices = [(None,) * extra + tuple(every)] if shape[extra:] == of else []
+        is_like = shape[extra:] == owner_shape
+        choices = [(None,) * extra + tuple(every)] if is_like else []
     else:
         subsets = itertools.combinations(every, len(shape))
-        choices = [dims for dims in subsets if tuple(of[dim] for dim in dims) == shape]
+        choices = [x for x in subsets if tuple(owner_shape[dim] for dim in x) == shape]
     if len(choices) != 1 and math.prod(shape) <= 1:  # a placeholder
         return [(None,) * len(shape)]
     return choices

@@ -190,7 +190,6 @@ class Uncomparable(TypeError):
 
 
 def is_hashable(value: Any) -> bool:
-    """Whether a value has a usable hash."""
     try:
         hash(value)
     except TypeError:

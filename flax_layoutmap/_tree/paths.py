@@ -115,7 +115,6 @@ class Flat:
         ]
 
     def section(self, at: int) -> Section:
-        """The section of a leaf."""
         place = bisect.bisect(self.sections, at, key=operator.attrgetter("start"))
         return self.sections[place - 1]
 
@@ -128,7 +127,6 @@ class Flat:
         ]
 
     def roles(self) -> list[Role]:
-        """The role of each leaf."""
         return [s.role for s in self.sections for _ in range(s.start, s.stop)]
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
@@ -176,8 +174,8 @@ class Roots:
     """Several trees under names, such as the arguments of a function.
 
     Each is a section, in the order given. Rules see the name of a Flax object, as they
-    would in a dict, but not that of a container of arrays, which may be data: the rule
-    `batch` would match every batch. A name may be a path.
+    would in a dict, but not that of a container of arrays, which may be data: a rule
+    `batch` would then match every batch. A name may be a path.
     """
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
