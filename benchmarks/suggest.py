@@ -145,7 +145,7 @@ def measured(row: Row, engine: str | None, is_limited: bool) -> list[str]:
             donate_argnames=row.state,
         )
         fsdp = dataclasses.replace(suggestion.tried[0], layout_map=rules, plan=plan)
-    except flm.errors.LayoutError:  # the batch does not divide by all devices
+    except flm.errors.LayoutError:  # the batch is not divisible by all devices
         fsdp = None
     ours = suggestion.tried[0]
     return [

@@ -161,7 +161,7 @@ class LayoutMap(_Section):
         overlap: if rules with different layouts match a leaf: `"error"`, or the
             `"first"` or `"last"` wins. Rules with equal layouts do not conflict.
         unmatched: if no rule matches a leaf: `"replicate"` or `"error"`.
-        indivisible: if a dim does not divide by its axes: `"error"`, or `"replicate"`
+        indivisible: if a dim is not divisible by its axes: `"error"`, or `"replicate"`
             this dim (recorded as a fallback).
         batch: mesh axes for the first dim of a batch; None takes the first mesh axis.
         strict: for unused rules and large unmatched leaves: warn once (None), raise

@@ -25,7 +25,7 @@ def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> s
     else:
         listed = " × ".join(f"{name!r} ({sizes[name]})" for name in names)
         axes = f"mesh axes {listed}, {math.prod(sizes[n] for n in names)} together"
-    return f"dim {dim} of size {size} does not divide by {axes}"
+    return f"dim {dim} of size {size} is not divisible by {axes}"
 
 
 def divides(

@@ -73,8 +73,8 @@ def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[in
     if count % known:
         open_axis = names[sizes.index(-1)]
         raise MeshError(
-            f"cannot compute axis {open_axis!r} (-1): {count} devices do not divide "
-            f"by the other axes, {known}"
+            f"cannot compute axis {open_axis!r} (-1): {count} devices are not "
+            f"divisible by the other axes, {known}"
         )
     return tuple(count // known if size == -1 else size for size in sizes)
 

@@ -45,7 +45,7 @@ def unfit(model: Model) -> Iterator[LintIssue]:
 
 
 def indivisible(model: Model) -> Iterator[LintIssue]:
-    """LM103, LM104, LM108: dims that do not divide by their axes."""
+    """LM103, LM104, LM108: dims that are not divisible by their axes."""
     for leaf in model.groups(lambda row: bool(row.fallback) and row.rule is not None):
         if leaf.row.reason == "optimizer rule":
             continue  # its dims are those of the parameter
@@ -67,7 +67,7 @@ def _clash(
     padded, tiled = -(-size // ways) * ways, 128 * ways
     listed = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
     text = (
-        f"{leaf}: {rule}: dim {dim} of size {size} does not divide by {listed}, so it "
+        f"{leaf}: {rule}: dim {dim} of size {size} is not divisible by {listed}, so it "
         "is replicated"
     )
     dims = list(rule.rule.layout.dims(len(shape)))

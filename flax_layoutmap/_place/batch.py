@@ -309,7 +309,7 @@ def _check_divides(count: int, rules: RuleSet, rows: Rows, share: _Share) -> Non
     problem = clash_of_rows(count, rules)
     if share.passed < share.parts:
         problem = (
-            f"dim 0 of size {count} does not divide by {share.passed}, as this "
+            f"dim 0 of size {count} is not divisible by {share.passed}, as this "
             f"process fills {share.passed} of the {share.parts} parts"
         )
     more = "" if rows == "local" or jax.process_count() == 1 else f', rows="{rows}"'

@@ -91,7 +91,7 @@ def from_logical(
     Raises:
         RuleError: a logical rule names an axis that the mesh does not have, or rules
             over paths cannot express these layouts.
-        ResolveError: dims do not divide by their axes.
+        ResolveError: dims are not divisible by their axes.
 
     Example:
         >>> import flax_layoutmap as flm

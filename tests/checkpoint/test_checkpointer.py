@@ -352,7 +352,7 @@ def test_what_cannot_be_saved_is_told_before_anything_is_written(
     checkpointer = open_at(run)
     with refused("2 problems", "fn", "bad"):
         checkpointer.save(0, {"fn": print, "bad": {1, 2}, **weights(0)})
-    with pytest.raises(flm.errors.ResolveError, match="does not divide"):
+    with pytest.raises(flm.errors.ResolveError, match="is not divisible"):
         checkpointer.save(0, {"w": jnp.ones(9)})
     assert not run.exists()
     assert checkpointer.save(4, weights(0))

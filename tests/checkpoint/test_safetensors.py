@@ -183,7 +183,7 @@ def test_one_error_lists_all_problems_and_the_target_is_as_before(
     before = dict(model)
     with refused(
         f"cannot restore {folder}: ",
-        "odd (3,): rule 3 'odd' → ('model',): dim 0 of size 3 does not divide",
+        "odd (3,): rule 3 'odd' → ('model',): dim 0 of size 3 is not divisible",
         "mlp/up/kernel (8,17): needs tensor 'mlp.up.weight' (16,8) to have the shape "
         "(17,8)",
         "mlp/down/kernel (3,): it is not a kernel",

@@ -133,7 +133,8 @@ def test_indivisible(mesh: flm.DeviceMesh) -> None:
     with pytest.raises(flm.LayoutError) as caught:
         flm.TensorLayout((None, "model"), mesh).shard_shape((4, 10))
     assert str(caught.value) == (
-        "shape (4, 10): dim 1 of size 10 does not divide by mesh axis 'model' of size 4"
+        "shape (4, 10): dim 1 of size 10 is not divisible by mesh axis 'model' of "
+        "size 4"
     )
     with pytest.raises(flm.LayoutError, match=r"'data' \(2\) × 'model' \(4\), 8 tog"):
         flm.TensorLayout((("data", "model"),), mesh).shard_shape((12,))

@@ -73,7 +73,7 @@ def test_one_slice_of_tpus_on_several_hosts_is_one() -> None:
         ("x=4", "y=2", chips(2, 4)[:-1], "on 7 devices of 2 slices: Number of dev"),
         ("a=8", {"c": 2}, jax.devices, "on 8 devices of 1 processes: Number of slices"),
         ("a=-1,b=-1", "c=1", jax.devices, "only one axis may have size -1"),
-        ("a=-1,b=3", "c=1", jax.devices, "8 devices do not divide by"),
+        ("a=-1,b=3", "c=1", jax.devices, "8 devices are not divisible by"),
     ],
 )
 def test_sizes_that_do_not_fit(ici: Any, dcn: Any, devices: Any, text: str) -> None:

@@ -148,13 +148,13 @@ CASES: dict[str, Case] = {
     "LM103": Case(
         lambda: lenient({"up": kernel(64, 102)}, ("up/kernel", ("data", "model"))),
         "LM103 warning: up/kernel (64,102): rule 1 'up/kernel' → ('data', 'model'): "
-        "dim 1 of size 102 does not divide by 'model' (4), so it is replicated\n"
+        "dim 1 of size 102 is not divisible by 'model' (4), so it is replicated\n"
         "  fix: layout_map[\"up/kernel\"] = ('data', None), or a size of 104",
     ),
     "LM104": Case(
         lambda: lenient({"embed": kernel(50257, 8)}, ("embed", ("model", None))),
         "LM104 warning: embed/kernel (50257,8): rule 1 'embed' → ('model', None): dim "
-        "0 of size 50257 does not divide by 'model' (4), so it is replicated; 3 more "
+        "0 of size 50257 is not divisible by 'model' (4), so it is replicated; 3 more "
         "rows would do, 50260\n  fix: pad the vocabulary from 50257 to 50260, or to "
         "50688 for tiles of 128 on each device",
     ),
@@ -188,8 +188,8 @@ CASES: dict[str, Case] = {
     "LM108": Case(
         lambda: lenient(attention(2), *HEADS),
         "LM108 warning: attention/key/kernel (64,2,16): rule 1 "
-        "'(query|key|value)/kernel' → (None, 'model', None): dim 1 of size 2 does not "
-        "divide by 'model' (4), so it is replicated; 2 heads cannot be split over 4 "
+        "'(query|key|value)/kernel' → (None, 'model', None): dim 1 of size 2 is not "
+        "divisible by 'model' (4), so it is replicated; 2 heads cannot be split over 4 "
         'devices\n  fix: layout_map["key/kernel"] = None  # in a rule in front of '
         "'(query|key|value)/kernel', or a smaller axis",
     ),
@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
     "LM114": Case(
         lambda: unfit(LAYERS, MLP_RULES, "data=2,model=3"),
         "LM114 error: layers_0/up/kernel (64,256) and 2 more alike: rule 1 'up/kernel' "
-        "→ (None, 'model'): dim 1 of size 256 does not divide by mesh axis 'model' of "
+        "→ (None, 'model'): dim 1 of size 256 is not divisible by mesh axis 'model' of "
         "size 3\n  fix: change the size, use another layout (None for this dim), or "
         'indivisible="replicate"',
     ),

@@ -169,7 +169,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str, str]] = {
 FAILING: dict[str, tuple[Callable[[], Any], str]] = {
     "a width": (
         lambda: create(of(8, 9)),
-        "ResolveError: .*dim 1 of size 9 does not",
+        "ResolveError: .*dim 1 of size 9 is not",
     ),
     "a constructor": (
         a_constructor_that_raises,

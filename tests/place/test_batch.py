@@ -219,12 +219,12 @@ def test_the_mask_gives_the_original_back(
 
 OWN_ROWS = (
     "LayoutError: the batch does not divide over the batch axes ('data',): dim 0 of "
-    "size 7 does not divide by 4, as this process fills 4 of the 8 parts; pad it, "
+    "size 7 is not divisible by 4, as this process fills 4 of the 8 parts; pad it, "
     "batch, mask = flm.pad_batch(batch, layout_map), or drop the rest"
 )
 ALL_ROWS = (
     "LayoutError: the batch does not divide over the batch axes ('data',): dim 0 of "
-    "size 5 does not divide by mesh axis 'data' of size 8; pad it, batch, mask = "
+    "size 5 is not divisible by mesh axis 'data' of size 8; pad it, batch, mask = "
     'flm.pad_batch(batch, layout_map, rows="global"), or drop the rest'
 )
 NO_DEVICE = (

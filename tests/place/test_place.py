@@ -163,9 +163,9 @@ def test_rank_and_divisibility_are_always_checked(way: str, wrap: Any) -> None:
         (
             "auto",
             ("model", None),
-            "dim 0 of size 6 does not divide by mesh axis",
+            "dim 0 of size 6 is not divisible by mesh axis",
         ),
-        ("explicit", ("model", None), "dim 0 of size 6 does not divide by mesh axis"),
+        ("explicit", ("model", None), "dim 0 of size 6 is not divisible by mesh axis"),
         ("auto", ("data",), "the layout ('data',) has 1 dims, the array has 2"),
     ):
         layout = flm.TensorLayout(axes, grid(kind))
@@ -241,7 +241,7 @@ def test_indivisible_dims_of_a_layout_by_name(mesh: flm.DeviceMesh, move: Any) -
         return step(odd)
 
     assert_lies(run("block_1", indivisible="replicate"), ((), ()), mesh, odd)
-    text = " of an array (6, 8) to ('model', None): dim 0 of size 6 does not divide by"
+    text = " of an array (6, 8) to ('model', None): dim 0 of size 6 is not divisible by"
     for to, shown, options in (
         ("block_1", "(x, 'block_1')", {}),
         (("model", None), "", {"indivisible": "replicate"}),

@@ -360,8 +360,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         planned(x=OWN, mesh="data=4,model=4"),
         flm.LayoutError,
         "x (6,16) came with a sharding that does not fit the mesh data=4,model=4: "
-        "shape (6, 16): dim 0 of size 6 does not divide by mesh axis 'data' of size 4; "
-        "pass its shape alone, jax.ShapeDtypeStruct(x.shape, x.dtype)",
+        "shape (6, 16): dim 0 of size 6 is not divisible by mesh axis 'data' of size "
+        "4; pass its shape alone, jax.ShapeDtypeStruct(x.shape, x.dtype)",
     ),
 ]
 

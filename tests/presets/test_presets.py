@@ -120,7 +120,7 @@ def test_a_dim_that_does_not_divide_is_replicated_and_explained(
     resolution = layout_map.resolve(nested({path: struct(*shape)}))
     (leaf,) = resolution.fallbacks
     assert axes_of(leaf) == axes
-    text = f"dim {dim} of size {shape[dim]} does not divide by mesh axis "
+    text = f"dim {dim} of size {shape[dim]} is not divisible by mesh axis "
     assert text in str(leaf.fallback) and text in resolution.explain(path)
 
 

@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
         lambda: fit({"w": ("data", "model")}, {"w": struct(10, 10)}),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (10,10): rule 1 'w' → ('data', "
-        "'model'): dim 1 of size 10 does not divide by mesh axis 'model' of size 4; "
+        "'model'): dim 1 of size 10 is not divisible by mesh axis 'model' of size 4; "
         "change the size, use another layout (None for this dim), or "
         'indivisible="replicate"',
     ),
@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
         lambda: fit({}, nnx.State({"w": stacked()})),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (3,8,8): Flax metadata ('data', "
-        "'model'): dim 0 of size 3 does not divide by mesh axis 'data' of size 2; "
+        "'model'): dim 0 of size 3 is not divisible by mesh axis 'data' of size 2; "
         "change the size, use another layout (None for this dim), or "
         'indivisible="replicate"; a rule for it wins over the metadata; for '
         "layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
@@ -202,10 +202,10 @@ CASES: dict[str, Case] = {
         ),
         flm.errors.ResolveError,
         "2 leaves do not fit the rules on mesh data=2,model=1:\n"
-        "  - a (3,): rule 1 '.' → ('data',): dim 0 of size 3 does not divide by mesh "
+        "  - a (3,): rule 1 '.' → ('data',): dim 0 of size 3 is not divisible by mesh "
         "axis 'data' of size 2; change the size, use another layout (None for this "
         'dim), or indivisible="replicate"\n'
-        "  - b (5,): rule 1 '.' → ('data',): dim 0 of size 5 does not divide by mesh "
+        "  - b (5,): rule 1 '.' → ('data',): dim 0 of size 5 is not divisible by mesh "
         "axis 'data' of size 2; change the size, use another layout (None for this "
         'dim), or indivisible="replicate"',
     ),
@@ -240,8 +240,8 @@ CASES: dict[str, Case] = {
     "batch: indivisible": Case(
         lambda: flm.distribute_batch({"x": np.ones((5, 2)), "y": np.ones(5)}, placed()),
         flm.LayoutError,
-        "the batch does not divide over the batch axes ('data',): dim 0 of size 5 does "
-        "not divide by mesh axis 'data' of size 2; pad it, batch, mask = "
+        "the batch does not divide over the batch axes ('data',): dim 0 of size 5 is "
+        "not divisible by mesh axis 'data' of size 2; pad it, batch, mask = "
         "flm.pad_batch(batch, layout_map), or drop the rest",
     ),
     "fetch_layout: a traced value": Case(

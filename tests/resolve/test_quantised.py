@@ -108,7 +108,7 @@ def test_dims_that_do_not_divide_elsewhere_are_errors() -> None:
         {f"up/{NAMES[0][0]}": int8(8, 16), f"up/{NAMES[0][1]}": struct(1, 16)}
     )
     rules = {"qvalue": ("data", "model"), "scale": ("data", "model")}
-    with pytest.raises(flm.errors.ResolveError, match="dim 0 of size 1 does not div"):
+    with pytest.raises(flm.errors.ResolveError, match="dim 0 of size 1 is not div"):
         mapped(rules).resolve(tree)
 
 

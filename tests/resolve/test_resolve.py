@@ -317,7 +317,7 @@ def test_indivisible_dims() -> None:
     with pytest.raises(flm.errors.ResolveError) as caught:
         mapped({"w": layout}).resolve(tree)
     assert (
-        "dim 0 of size 3 does not divide by mesh axis 'data' of size 2; dim 1 of "
+        "dim 0 of size 3 is not divisible by mesh axis 'data' of size 2; dim 1 of "
         in (str(caught.value))
     )
     resolution = mapped({"w": layout}, indivisible="replicate").resolve(tree)
@@ -515,7 +515,7 @@ def test_on_a_mesh_of_another_shape() -> None:
     other = planned.on(flm.DeviceMesh.abstract("data=4,model=2"))
     assert (planned["w"].shard_shape, other["w"].shard_shape) == ((4, 2), (2, 4))
     with pytest.raises(
-        flm.errors.ResolveError, match="does not divide by mesh axis 'data'"
+        flm.errors.ResolveError, match="is not divisible by mesh axis 'data'"
     ):
         planned.on(flm.DeviceMesh.abstract("data=3,model=1"))
     with pytest.raises(flm.errors.MeshError, match="needs a mesh"):
@@ -538,7 +538,7 @@ def test_optimizer_state_given_with_its_parameters_moves_too(
 def test_the_error_has_parameters_that_were_given_beside_their_state() -> None:
     params, tx = {"w": struct(10, 8)}, optax.adam(1e-3)
     state = jax.eval_shape(tx.init, params)
-    layout_map = mapped({"w": ("model", None)})  # 10 does not divide by 4
+    layout_map = mapped({"w": ("model", None)})  # 10 is not divisible by 4
     with pytest.raises(flm.errors.ResolveError, match=r"w \(10,8\)") as caught:
         layout_map.resolve(state, params=params, tx=tx)
     resolution = caught.value.resolution
@@ -710,8 +710,8 @@ def test_explain_an_exact_key_a_fallback_and_a_scalar() -> None:
     resolution = layout_map.resolve({"up": struct(8, 6), "up/scale": 1.0})
     assert resolution.explain("up").splitlines()[1:3] == [
         "  because: its path is the key of rule 1 'up' → (None, 'model')",
-        "  fallback: rule 1 'up' → (None, 'model'): dim 1 of size 6 does not divide by "
-        "mesh axis 'model' of size 4, so that dim is replicated",
+        "  fallback: rule 1 'up' → (None, 'model'): dim 1 of size 6 is not divisible "
+        "by mesh axis 'model' of size 4, so that dim is replicated",
     ]
     assert resolution.explain("up%2Fscale").splitlines()[1:] == [
         "  because: scalar",

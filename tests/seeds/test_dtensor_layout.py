@@ -291,7 +291,7 @@ def test_rank_0_is_neither_one_dim_nor_any_rank() -> None:
         (lambda: ROWS.offset_tuple_to_global_index((0,)), "so none at (0,)"),
         (lambda: ROWS.offset_tuple_to_global_index((3, 0)), "so none at (3, 0)"),
         (lambda: ROWS.offset_tuple_to_global_index((-1, 0)), "so none at (-1, 0)"),
-        (lambda: ROWS.local_shape_from_global_shape((5, 2)), "does not divide"),
+        (lambda: ROWS.local_shape_from_global_shape((5, 2)), "is not divisible"),
         (lambda: ROWS.local_shape_from_global_shape((6,)), "the array has 1"),
         (lambda: ROWS.global_shape_from_local_shape((1,)), "the array has 1"),
     ],

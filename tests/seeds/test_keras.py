@@ -550,7 +550,7 @@ def test_models_that_keras_cannot_build() -> None:
     for vector in refused_by_keras:
         shapes = {**vector, "variables": built[vector["model"]]["variables"]}
         with pytest.raises(
-            flm.errors.ResolveError, match="does not divide by mesh axis"
+            flm.errors.ResolveError, match="is not divisible by mesh axis"
         ):
             resolution_of(shapes)
 

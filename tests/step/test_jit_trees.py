@@ -163,7 +163,7 @@ def test_bad_layouts_name_the_argument() -> None:
         (("data", "data"), flm.errors.RuleError, "'data' twice"),
         ((None, None, "data"), flm.LayoutError, "has 3 dims, the array has 2"),
         (3, flm.errors.RuleError, "not a layout: 3"),
-        ((None, "model"), flm.LayoutError, "dim 1 of size 6 does not divide"),
+        ((None, "model"), flm.LayoutError, "dim 1 of size 6 is not divisible"),
     ):
         step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
         with refuses(error, "in_shardings['x']: ", text):
