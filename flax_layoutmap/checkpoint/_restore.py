@@ -255,12 +255,10 @@ def verify(
         share = leaves[jax.process_index() :: jax.process_count()]
         problems: list[str] = []
         with shown_progress(f"verifying {stored.where}", None, progress):
-            for portion in grouped(share, Leaf.bytes, _PORTION_BYTES):
-                wanted = {
-                    x.path: x.abstract if x.is_text else np.ndarray for x in portion
-                }
+            for part in grouped(share, Leaf.bytes, _PORTION_BYTES):
+                wanted = {x.path: x.abstract if x.is_text else np.ndarray for x in part}
                 sums = checksums(stored.arrays(wanted), alone=True)
-                problems += stored.changed(portion, sums)
+                problems += stored.changed(part, sums)
         if problems:
             raise problem_list(f"the checkpoint {stored.where} is damaged", problems)
     return len(leaves)

@@ -20,11 +20,7 @@ RNG = np.random.default_rng(0)
 UP = RNG.normal(size=(16, 8)).astype(np.float32)
 DOWN = RNG.normal(size=(8, 16)).astype(np.float32)
 NORM = np.arange(8, dtype=np.float32)
-TENSORS = {
-    "mlp.up.weight": UP,
-    "mlp.down.weight": DOWN,
-    "norm": NORM,
-}
+TENSORS = {"mlp.up.weight": UP, "mlp.down.weight": DOWN, "norm": NORM}
 MAPPING = [
     (r"mlp/(up|down)/kernel", r"mlp.\1.weight", m.linear()),
     ("norm/scale", "norm"),
