@@ -108,7 +108,7 @@ def initialize(
     except (ValueError, RuntimeError) as error:
         raise ProcessError(
             f"this process could not join the job at {coordinator or 'no address'}: "
-            f"{error}; call flm.keras.initialize once, before anything else of JAX "
+            f"{error}; call flm.keras.initialize once, before any other use of JAX "
             "(jax.devices() is too late), in every process, with an address that all "
             'of them reach, flm.keras.initialize("host:1234", 2, 0); leave the call '
             "out for one process"

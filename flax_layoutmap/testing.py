@@ -142,7 +142,7 @@ def assert_golden(resolution: Resolution, path: str | os.PathLike[str]) -> None:
     changes = difference(before, snapshot_of(resolution.to_json()))
     if not changes.is_empty:
         raise AssertionError(
-            f"the layouts are not those in {str(path)!r}:\n\n"
+            f"the layouts differ from {str(path)!r}:\n\n"
             f"{changes.report(width=100)}\n\n{how}"
         )
 

@@ -206,8 +206,8 @@ def _check_function(make: Any) -> None:
     if is_nnx_object(make):
         raise StructureError(
             f"create was given a {type(make).__name__} that exists already; pass a "
-            f"function that makes it: lambda: {type(make).__name__}(...); or move what "
-            "exists with layout_map.place(module)"
+            f"function that makes it: lambda: {type(make).__name__}(...); or move the "
+            "module with layout_map.place(module)"
         )
     if not isinstance(make, type) and hasattr(make, "init") and hasattr(make, "apply"):
         raise StructureError(
@@ -217,7 +217,7 @@ def _check_function(make: Any) -> None:
     if not callable(make):
         raise StructureError(
             "create(make, layout_map) needs a function that makes the model, got "
-            f"a {type(make).__name__}; to move what exists use layout_map.place(tree)"
+            f"a {type(make).__name__}; to move arrays, use layout_map.place(tree)"
         )
 
 

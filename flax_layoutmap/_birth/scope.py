@@ -43,8 +43,8 @@ from flax_layoutmap._tree.trace import Traced, is_tracing_constructor, trace
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
 
 _ONLY_SHAPES = (
-    "what a layout_map_scope block makes has only shapes and dtypes until the block "
-    "ends: use its values after the block, or make the whole model with "
+    "objects made in a layout_map_scope block have only shapes and dtypes until the "
+    "block ends: use their values after it, or make the whole model with "
     "flm.create(make, layout_map), where a constructor can compute with them"
 )
 

@@ -257,8 +257,8 @@ def _inputs(trace: _Trace, known: Mapping[Any, Any], read: Iterable[Any]) -> lis
         if isinstance(value, jax.ShapeDtypeStruct):
             raise StructureError(
                 f"an argument is abstract, a jax.ShapeDtypeStruct "
-                f"{show_shape(value.shape)}, but what is made is computed from its "
-                "values: pass an array"
+                f"{show_shape(value.shape)}, but its values are needed: pass an "
+                "array"
             )
     mesh = trace.mesh
     return values if mesh is None else [_on_mesh(value, mesh) for value in values]

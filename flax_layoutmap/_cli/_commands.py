@@ -67,7 +67,7 @@ def _paths(resolution: "flm.Resolution", text: str) -> list[str]:
     paths = paths or [path for path in resolution.paths if pattern.search(path)]
     if not paths:
         raise UsageError(
-            f"{text!r} is neither a path, an end of one nor a pattern that matches: "
+            f"{text!r} is not a path, the end of a path or a pattern that matches: "
             f"{unknown}"
         )
     return paths

@@ -83,7 +83,7 @@ def rules_of(
     if not isinstance(rules, flm.LayoutMap):
         raise UsageError(
             f"--rules {args.rules}: is a {type(rules).__name__}, not a LayoutMap or a "
-            "function that makes one; of pairs, flm.LayoutMap.from_rules makes one"
+            "function that makes one; flm.LayoutMap.from_rules makes one from pairs"
         )
     return rules if mesh is None else rules.on(mesh)
 

@@ -258,9 +258,9 @@ def _share(mesh: DeviceMesh, batch: tuple[str, ...], rows: Rows) -> _Share:
     process = jax.process_index()
     if process not in held:
         raise MeshError(
-            f"process {process} has no device on the mesh of the rules, so no rows of "
-            f"the batch: it belongs to the processes {sorted(held)}; use "
-            "a mesh that all have devices on, or call distribute_batch in those only"
+            f"process {process} has no device on the mesh of the rules; use a mesh "
+            "over all processes, or call distribute_batch only in the processes "
+            f"{sorted(held)}"
         )
     if rows == "global":
         return _Share(parts, parts)

@@ -188,8 +188,8 @@ def snapshot_of(data: Any) -> Snapshot:
     schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
     if schema != 1:
         raise LayoutError(
-            f"layouts of schema {schema!r} cannot be read; this is schema 1, what "
-            'resolution.report("json") and flm.testing.write_golden write'
+            f"layouts of schema {schema!r} cannot be read; this version reads schema "
+            '1, as written by resolution.report("json") and flm.testing.write_golden'
         )
     try:
         rules = rules_from_json(data["rules"])

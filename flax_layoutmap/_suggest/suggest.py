@@ -265,8 +265,8 @@ def suggest(
         data = ", ".join(dict.fromkeys(path.partition("/")[0] for path in dims.data))
         if all(arrays.is_small for arrays in dims.parameters):
             raise LayoutError(
-                f"{name} has no state to lay out; its data: {data or 'none'}; say what "
-                'is state: donate_argnames="params"'
+                f"{name} has no state to lay out; its data: {data or 'none'}; name the "
+                'state: donate_argnames="params"'
             )
         layouts = Layouts(dims, on.axis_sizes, chip, where.slices if where else 1)
         candidates = layouts.fully_sharded()

@@ -245,9 +245,9 @@ def _layouts(
             missing.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
     if missing:
         raise RuleError(
-            f"{len(missing)} leaves without a NamedSharding; place them first, such as "
-            "by layout_map.place(tree), or pass the tree that resolution.abstract() "
-            f"returns:\n{bullet_list(missing[:10])}"
+            f"{len(missing)} leaves without a NamedSharding; place them first, for "
+            "example by layout_map.place(tree), or pass the tree that "
+            f"resolution.abstract() returns:\n{bullet_list(missing[:10])}"
         )
     if len(meshes) > 1:
         lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]

@@ -87,8 +87,8 @@ def ask(
     elif devices > MOST_DEVICES:
         raise MeshError(
             f"XLA's partitioner takes at most {MOST_DEVICES:,} devices, and the mesh "
-            f"has {devices:,}: plan on a mesh with a shorter batch axis, over which "
-            "what a device sends is nearly the same, or install libtpu and pass a "
+            f"has {devices:,}: plan on a mesh with a shorter batch axis, where a "
+            "device sends nearly the same, or install libtpu and pass a "
             'topology: pip install "flax-layoutmap[tpu-aot]"'
         )
     else:

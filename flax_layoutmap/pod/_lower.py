@@ -172,8 +172,8 @@ def _check_mesh(lowered: Lowered, mesh: Any) -> None:
 
 def _other_mesh(name: str, mesh: Any, other: str) -> MeshError:
     return MeshError(
-        f"{name} is planned for the mesh {mesh}, and names another one, {other}: in a "
-        "NamedSharding or a jax.shard_map(mesh=…); name axes alone, "
+        f"{name} is planned for the mesh {mesh}, but names another mesh, {other}, in a "
+        "NamedSharding or a jax.shard_map(mesh=…); name only axes, "
         'jax.lax.with_sharding_constraint(x, PartitionSpec("data")), '
         'flm.distribute_tensor(x, ("data", None)), jax.shard_map without mesh=, or '
         "take jax.sharding.get_abstract_mesh() in the step"
@@ -226,9 +226,9 @@ def _lower(traced: Any, name: str) -> Any:
         if _OTHER_DEVICES.search(text) or not re.search("AbstractMesh|backend", text):
             raise
         raise LayoutError(
-            f"{name} cannot be lowered without devices ({error}): leave out of the "
-            "planned step what calls back into Python (jax.debug.print, "
-            "jax.pure_callback and the like)"
+            f"{name} cannot be lowered without devices ({error}): leave "
+            "calls back into Python (jax.debug.print, jax.pure_callback and the like) "
+            "out of the planned step"
         ) from error
 
 

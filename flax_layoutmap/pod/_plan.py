@@ -252,7 +252,7 @@ def _memory_of(
         at_rest={role: size for role, size in sums.items() if size},
         host_at_rest={role: size for role, size in on_host.items() if size},
         limit_bytes=None if topology is None else topology.generation.hbm_limit_bytes,
-        note="what the step needs besides, such as activations, is not in it",
+        note="excludes other memory of the step, such as activations",
     )
 
 

@@ -65,7 +65,7 @@ def _check_axis(mesh: DeviceMesh, axis: str) -> None:
     if axis not in mesh.axis_names:
         raise RuleError(
             f"the mesh {str(mesh)!r} has no axis {axis!r}"
-            f"{did_you_mean(axis, mesh.axis_names)}; name the one to shard over, such "
+            f"{did_you_mean(axis, mesh.axis_names)}; name the axis to shard over, such "
             f"as axis={mesh.axis_names[0]!r}"
         )
 

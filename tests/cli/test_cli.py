@@ -194,7 +194,7 @@ def test_explain(run: Any) -> None:
     assert heads == [f"{{0..2}}/{p} ×3" for p in ("down/bias", "up/bias", "up/kernel")]
     code, out, err = run(f"explain up/kernle {SOURCES}")
     assert (code, out) == (2, "") and "up/kernel" in err
-    assert "is neither a path, an end of one nor a pattern that matches: " in err
+    assert "is not a path, the end of a path or a pattern that matches: " in err
     assert "is not a path or a pattern: " in run(f"explain '(' {SOURCES}")[2]
 
 
@@ -266,7 +266,7 @@ MAKE = "report --model my_model:make --rules"
 WRONG = {
     "report --rules rules.toml": "give one of --model MODULE:FACTORY and --checkpoint",
     f"{MAKE} rules.json": "the rules have no mesh",
-    f"{MAKE} my_model:pairs": "of pairs, flm.LayoutMap.from_rules makes one",
+    f"{MAKE} my_model:pairs": "flm.LayoutMap.from_rules makes one from pairs",
     f"{MAKE} rules.yaml": "or a file (.toml, .json)",
     "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
     "report --model my_model.py:make --rules rules.toml": "such as my_model:make",

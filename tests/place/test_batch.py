@@ -228,9 +228,8 @@ ALL_ROWS = (
     'flm.pad_batch(batch, layout_map, rows="global"), or drop the rest'
 )
 NO_DEVICE = (
-    "MeshError: process 1 has no device on the mesh of the rules, so no rows of the "
-    "batch: it belongs to the processes [0]; use a mesh that all have devices on, or "
-    "call distribute_batch in those only"
+    "MeshError: process 1 has no device on the mesh of the rules; use a mesh over all "
+    "processes, or call distribute_batch only in the processes [0]"
 )
 GLOBAL_ROWS = "\n  - a (16,), global already\n  - b (16,), of 32 rows in all\n"
 

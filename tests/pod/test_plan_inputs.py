@@ -256,9 +256,9 @@ def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None
             plan(step, SQUARE, X, mesh=other, **SPREAD)
         said = str(caught.value)
         assert said.startswith(
-            f"<lambda> is planned for the mesh {other}, and names another one"
+            f"<lambda> is planned for the mesh {other}, but names another mesh"
         )
-        assert "in a NamedSharding or a jax.shard_map(mesh=…); name axes alone" in said
+        assert "in a NamedSharding or a jax.shard_map(mesh=…); name only axes" in said
     assert plan(step, SQUARE, X, **SPREAD).collectives
 
 

@@ -86,7 +86,7 @@ def test_a_difference_is_reported_and_how_to_accept_it(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         assert_golden(rules(("model", None)).resolve(tree()), path)
     text = str(caught.value)
-    assert text.startswith(f"the layouts are not those in {str(path)!r}:\n\nrules:\n")
+    assert text.startswith(f"the layouts differ from {str(path)!r}:\n\nrules:\n")
     assert "layers_{0..10}/up ×11" in text and "P(-, model) → P(model)" in text
     assert "to send: at most " in text
     assert "to accept this, run pytest with --update-layouts" in text

@@ -215,7 +215,7 @@ def test_the_report(wide: flm.Suggestion) -> None:
         ({"slices": 2}, "^not a topology: None"),
         ({"mesh": "data=1"}, "needs auto axes and several devices"),
         ({"mesh": EXPLICIT}, "needs auto axes and several devices"),
-        ({}, "no state to lay out; its data: x; say what is state: donate_argnames="),
+        ({}, "no state to lay out; its data: x; name the state: donate_argnames="),
     ],
 )
 def test_options_that_are_refused(options: Any, error: str) -> None:
