@@ -105,8 +105,8 @@ def activated(
     """In the block, activation rules apply to the outputs of layers.
 
     `roots` are NNX objects, each with the prefix of its paths: `policy/`. A rule
-    `…/output` that matches one of `parameters`, paths in all their forms, is no rule
-    for outputs. `report` gets the warnings about rules that matched nothing.
+    `…/output` that matches one of `parameters`, paths in all their forms, is not for
+    outputs. `report` gets the warnings about rules that matched nothing.
     """
     before, active = _ACTIVE.get(), None
     if rules is not None and (

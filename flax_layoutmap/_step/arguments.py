@@ -9,7 +9,6 @@ import functools
 import inspect
 import itertools
 import operator
-import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +32,6 @@ _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 # Numbers of Python, which JAX takes as leaves.
 NUMBERS = bool | int | float | complex
-
-_EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 # ------------------------------------------------------------------- signatures
 
@@ -199,7 +196,7 @@ class Argument:
 
     @functools.cached_property
     def flat(self) -> Flat:
-        """Its leaves with their paths; raises StructureError if these are none."""
+        """Its leaves with their paths, or a StructureError."""
         return flatten(Roots({self.name: self.value}))
 
     def path(self, at: int) -> str:
@@ -254,10 +251,7 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
 def put_together(
     structures: Iterable[tuple[Any, Sequence[Any]]], leaves: Iterable[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Trees from these leaves, and the NNX objects in them.
-
-    The structures are those of arguments.
-    """
+    """Trees of the structures of arguments, and the NNX objects in them."""
     rest, objects = iter(leaves), list[Any]()
     with nnx.merge_context() as merging:
 
@@ -293,7 +287,7 @@ def write(graph: Graph, leaves: Sequence[Any], besides: Container[int] = ()) -> 
 def take_apart(
     slots: Iterable[tuple[Slot, Any]],
     donated: frozenset[str] = frozenset(),
-    in_shardings: Mapping[str, Any] = _EMPTY,
+    in_shardings: Mapping[str, Any] | None = None,
 ) -> tuple[list[Argument], Graph]:
     """Take arguments apart; the options are names of arguments.
 
@@ -303,7 +297,7 @@ def take_apart(
     flat = [(slot, value, *_nodes_of(slot, value)) for slot, value in slots]
     graph = Graph([node for *_, nodes in flat for node in nodes if is_object(node)])
     graphdefs, values = iter(graph.graphdefs), iter(graph.values)
-    arguments = []
+    arguments, by_hand = [], in_shardings or {}
     for slot, value, outer, is_state, nodes in flat:
         defs, objects = [], []
         for at, node in enumerate(nodes):
@@ -313,7 +307,7 @@ def take_apart(
                 nodes[at] = Taken([*itertools.islice(values, defs[-1].num_leaves)])
         raw, outer = jax.tree.flatten(outer.unflatten(nodes) if objects else value)
         is_donated = slot.is_among(donated)
-        given = in_shardings.get(slot.name, in_shardings.get(slot.parameter))
+        given = by_hand.get(slot.name, by_hand.get(slot.parameter))
         options = slot, outer, defs, is_state or is_donated, is_donated, given
         arguments.append(_checked(Argument(*options, value, objects, raw, raw)))
     return arguments, graph

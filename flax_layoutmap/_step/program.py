@@ -231,9 +231,9 @@ def _flat_function(
         outcomes.append(outcome)
         if outcome != outcomes[0]:
             raise LayoutError(
-                f"{job.name} was traced again, and what it does to its arguments was "
-                "another thing: that must not depend on what is outside of its "
-                "arguments; pass what decides it, as in static_argnames"
+                f"{job.name} was traced again, and changed its arguments in another "
+                "way: that must depend on its arguments alone; pass what decides it, "
+                "as in static_argnames"
             )
         # What stays as it is does not leave the memory of the host.
         host = {id(x): leaf for x, leaf in zip(inputs, leaves, strict=True)}
@@ -315,9 +315,7 @@ def abstract_result(program: Program, call: Call) -> Any:
     structure, (new, result) = program.outcome.structure, program.shapes
     given = shardings.abstract(call.leaves)
     if structure is None:
-        structures = [
-            (argument.outer, argument.graphdefs) for argument in call.arguments
-        ]
+        structures = [argument.structure for argument in call.arguments]
         nodes: Any = Graph(put_together(structures, given)[1]).nodes
     else:
         nodes = structure.merged(structure.leaves(given, jax.tree.leaves(new)))[1]

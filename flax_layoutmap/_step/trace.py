@@ -122,9 +122,9 @@ def roots_of(value: Any) -> list[tuple[str, Any]]:
 def on_auto_axes(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """A function of arrays, traced as if the Explicit axes of a mesh were Auto.
 
-    As by `jax.sharding.auto_axes`, what enters loses the axes of its type, which is no
-    operation. State gets them back by the `out_shardings` of `jax.jit`, scalars in the
-    trace, other results after the program, by `typed`.
+    As by `jax.sharding.auto_axes`, inputs lose the axes of their types, at no cost.
+    State gets them back by the `out_shardings` of `jax.jit`, scalars in the trace,
+    other results after the program, by `typed`.
     """
     types: Any = mesh.jax_mesh.abstract_mesh
     auto = types.update_axis_types(dict.fromkeys(types.axis_names, AxisType.Auto))

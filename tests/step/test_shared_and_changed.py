@@ -228,7 +228,7 @@ def test_a_second_trace_that_does_something_else() -> None:
     makes.clear()
     jitted(Part())
     jax.clear_caches()
-    with pytest.raises(flm.LayoutError, match="^step was traced again, and what it"):
+    with pytest.raises(flm.LayoutError, match="^step was traced again, and changed"):
         jitted(Part())
 
 
