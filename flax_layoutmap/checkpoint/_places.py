@@ -160,11 +160,11 @@ def check_shared(path: str) -> None:
 def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) -> None:
     """Run a file operation on process 0; if it fails, every process raises."""
     error: OSError | None = None
-    if jax.process_index() == 0:
-        try:
+    try:
+        if jax.process_index() == 0:
             action()
-        except OSError as caught:
-            error = caught
+    except OSError as caught:
+        error = caught
     failed = error is not None
     if jax.process_count() > 1:
         failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))

@@ -161,27 +161,25 @@ def _read_header(file: str) -> Iterator[Tensor]:
             first, last = entry["data_offsets"]
             tensor = Tensor(name, dtype, shape, file, begin + first)
             is_sound = all(type(n) is int and n >= 0 for n in (*shape, first, last))
-            if is_sound and tensor.nbytes == last - first and begin + last <= size:
-                yield tensor
-                continue
-        except (LookupError, TypeError, ValueError):
-            pass
-        raise CheckpointError(
-            f"{file}: tensor {name!r}: {str(entry)[:80]} is not a place of a tensor in "
-            f"the {size - begin} bytes of data; was the file cut off?"
-        )
+            if not is_sound or tensor.nbytes != last - first or begin + last > size:
+                raise ValueError
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: tensor {name!r}: {str(entry)[:80]} is not a place of a "
+                f"tensor in the {size - begin} bytes of data; was the file cut off?"
+            ) from error
+        yield tensor
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-        if isinstance(value, dict):
+        if isinstance(value := json.loads(text), dict):
             return value
-        why: Any = f"a {type(value).__name__}, not an object"
+        raise ValueError(f"a {type(value).__name__}, not an object")
     except (ValueError, RecursionError) as error:
-        why = error
-    kind = "index" if file.endswith(".json") else "header"
-    raise CheckpointError(f"{file}: the {kind} is not valid JSON: {why}")
+        kind = "index" if file.endswith(".json") else "header"
+        message = f"{file}: the {kind} is not valid JSON: {error}"
+        raise CheckpointError(message) from error
 
 
 # ------------------------------------------------------------------- boxes of arrays
