@@ -150,7 +150,6 @@ def preset(args: Namespace) -> None:
 
 
 def _show(thing: Any, args: Namespace) -> None:
-    """Print a report as JSON or as text."""
     if args.json:
         print(json.dumps(thing.to_json(), indent=1))
     else:

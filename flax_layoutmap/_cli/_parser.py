@@ -78,7 +78,6 @@ def make_parser() -> Parser:
 
 
 def _parent(title: str, names: str) -> argparse.ArgumentParser:
-    """Options that several commands share."""
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group(title)
     for name in names.split():

@@ -198,7 +198,6 @@ def _nested(node: Node, space: Rectangle) -> Iterator[str]:
 
 
 def _cut(text: str, room: int) -> str:
-    """As much of a text as fits."""
     if cell_len(text) <= room:
         return text
     return f"{set_cell_size(text, room - 1).rstrip()}…" if room > 3 else ""

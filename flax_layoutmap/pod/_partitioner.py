@@ -68,7 +68,6 @@ def _code(module: Any) -> Code:
 
 
 def _inlined(module: Any) -> Any:
-    """The step of a module, with all calls inlined."""
     functions, done = functions_of(module), set[str]()
 
     def flatten(name: str) -> Any:

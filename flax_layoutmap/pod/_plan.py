@@ -243,7 +243,6 @@ class _Plan:
 def _memory_of(
     shards: Sequence[Array], leaves: Sequence[Leaf], topology: Topology | None
 ) -> Memory:
-    """Bytes of the arguments on one device, by role."""
     sums: dict[str, int] = dict.fromkeys(_ROLES, 0)
     on_host = dict(sums)
     for shard, leaf in zip(shards, leaves, strict=True):

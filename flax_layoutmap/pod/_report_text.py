@@ -185,7 +185,6 @@ def _by_axis(report: Report) -> Grid:
 
 
 def _largest(rows: "Sequence[Row]", width: int | None) -> Grid:
-    """The collectives that send the most."""
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
     cells = [(*map(str, row[:-1]), human_bytes(row.sent)) for row in rows]
@@ -250,7 +249,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def _remarks(report: Report) -> Iterator[str]:
-    """The lines below the tables."""
     yield from _memory(report)
     if report.flops_per_device:
         yield _products(report)
