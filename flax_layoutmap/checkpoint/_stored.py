@@ -6,6 +6,7 @@ the `value` that NNX Variables and Linen boxes add.
 
 import dataclasses
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,8 +75,10 @@ class Stored:
         return opened(nested(abstract, unescape), is_own=True)
 
     def rule_set(self, mesh: Any) -> RuleSet | None:
-        rules = self.info.rules
-        return None if rules is None else rules_from_json(rules, mesh=mesh)
+        if self.info.rules is None:
+            return None
+        rules = _rules(json.dumps(self.info.rules))
+        return rules if mesh is None else rules.on(mesh)
 
     def lines(self) -> Sequence[str]:
         return [f"{self.info!r} {self.metadata.custom}", *self.record.leaves]
@@ -220,6 +223,12 @@ def _renamed(
                 f"rename maps {path} to {name!r}, which is not a path of its own"
             )
     return {new[path]: leaf for path, leaf in leaves.items()}
+
+
+@functools.lru_cache(maxsize=4)
+def _rules(text: str) -> RuleSet:
+    """The rules of a record, cached by its text, so that warnings are emitted once."""
+    return rules_from_json(json.loads(text))
 
 
 # -------------------------------------------- checkpoints that Orbax wrote without us
