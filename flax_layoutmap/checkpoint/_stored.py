@@ -280,7 +280,8 @@ def _replica_axis(read: Read, name: str | None) -> int | None:
         return None
     number = where.mesh.axis_names.index(name)
     replicas = np.moveaxis(np.asarray(where.mesh.devices), number, 0)
-    processes = [{device.process_index for device in x.flat} for x in replicas]
+    rows = replicas.reshape(len(replicas), -1)  # of a mesh of one axis, too
+    processes = [{device.process_index for device in row} for row in rows]
     is_apart = sum(map(len, processes)) == len(set().union(*processes))
     return number if is_apart and len(processes) > 1 else None
 
