@@ -74,6 +74,8 @@ def reshard(
 
     Plain JAX: `jax.device_put(tree, shardings)`.
     """
+    if not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
+        raise LayoutError(f"max_bytes={max_bytes!r}: a chunk is a number of bytes")
     resolution = resolve(tree, rule_set_of(to, "reshard(tree, to)"))
     need_devices(resolution, "reshard")
     resolution.announce()

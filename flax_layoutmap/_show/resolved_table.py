@@ -53,6 +53,12 @@ class ResolvedTable:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without cached properties, which know rows by their ids."""
+        return {
+            field.name: vars(self)[field.name] for field in dataclasses.fields(self)
+        }
+
     def __iter__(self) -> Iterator[ResolvedLeaf]:
         return (self.leaf(at) for at in range(len(self)))
 

@@ -265,7 +265,8 @@ def result_of(stored: Leaf, target: Leaf, dtype: Any) -> Leaf:
     if stored.dtype != target.dtype and not (floating and dtype is not None):
         raise CheckpointError(
             f"another dtype: the checkpoint has {stored.dtype}, the target "
-            f'{target.dtype}; dtype="target" converts floating-point arrays only'
+            f'{target.dtype}; pass dtype="target" between floating-point dtypes, or '
+            "convert it after the restore"
         )
     if floating and dtype is not None and dtype != "target":
         target = dataclasses.replace(target, dtype=dtype)

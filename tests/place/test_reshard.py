@@ -220,3 +220,10 @@ def test_progress(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
     flm.reshard({"w": jnp.ones(8)}, layout_map, progress=True)
     assert "moving" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, "1GB", 1e9])
+def test_a_chunk_is_a_number_of_bytes(max_bytes: Any) -> None:
+    """A negative one would copy no slice, and return zeros."""
+    with pytest.raises(flm.LayoutError, match="a chunk is a number of bytes"):
+        flm.reshard({"w": np.ones(8)}, flm.LayoutMap("data=8"), max_bytes=max_bytes)

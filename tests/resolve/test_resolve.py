@@ -1,11 +1,14 @@
 """resolve: from rules and a tree to one Resolution."""
 
+import copy
 import gc
 import json
 import math
+import pickle
 import re
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -834,3 +837,17 @@ def test_equal_problems_of_layers_are_told_once(mesh: flm.DeviceMesh) -> None:
     assert "  - layers/{0..23}/kernel ×24 (8,10): rule 1 'kernel'" in text
     assert len(caught.value.problems) == 24
     assert caught.value.problems[7].startswith("layers/15/kernel (8,10): rule 1")
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies_say_the_same(copied: Callable[[Any], Any]) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["kernel"] = (None, "model")
+    tree = {"up": {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}}
+    resolution = layout_map.resolve(tree)
+    before = resolution.report(), resolution.specs
+    other = copied(resolution)
+    assert (other.report(), other.specs) == before
+    assert other["up/kernel"] == resolution["up/kernel"]
