@@ -101,7 +101,7 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Leaf(path, "key", value.shape, dtype)
         is_numpy = isinstance(value, np.ndarray | np.generic)
-        # The byte order of a host array is no part of its value.
+        # The byte order of a host array is not a part of its value.
         native = dtype.newbyteorder("=") if is_numpy else dtype
         return Leaf(path, "array", value.shape, native, is_numpy=is_numpy)
     for kind, python in TYPES.items():

@@ -65,8 +65,8 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
         return "the path exists; save to another one, or pass overwrite=True"
     if not os.path.isfile(os.path.join(path, METADATA_FILE)):
         return (
-            "the path exists and is no checkpoint, so overwrite=True does not replace "
-            "it; remove it yourself, or save to another path"
+            "the path exists and is not a checkpoint, so overwrite=True does not "
+            "replace it; remove it yourself, or save to another path"
         )
     real = os.path.realpath(path)  # see `write`
     return cannot_name(real) or _no_place(Path(f"{real}{NEW}-{0:016x}"))
